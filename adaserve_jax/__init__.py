@@ -1,0 +1,21 @@
+"""adaserve_jax: an LLM serving engine in which every request carries its own speed target."""
+
+from typing import TYPE_CHECKING, Any
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.types import SLO, SamplingParams
+
+if TYPE_CHECKING:
+    from adaserve_jax.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SLO", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `LLM` on first use, so that tools which never run a model do not import jax."""
+    if name == "LLM":
+        from adaserve_jax.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,82 @@
+"""Engine configuration: frozen, validated, explicit. "auto" values resolve once, in `runtime.resolve`.
+
+Imports no jax. Unknown keys raise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from adaserve_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine is built from.
+
+    Each field's help text is in FIELD_HELP; 0 or None means "auto" where the text says so.
+    """
+
+    target: str = "demo"
+    draft: str | None = "demo"
+    policy: str = "adaserve"
+    deterministic: bool = False
+    max_requests: int = 0
+    max_context: int = 0
+    max_waiting: int = 1024
+    page_size: int = 64
+    num_pages: int = 0
+    max_batch_tokens: int = 0
+    max_tree_tokens: int = 0
+    max_depth: int = 6
+    max_width: int = 4
+    max_slo_nodes: int = 0
+    eq8_eq9: bool = False
+    dtype: str = "auto"
+    compile_cache: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_context", "num_pages", "max_batch_tokens", "max_tree_tokens", "max_slo_nodes"):
+            self._check(isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, "an integer >= 0")
+        self._check(self.max_waiting >= 1, "max_waiting", "an integer >= 1")
+        self._check(self.page_size in (8, 16, 32, 64, 128), "page_size", "one of 8, 16, 32, 64, 128")
+        self._check(1 <= self.max_depth <= 16, "max_depth", "an integer from 1 to 16")
+        self._check(1 <= self.max_width <= 16, "max_width", "an integer from 1 to 16")
+        self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
+
+    def _check(self, ok: bool, name: str, expected: str) -> None:
+        if not ok:
+            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
+        """Build from plain values. Raises ConfigError naming the first unknown key."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
+        return cls(**values)
+
+
+FIELD_HELP: dict[str, str] = {
+    "target": "checkpoint folder of the target model, or 'demo' for the embedded pair",
+    "draft": "checkpoint folder of the draft model, 'demo', or none for no speculation",
+    "policy": "scheduling policy by name: adaserve, spec:<k>, ar",
+    "deterministic": "pin every target step to one bucket, so that outputs are bit-identical whatever the load",
+    "max_requests": "most requests that run at once; 0: auto by device",
+    "max_context": "most tokens of one request, prompt and output; 0: what the models support",
+    "max_waiting": "most requests that wait; more are refused",
+    "page_size": "tokens per KV page",
+    "num_pages": "pages in the KV pool; 0: auto by memory and max_requests",
+    "max_batch_tokens": "largest packed length of one target step, tree and prefill tokens; 0: auto by device",
+    "max_tree_tokens": "most tree tokens of one step, roots included; 0: auto by device",
+    "max_depth": "deepest beam search of the draft",
+    "max_width": "widest beam search of the draft",
+    "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
+    "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
+    "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
+    "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
+    "seed": "seeds the draw of seeds for requests that bring none",
+}

@@ -1,0 +1,103 @@
+"""How anything talks to an engine: the messages, and the client protocol of the thread mode and the process mode.
+
+Imports no jax and none of the server's packages; the messages are plain dataclasses, so that msgspec can carry them
+between processes and tests can build them by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, StepStats
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One user request, tokenised. Its `sampling.n` choices run as n independent requests with choice index 0..n-1.
+
+    request_id must be unique among requests in flight.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    slo: SLO = field(default_factory=SLO)
+    priority: int = 0
+    slo_class: str = "default"
+
+
+@dataclass(frozen=True)
+class OutputChunk:
+    """New text of one choice. The last chunk of a choice, and only it, has a finish_reason and metrics.
+
+    text never ends inside a character and never shows part of a stop string. finish_reason "error" comes with
+    `error`, a message for the user.
+    """
+
+    request_id: str
+    choice: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation."""
+
+    target: str
+    draft: str | None
+    policy: str
+    device: str
+    jax_version: str
+    max_context: int
+    max_requests: int
+    vocab_size: int
+    baseline_s: float
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for metrics and health. step_age_s: seconds since the last completed step, 0 when idle."""
+
+    scheduler: StepStats
+    compiles_after_ready: int = 0
+    draft_resident: bool = False
+    step_age_s: float = 0.0
+
+
+Sink = Callable[[OutputChunk], None]
+
+
+class EngineClient(Protocol):
+    """Thread-safe handle of one engine. Sinks are called from an engine thread, never after their last chunk."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Raises EngineDeadError before `start` returned."""
+        ...
+
+    def start(self) -> None:
+        """Load, compile, get ready; returns when requests can be served. Raises what loading raised."""
+        ...
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        """Queue a request. Raises RequestError (cannot ever be served), QueueFullError, EngineDeadError."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; its choices end with finish_reason "abort". Unknown ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def is_alive(self) -> bool: ...
+
+    def close(self) -> None:
+        """Stop the engine; requests in flight end with finish_reason "error"."""
+        ...

@@ -1,0 +1,54 @@
+"""The error tree: every error a caller can see. A message says what was expected, what came, and what to do.
+
+Imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+
+class AdaServeError(Exception):
+    """Base of every error that this package raises for its callers."""
+
+
+class ConfigError(AdaServeError):
+    """A configuration value is wrong, or two of them cannot go together."""
+
+
+class CheckpointError(AdaServeError):
+    """A checkpoint folder is incomplete, unreadable, or does not fit its own config.json."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """A checkpoint asks for something that this engine does not implement; the setting is named."""
+
+
+class RequestError(AdaServeError):
+    """One request cannot be served as asked; the engine goes on.
+
+    param: the request field at fault, as the API spells it, or None. code: a stable short name for programs.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request"):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class QueueFullError(AdaServeError):
+    """The waiting queue has no room; retry later."""
+
+
+class BudgetError(AdaServeError):
+    """A verification budget is smaller than the number of requests: every request verifies its root."""
+
+
+class OutOfPagesError(AdaServeError):
+    """The page pool has fewer free pages than were asked for; nothing was taken."""
+
+
+class IntegrityError(AdaServeError):
+    """An allocator's own invariants do not hold: a bug in this package, never the caller's fault."""
+
+
+class EngineDeadError(AdaServeError):
+    """The engine stopped (crash or shutdown); requests in flight are lost and may be retried."""

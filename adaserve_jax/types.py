@@ -1,0 +1,433 @@
+"""The vocabulary that every part shares: requests, targets, plans, trees, outcomes, and the protocols between parts.
+
+Imports no jax and decides nothing. Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages.
+Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part of the public API.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from adaserve_jax.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_CHOICES = 64
+MAX_SEED = 2**64 - 1
+
+
+def _require(ok: bool, param: str, expected: str, value: object, code: str) -> None:
+    if not ok:
+        raise RequestError(f"{param} must be {expected}, got {value!r}", param=param, code=code)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SLO:
+    """The speed target of one request; None means that no target of that kind is carried.
+
+    tpot_ms: milliseconds per output token after the first. ttft_ms: milliseconds to the first token.
+    relative: TPOT target as a multiple of the measured baseline latency (one token, no speculation, alone);
+    resolved at admission. Raises RequestError(code="invalid_slo") unless finite and > 0.
+    """
+
+    tpot_ms: float | None = None
+    ttft_ms: float | None = None
+    relative: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, param in (("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative")):
+            value = getattr(self, name)
+            if value is not None:
+                ok = _is_number(value) and math.isfinite(value) and value > 0
+                _require(ok, param, "a finite number above 0", value, "invalid_slo")
+        both = self.tpot_ms is not None and self.relative is not None
+        _require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
+
+    def tpot_s(self, baseline_s: float) -> float | None:
+        """Seconds per output token; `baseline_s` is the measured baseline latency that `relative` multiplies."""
+        if self.relative is not None:
+            return self.relative * baseline_s
+        return None if self.tpot_ms is None else self.tpot_ms / 1e3
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.ttft_ms is None else self.ttft_ms / 1e3
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Defaults are OpenAI's. Raises RequestError naming the field at fault.
+
+    temperature 0 is greedy. top_k 0 and top_p 1 mean off. seed None: one is drawn at admission and kept through
+    preemption. stop strings are not part of the returned text.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
+            value = getattr(self, name)
+            ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+            _require(ok, name, f"an integer from {low} to {high}", value, "invalid_value")
+        for name, low, high in (("temperature", 0.0, 100.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            ok = _is_number(value) and low <= value <= high
+            _require(ok, name, f"a number from {low:g} to {high:g}", value, "invalid_value")
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "invalid_value"
+        )
+        if self.seed is not None:
+            ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed <= MAX_SEED
+            _require(ok, "seed", f"an integer from 0 to {MAX_SEED}", self.seed, "invalid_value")
+        ok = len(stop) <= 16 and all(isinstance(s, str) and s for s in stop)
+        _require(ok, "stop", "at most 16 non-empty strings", self.stop, "invalid_value")
+        ok = all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids)
+        _require(ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids, "invalid_value")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One choice of one user request, as the scheduler receives it; immutable.
+
+    prompt_ids: i32[tokens], not empty. seed: drawn already (never None here). choice: index among the n choices.
+    tpot_slo_s / ttft_slo_s: targets in force, seconds, or None. priority: lower is sooner. arrival_s: engine clock.
+    stop_token_ids includes the model's EOS ids unless `ignore_eos`.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    sampling: SamplingParams
+    seed: int
+    arrival_s: float
+    choice: int = 0
+    tpot_slo_s: float | None = None
+    ttft_slo_s: float | None = None
+    priority: int = 0
+    slo_class: str = "default"
+    stop_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Timings and counts of one choice. Definitions: docs/metrics.md. Times are on the engine's monotonic clock."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+    tpot_slo_s: float | None = None
+    ttft_slo_s: float | None = None
+    slo_class: str = "default"
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def queue_s(self) -> float | None:
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last token - first token) / (N - 1) for N >= 2 output tokens, else None."""
+        if self.output_tokens < 2 or self.first_token_s is None or self.last_token_s is None:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def tpot_met(self) -> bool | None:
+        """None without a TPOT target; a single token counts as met, none at all as not met."""
+        if self.tpot_slo_s is None:
+            return None
+        if self.output_tokens == 0:
+            return False
+        return self.tpot_s is None or self.tpot_s <= self.tpot_slo_s
+
+    @property
+    def ttft_met(self) -> bool | None:
+        if self.ttft_slo_s is None:
+            return None
+        return self.ttft_s is not None and self.ttft_s <= self.ttft_slo_s
+
+    @property
+    def slo_met(self) -> bool | None:
+        """All targets that the request carries are met; None when it carries none."""
+        outcomes = [met for met in (self.tpot_met, self.ttft_met) if met is not None]
+        return all(outcomes) if outcomes else None
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted draft tokens per verification, bonus token not counted."""
+        return self.accepted_tokens / self.verify_steps if self.verify_steps else 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the executor's compiled programs can hold; the scheduler plans within it.
+
+    token_edges: increasing lengths of the packed token array (target tokens of one step, tree + prefill).
+    max_tree_tokens: most positions of one step whose logits are sampled (tree nodes, roots and prefill ends).
+    max_context: most tokens of one request, prompt and output together. max_depth, max_width: of one beam search;
+    0 when no draft is loaded. In deterministic mode token_edges has one edge, which every step runs in.
+    """
+
+    max_requests: int
+    token_edges: tuple[int, ...]
+    max_tree_tokens: int
+    max_context: int
+    page_size: int
+    num_pages: int
+    max_depth: int
+    max_width: int
+
+    @property
+    def max_tokens(self) -> int:
+        return self.token_edges[-1]
+
+    @property
+    def max_pages_per_request(self) -> int:
+        return -(-self.max_context // self.page_size)
+
+    def bucket(self, num_tokens: int) -> int:
+        """The smallest edge that holds `num_tokens`. Raises ValueError above the last edge."""
+        for edge in self.token_edges:
+            if num_tokens <= edge:
+                return edge
+        raise ValueError(f"{num_tokens} tokens do not fit the largest bucket {self.max_tokens}")
+
+
+@dataclass(frozen=True, eq=False)
+class RowSampling:
+    """Sampling parameters of a step's rows. seed: u64[R]; choice, top_k: i32[R]; the others f32[R]."""
+
+    seed: np.ndarray
+    choice: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class DraftPlan:
+    """What the draft does in this step, before any tree exists.
+
+    catchup_tokens: i32[sum(catchup_counts)], row after row: the tokens that the draft's KV lacks, first fed.
+    catchup_counts: i32[R]; draft_ctx: i32[R], tokens already in the draft's KV. A row that speculates ends its
+    catch-up with the pending root token. speculates: bool[num_decode]. depth and width bound the beam search
+    (depth 0: only catch up).
+    """
+
+    depth: int
+    width: int
+    catchup_tokens: np.ndarray
+    catchup_counts: np.ndarray
+    draft_ctx: np.ndarray
+    speculates: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """What one step runs. Rows are decode rows first (one pending token each), then prefill rows.
+
+    slots: i32[R], the engine slot of each row (stable while a request runs). root_token: i32[num_decode].
+    ctx_len: i32[R], committed target KV. page_table: i32[R, max_pages_per_request], unused entries 0.
+    prefill_tokens: i32[sum(prefill_counts)]; prefill_counts: i32[R - num_decode]; prefill_final: bool, whether the
+    chunk ends the prompt (then one token is sampled from its end). budget: most tree tokens, roots included.
+    """
+
+    step: int
+    slots: np.ndarray
+    num_decode: int
+    root_token: np.ndarray
+    ctx_len: np.ndarray
+    page_table: np.ndarray
+    sampling: RowSampling
+    prefill_tokens: np.ndarray
+    prefill_counts: np.ndarray
+    prefill_final: np.ndarray
+    draft: DraftPlan | None
+    budget: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return len(self.prefill_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateTrees:
+    """Candidate nodes of every decode row, in beam order: index = (depth - 1) * width + rank in the beam.
+
+    token, parent: i32[num_decode, C]; parent is a candidate index of the same row, -1 for the root.
+    log_f: f32[num_decode, C], log of the chance that the target accepts the path to the node; -inf marks an absent
+    node. depth: i32[C], the level of each column, from 1.
+    """
+
+    token: np.ndarray
+    parent: np.ndarray
+    log_f: np.ndarray
+    depth: np.ndarray
+
+    @staticmethod
+    def empty(num_rows: int) -> CandidateTrees:
+        ints = np.zeros((num_rows, 0), np.int32)
+        return CandidateTrees(ints, ints, np.zeros((num_rows, 0), np.float32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTrees:
+    """The selected trees of all decode rows, packed row after row, each root first, parents before children.
+
+    row, token, parent, depth, candidate: i32[N]; parent is an index into the packed array (-1: root);
+    candidate: column in CandidateTrees (-1: root). path_prob: f32[N], f (root: 1).
+    """
+
+    row: np.ndarray
+    token: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+    candidate: np.ndarray
+    path_prob: np.ndarray
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutcome:
+    """What a verification brought. tokens: i32[R, max_depth + 1], the first counts[r] valid; counts: i32[R], 0 for a
+    prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
+    draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
+    likewise. wait_s: the part of both spent waiting for the device. bucket: packed length that ran.
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    accepted: np.ndarray
+    draft_s: float
+    verify_s: float
+    wait_s: float
+    bucket: int
+
+
+@dataclass(frozen=True)
+class RequestUpdate:
+    """New tokens of one request after a step; finish_reason and metrics are set exactly once, at its end."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass
+class StepStats:
+    """Running totals of the scheduler, read for metrics. All counts since start; gauges as of now."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    spec_steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    finished: dict[str, int] = field(default_factory=dict)
+    plan_s: float = 0.0
+    draft_s: float = 0.0
+    select_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    wait_s: float = 0.0
+    last_depth: int = 0
+    last_width: int = 0
+    last_budget: int = 0
+
+
+class StopCheck(Protocol):
+    """Finds stop strings. Called once per request and step, in order."""
+
+    def __call__(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+        """Take in new tokens; return how many of them to keep when a stop string ended the text, else None."""
+        ...
+
+
+Progress = Callable[[str, int, int], None]
+"""progress(what, done, total), called during warm-up."""
+
+
+class Executor(Protocol):
+    """Runs the models; the only thing that touches a device. Host arrays in, host arrays out; one step at a time."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def compiles_after_ready(self) -> int: ...
+
+    def warm_up(self, progress: Progress | None = None) -> CostSamples:
+        """Compile every program and time each; afterwards nothing compiles."""
+        ...
+
+    def speculate(self, plan: StepPlan) -> CandidateTrees:
+        """Feed the catch-up tokens to the draft, then search; `plan.draft` is not None."""
+        ...
+
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
+        """One target forward over trees and prefill chunks; accepted KV is committed before anything else runs."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Drafter(Protocol):
+    """Proposes candidate trees. The local one runs on this device; a remote one speaks to a draft service."""
+
+    def propose(self, plan: StepPlan) -> CandidateTrees:
+        """Catch up, then beam-search each speculating row. A drafter that fails returns no candidates."""
+        ...
+
+
+@dataclass(frozen=True)
+class CostSamples:
+    """Times measured at warm-up. verify: (bucket tokens, rows) -> seconds; catchup: packed catch-up tokens -> seconds;
+    draft_level: (rows, width) -> seconds of one beam level."""
+
+    verify_s: dict[tuple[int, int], float]
+    catchup_s: dict[int, float]
+    draft_level_s: dict[tuple[int, int], float]
