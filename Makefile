@@ -1,0 +1,61 @@
+# `make serve` and `make test` need Python 3.11 or later and a package index, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help serve test test-slow lint type format bench-host demo-pair readme clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 ...")'
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(STAMP).serve: pyproject.toml | $(BIN)/python
+	@echo "installing (a minute or two the first time)"
+	@$(PIP) --editable '.[server]'
+	@touch $@
+
+$(STAMP).test: pyproject.toml | $(BIN)/python
+	@echo "installing with test tools (some minutes the first time: torch is large)"
+	@$(PIP) --editable '.[server,dev,torch]'
+	@touch $@ $(STAMP).serve
+
+serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
+	@$(BIN)/adaserve serve $(ARGS)
+
+test: $(STAMP).test ## run the suite (about a minute)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP).test ## run everything, the slow tests too
+	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+lint: $(STAMP).test ## formatting, lint rules, direction of imports
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/lint-imports
+
+type: $(STAMP).test ## static types of the package
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP).test ## format the code and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
+	@$(BIN)/python benchmarks/host_step.py $(ARGS)
+
+demo-pair: $(STAMP).serve ## train the embedded pair again (an hour or more): ARGS="--gsm8k path/to/train.jsonl"
+	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
+
+readme: $(STAMP).serve ## write the measured table of README.md from benchmarks/results
+	@$(BIN)/python scripts/readme_table.py
+
+clean: ## remove what was installed, built and cached here
+	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -1,0 +1,45 @@
+"""Settings that hold for every test: no network, one device kind, a shared compile cache, repeatable hypothesis runs.
+
+The environment is set at import, before any test module imports jax or transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("repeatable")
+
+
+def _has_gpu() -> bool:
+    import jax
+
+    return jax.default_backend() == "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip, with a reason that is printed, tests whose device or library is not here."""
+    missing = {"torch": importlib.util.find_spec("torch") is None}
+    missing["gpu"] = any("gpu" in item.keywords for item in items) and not _has_gpu()
+    reasons = {
+        "torch": "PARITY NOT CHECKED: torch is not installed; `make test` installs it",
+        "gpu": "no CUDA device; set JAX_PLATFORMS=cuda where there is one",
+    }
+    for item in items:
+        for marker, absent in missing.items():
+            if absent and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reasons[marker]))
