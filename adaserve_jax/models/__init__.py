@@ -1,0 +1,1 @@
+"""Models: the dense decoder, its configuration and weights, the tokenizer, and the embedded demo pair."""

@@ -1,0 +1,166 @@
+"""One dense decoder for the Llama family: RMSNorm, rotary, grouped-query attention, SwiGLU, tied or untied head.
+
+The residual stream is feature-major, [d, T], from the embedding to the head, so that each product is `W @ x` with the
+weight as Hugging Face stores it, [out, in]: on a CPU this is up to 1.5 times faster than the token-major form at
+2-64 tokens. Flax NNX defines and initialises the modules; what is passed to `jax.jit` is a flat dict of arrays, merged
+back into modules while tracing only. The caller owns attention: this file knows no KV cache, pages or masks.
+
+Axes: T packed tokens, d features, H/K query/KV heads, D head dim, S sampled positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from adaserve_jax.models.config import ModelConfig
+
+Params = dict[str, jax.Array]
+"""Weights by dotted name, as `param_specs` lists them."""
+
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""attend(layer, q f[H, D, T], k f[K, D, T], v f[K, D, T]) -> f[H, D, T]; q and k are rotated, nothing is scaled:
+dividing the scores by sqrt(D) is attend's work."""
+
+
+def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Params:
+    """Random weights: normal with standard deviation 1 / sqrt(inputs), norms 1."""
+
+    def create() -> Params:
+        _, state = nnx.split(Decoder(config, nnx.Rngs(seed), dtype))
+        return {_name(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+    return jax.jit(create)()
+
+
+def decode(params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    """Run all layers and the final norm. tokens, positions: i32[T]. Returns f[d, T] in the weights' type.
+
+    Pure; call it inside `jax.jit`. The order of tokens has no meaning here: only `positions` (rotary) and `attend` do.
+    """
+    return _merge(params, config)(tokens, positions, attend)
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Scores over the vocabulary for chosen columns of `decode`'s result. hidden: f[d, S]. Returns f32[S, V]."""
+    return _merge(params, config).logits(hidden)
+
+
+def param_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """(shape, logical axis names) of each weight by name; the names are what a mesh rule maps to mesh axes."""
+    _, state = _abstract(config)
+    return {
+        _name(path): (variable.shape, variable.get_metadata()["logical_axes"])
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+class Linear(nnx.Module):
+    """weight @ x without bias; accumulates and returns f32. weight: f[out, in]."""
+
+    def __init__(self, outputs: int, inputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any):
+        noise = jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32)
+        self.weight = nnx.Param((noise * inputs**-0.5).astype(dtype), logical_axes=axes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+        return jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean over features of x^2 + eps) * weight. x: f32[d, T]; returns f32[d, T]."""
+
+    def __init__(self, features: int, eps: float, dtype: Any):
+        self.weight = nnx.Param(jnp.ones(features, dtype), logical_axes=("embed",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + self.eps)
+        return x * scale * self.weight[...].astype(jnp.float32)[:, None]
+
+
+class Layer(nnx.Module):
+    """Attention and SwiGLU, each behind a norm and added to the stream. Query, key and value are one product, gate
+    and up another: fewer and larger products are faster below 16 tokens, and fewer arrays are cheaper to dispatch."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        d, inner = config.hidden_size, config.intermediate_size
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.attn_norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        self.qkv = Linear(config.q_size + 2 * config.kv_size, d, ("qkv", "embed"), rngs, dtype)
+        self.out = Linear(d, config.q_size, ("embed", "heads"), rngs, dtype)
+        self.mlp_norm = RMSNorm(d, config.rms_norm_eps, dtype)
+        self.gate_up = Linear(2 * inner, d, ("gate_up", "embed"), rngs, dtype)
+        self.down = Linear(d, inner, ("embed", "mlp"), rngs, dtype)
+
+    def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend) -> jax.Array:
+        dtype = self.qkv.weight[...].dtype
+        qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
+        rotated = _rotate(qkv[: self.heads + self.kv_heads], rotary).astype(dtype)
+        values = qkv[self.heads + self.kv_heads :].astype(dtype)
+        mixed = attend(layer, rotated[: self.heads], rotated[self.heads :], values)
+        x = x + self.out(mixed.reshape(self.heads * self.head_dim, -1))
+        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2)
+        return x + self.down(jax.nn.silu(gate) * up)
+
+
+class Decoder(nnx.Module):
+    """The whole model. Called with tokens and positions i32[T]; returns f[d, T] after the final norm."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+        self.config = config
+        self.embed = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
+        self.layers = nnx.List([Layer(config, rngs, dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_embeddings:
+            self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        weight = self.embed.weight[...]
+        rotary = _rotary(positions, self.config)
+        x = weight[tokens].T.astype(jnp.float32)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotary, index, attend)
+        return self.norm(x).astype(weight.dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        head = self.embed if self.config.tie_embeddings else self.head
+        return head(hidden).T
+
+
+def _rotary(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of position * theta^(-2i / D): f32[D/2, T] each."""
+    inverse = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    angle = jnp.asarray(inverse, jnp.float32)[:, None] * positions.astype(jnp.float32)[None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn each pair (i, i + D/2) of x f32[heads, D, T] by its angle: Hugging Face's half-split layout."""
+    cos, sin = rotary
+    first, second = jnp.split(x, 2, axis=1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Dotted name of a weight: ("layers", 0, "qkv", "weight") -> "layers.0.qkv"."""
+    return ".".join(str(part) for part in path[:-1])
+
+
+@lru_cache(maxsize=32)
+def _abstract(config: ModelConfig) -> tuple[Any, Any]:
+    """Structure and abstract weights of a model; nothing is allocated."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32)))
+
+
+def _merge(params: Params, config: ModelConfig) -> Decoder:
+    graphdef, state = _abstract(config)
+    weights = {path: variable.replace(params[_name(path)]) for path, variable in nnx.to_flat_state(state)}
+    return nnx.merge(graphdef, nnx.from_flat_state(weights))

@@ -1,0 +1,155 @@
+"""Tiny random checkpoints in Hugging Face's format, written for a test into its own folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('role tool is not known') }}{% endif %}"
+    "{{ ('<|user|>' if m['role'] == 'user' else '<|assistant|>') + m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_TYPES = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "f32",
+    shards: int = 1,
+    tokenizer: Tokenizer | None = None,
+    chat_template: str | None = CHAT_TEMPLATE,
+    **config_overrides: Any,
+) -> Path:
+    """Write config.json, weights drawn from `seed`, and a tokenizer; return the folder.
+
+    config_overrides replace keys of CONFIG; None removes a key. shards > 1 writes an index and that many files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {key: value for key, value in (CONFIG | config_overrides).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: array.astype(_TYPES[dtype]) for name, array in random_tensors(config, seed).items()}
+    write_tensors(folder, tensors, shards)
+    write_tokenizer(folder, tokenizer or byte_tokenizer(), chat_template)
+    return folder
+
+
+def random_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Tensors under Hugging Face's names, scaled so that attention is peaked and logits spread over a few units."""
+    rng = np.random.default_rng(seed)
+    d, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim", d // heads)
+    q, kv = heads * dim, config.get("num_key_value_heads", heads) * dim
+
+    def matrix(outputs: int, inputs: int) -> np.ndarray:
+        return rng.standard_normal((outputs, inputs)) * 1.5 / np.sqrt(inputs)
+
+    def norm() -> np.ndarray:
+        return rng.uniform(0.5, 1.5, d)
+
+    tensors = {"model.embed_tokens.weight": matrix(config["vocab_size"], d), "model.norm.weight": norm()}
+    if not config.get("tie_word_embeddings", False):
+        tensors["lm_head.weight"] = matrix(config["vocab_size"], d)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        tensors |= {p + "input_layernorm.weight": norm(), p + "post_attention_layernorm.weight": norm()}
+        shapes = {"q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q)}
+        tensors |= {f"{p}self_attn.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        shapes = {"gate_proj": (inner, d), "up_proj": (inner, d), "down_proj": (d, inner)}
+        tensors |= {f"{p}mlp.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+    return tensors
+
+
+def write_tensors(folder: Path, tensors: dict[str, np.ndarray], shards: int = 1) -> None:
+    """Write model.safetensors, or an index and `shards` files between which the names are dealt out."""
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+    weight_map = {tensor: names[i % shards] for i, tensor in enumerate(tensors)}
+    for name in names:
+        part = {tensor: tensors[tensor] for tensor, file in weight_map.items() if file == name}
+        save_file(part, folder / name, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """Write tokenizer.json and tokenizer_config.json as transformers reads them."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": EOS,
+        "eos_token": EOS,
+        "additional_special_tokens": [USER, ASSISTANT],
+        "model_max_length": 256,
+        "chat_template": chat_template,
+    }
+    kept = {key: value for key, value in config.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Byte-level BPE: three special tokens, the 256 bytes, and merges, some of which end inside a character."""
+    alphabet = _byte_alphabet()
+    vocab = {token: i for i, token in enumerate([EOS, USER, ASSISTANT, *sorted(alphabet.values())])}
+    merges: list[tuple[str, str]] = []
+    for text in (b" a", b"th", b"the", b" the", b"in", b"ing", "é".encode(), "😀".encode()[:3], b" \xf0", b"\n\n"):
+        symbols = [alphabet[byte] for byte in text]
+        merge = ("".join(symbols[:-1]), symbols[-1])
+        if merge[0] in vocab:
+            merges.append(merge)
+            vocab.setdefault("".join(symbols), len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS, USER, ASSISTANT])
+    return tokenizer
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    """A SentencePiece-like BPE: word marks, one token per unknown byte, and a first space that decoding strips."""
+    words = ["▁", "▁the", "▁a", "▁cat", "t", "h", "e", "c", "a", ".", "é", "▁th"]
+    vocab = {token: i for i, token in enumerate([EOS, USER, ASSISTANT, *(f"<0x{b:02X}>" for b in range(256)), *words])}
+    merges = [("▁", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(Regex(" "), "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([EOS, USER, ASSISTANT])
+    return tokenizer
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """Byte to printable character, as byte-level BPE spells it: printable bytes as they are, others from U+0100 up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

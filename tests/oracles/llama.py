@@ -1,0 +1,78 @@
+"""The whole Llama model in NumPy float64, token by token features, from a checkpoint folder. Shares no code with the
+package: it reads config.json and the safetensors itself, and attends densely through a boolean mask."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+
+def oracle_logits(
+    folder: str | Path,
+    tokens: np.ndarray | list[int],
+    positions: np.ndarray | None = None,
+    mask: np.ndarray | None = None,
+) -> np.ndarray:
+    """Logits f64[T, V] of every token.
+
+    tokens: int[T]. positions: int[T], 0..T-1 when None. mask: bool[T, T], mask[i, j] true when token i attends to
+    token j (itself included); causal when None. A tree is its ancestor mask with positions = depth.
+    """
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    w = _read(folder)
+    tokens = np.asarray(tokens)
+    count = len(tokens)
+    positions = np.arange(count) if positions is None else np.asarray(positions)
+    mask = np.tril(np.ones((count, count), bool)) if mask is None else mask
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    eps = config["rms_norm_eps"]
+    theta = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}."
+        h = _norm(x, w[p + "input_layernorm.weight"], eps)
+        q = (h @ w[p + "self_attn.q_proj.weight"].T).reshape(count, heads, dim)
+        k = (h @ w[p + "self_attn.k_proj.weight"].T).reshape(count, kv_heads, dim)
+        v = (h @ w[p + "self_attn.v_proj.weight"].T).reshape(count, kv_heads, dim)
+        q, k = _rope(q, positions, theta), _rope(k, positions, theta)
+        mixed = np.empty((count, heads, dim))
+        for head in range(heads):
+            shared = head // (heads // kv_heads)
+            scores = q[:, head] @ k[:, shared].T / np.sqrt(dim)
+            scores = np.where(mask, scores, -np.inf)
+            weight = np.exp(scores - scores.max(axis=1, keepdims=True))
+            mixed[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[:, shared]
+        x = x + mixed.reshape(count, heads * dim) @ w[p + "self_attn.o_proj.weight"].T
+        h = _norm(x, w[p + "post_attention_layernorm.weight"], eps)
+        gate, up = h @ w[p + "mlp.gate_proj.weight"].T, h @ w[p + "mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[p + "mlp.down_proj.weight"].T
+    x = _norm(x, w["model.norm.weight"], eps)
+    head = "model.embed_tokens.weight" if config.get("tie_word_embeddings", False) else "lm_head.weight"
+    return x @ w[head].T
+
+
+def _read(folder: Path) -> dict[str, np.ndarray]:
+    weights: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            weights |= {name: file.get_tensor(name).astype(np.float64) for name in file.keys()}  # noqa: SIM118
+    return weights
+
+
+def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+def _rope(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
+    """Multiply the complex numbers x[i] + 1j * x[i + D/2] by exp(1j * position * theta^(-2i/D)). x: [T, heads, D]."""
+    half = x.shape[-1] // 2
+    turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))
+    turned = (x[..., :half] + 1j * x[..., half:]) * turn[:, None, :]
+    return np.concatenate([turned.real, turned.imag], axis=-1)
