@@ -1,0 +1,1 @@
+"""KV memory. Host files (page_pool) never import jax."""
