@@ -1,0 +1,262 @@
+"""ProcessEngine: the engine in a process of its own, behind the same `EngineClient` protocol as the thread mode.
+
+The front end stays responsive while JAX compiles or a step runs, and survives the engine's death. Two ZeroMQ sockets
+in a fresh 0700 directory carry `engine.wire` messages. Knows nothing of models or HTTP; never imports jax.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import wire
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.types import Progress, StepStats
+
+LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
+HEARTBEAT_LIMIT_S = 60.0
+CLOSE_LIMIT_S = 15.0
+MAX_SOCKET_PATH = 100
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Open:
+    """A request whose choices have not all ended."""
+
+    sink: Sink
+    choices: set[int] = field(default_factory=set)
+
+
+class ProcessEngine:
+    """Runs `factory(config, progress)` in a child process. Thread-safe; sinks are called from one receiving thread.
+
+    progress(what, done, total) is called while `start` waits. factory is "module:callable" giving an EngineClient.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, factory: str = LOCAL_ENGINE):
+        self._config = config
+        self._progress = progress
+        self._factory = factory
+        self._lock = threading.Lock()  # guards everything below
+        self._open: dict[str, _Open] = {}
+        self._submitted = 0
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats(StepStats())
+        self._received = 0
+        self._error: Exception | None = None
+        self._settled = threading.Event()  # ready, failed or dead
+        self._closing = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._receiver: threading.Thread | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDeadError("the engine is not ready: call start() and wait for it to return")
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine process, None before `start`."""
+        return None if self._child is None else self._child.pid
+
+    def start(self) -> None:
+        if self._child is not None:
+            raise EngineDeadError("start() was called twice; build a new ProcessEngine instead")
+        self._folder = _socket_folder()
+        self._context = zmq.Context()
+        self._requests = _bind(self._context, zmq.PUSH, self._folder, "to_engine")
+        replies = _bind(self._context, zmq.PULL, self._folder, "from_engine")
+        command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self._folder]
+        # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._child = child
+        start = wire.encode(wire.Start(self._config, self._factory))
+        assert child.stdin is not None
+        try:
+            child.stdin.write(struct.pack("<I", len(start)) + start)
+            child.stdin.flush()
+        except BrokenPipeError:
+            pass  # the child died at once; the receiving thread says so
+        self._receiver = threading.Thread(target=self._receive, args=(replies,), name="engine-replies", daemon=True)
+        self._receiver.start()
+        self._settled.wait()
+        if self._info is None:
+            error = self._error or EngineDeadError("the engine was closed while it started")
+            self.close()
+            raise error
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        self._check(request)
+        choices = request.sampling.n
+        with self._lock:
+            if not self.is_alive():
+                raise self._error or EngineDeadError("the engine is not running")
+            if request.request_id in self._open:
+                raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
+            waiting = self._stats.scheduler.waiting + self._submitted - self._received
+            if waiting + choices > self._config.max_waiting:
+                raise QueueFullError(
+                    f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
+                )
+            self._open[request.request_id] = _Open(sink, set(range(choices)))
+            self._send(wire.Submit(request))
+            self._submitted += choices
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raise at once, without asking the engine, what can be known here."""
+        if not request.prompt_ids:
+            raise RequestError("prompt must have at least one token, got none", param="prompt")
+        tokens, limit = len(request.prompt_ids), self.info.max_context
+        if tokens >= limit:
+            raise RequestError(
+                f"prompt must leave room for one token in a context of {limit}, got {tokens} tokens; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _send(self, message: wire.ToEngine) -> None:
+        try:
+            self._requests.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._open.pop(getattr(getattr(message, "request", None), "request_id", ""), None)
+            raise QueueFullError("the engine process does not take messages; retry in a moment") from None
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            if request_id in self._open and self.is_alive():
+                self._send(wire.Abort(request_id))
+
+    def stats(self) -> EngineStats:
+        """The numbers of the last step, at most a heartbeat old."""
+        return self._stats
+
+    def is_alive(self) -> bool:
+        return self._info is not None and self._error is None and not self._closing
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closing or self._child is None:
+                return
+            self._closing = True
+        child = self._child
+        if child.stdin is not None:
+            child.stdin.close()  # the child ends by itself; while it still loads it has nothing worth waiting for
+        if self._info is None:
+            child.kill()
+        try:
+            child.wait(CLOSE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        if self._receiver is not None:
+            self._receiver.join()
+        self._requests.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> ProcessEngine:
+        self.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _receive(self, replies: zmq.Socket) -> None:
+        """The receiving thread: until the child is gone and everything that it sent is read."""
+        child = self._child
+        assert child is not None
+        heard = time.monotonic()
+        while True:
+            ended = child.poll() is not None  # looked at before reading, so that nothing sent earlier is missed
+            if replies.poll(0 if ended else 50):
+                heard = time.monotonic()
+                self._take(wire.decode_from_engine(replies.recv()))
+            elif ended:
+                break
+            elif self._info is not None and time.monotonic() - heard > HEARTBEAT_LIMIT_S:
+                _log.error("no sign of life from the engine process in %.0f s; ending it", HEARTBEAT_LIMIT_S)
+                child.kill()
+        replies.close(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._end(f"the engine process ended with status {child.returncode}; restart the server")
+
+    def _take(self, message: wire.FromEngine) -> None:
+        match message:
+            case wire.Step(chunks, stats, received):
+                with self._lock:
+                    self._stats, self._received = stats, received
+                for chunk in chunks:
+                    self._deliver(chunk)
+            case wire.Refused(request_id, fault):
+                self._fail(request_id, fault.message)
+            case wire.Loading(what, done, total):
+                if self._progress is not None:
+                    self._progress(what, done, total)
+            case wire.Ready(info):
+                self._info = info
+                self._settled.set()
+            case wire.Failed(fault):
+                self._error = wire.to_error(fault)
+
+    def _deliver(self, chunk: OutputChunk) -> None:
+        with self._lock:
+            entry = self._open.get(chunk.request_id)
+            if entry is None or chunk.choice not in entry.choices:
+                return
+            if chunk.finish_reason is not None:
+                entry.choices.discard(chunk.choice)
+                if not entry.choices:
+                    del self._open[chunk.request_id]
+        try:
+            entry.sink(chunk)
+        except Exception:  # a reader's bug must not stop the other requests
+            _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
+            self.abort(chunk.request_id)
+
+    def _fail(self, request_id: str, message: str) -> None:
+        """End every open choice of a request with finish_reason "error"."""
+        with self._lock:
+            entry = self._open.get(request_id)
+            choices = sorted(entry.choices) if entry is not None else []
+        for choice in choices:
+            self._deliver(OutputChunk(request_id, choice, "", [], "error", error=message))
+
+    def _end(self, why: str) -> None:
+        """The child is gone: later calls raise, and whoever waits is told."""
+        with self._lock:
+            if self._error is None:
+                self._error = EngineDeadError("the engine was closed" if self._closing else why)
+            request_ids, error = list(self._open), str(self._error)
+        for request_id in request_ids:
+            self._fail(request_id, error)
+        self._settled.set()
+
+
+def _socket_folder() -> str:
+    """A fresh directory that only this user can enter, with a path short enough for a Unix socket."""
+    folder = tempfile.mkdtemp(prefix="adaserve-")
+    if len(folder) > MAX_SOCKET_PATH - len("/from_engine"):
+        shutil.rmtree(folder)
+        folder = tempfile.mkdtemp(prefix="adaserve-", dir="/tmp")
+    return folder
+
+
+def _bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(f"ipc://{folder}/{name}")
+    return socket

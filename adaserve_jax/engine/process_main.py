@@ -1,0 +1,188 @@
+"""The engine process: runs one engine and speaks `engine.wire` with the front end that started it.
+
+Started by `engine.process` as `python -m adaserve_jax.engine.process_main SOCKET_DIR` with a `Start` message on its
+standard input, which then stays open: its end means that the front end is gone or wants the engine to stop.
+This is the only process that imports jax. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import zmq
+
+from adaserve_jax.engine import wire
+from adaserve_jax.engine.client import EngineClient, OutputChunk
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
+
+HEARTBEAT_S = 0.25
+CLOSE_LIMIT_S = 10.0
+
+
+def load_factory(path: str) -> Callable[..., EngineClient]:
+    """Import "module:callable". Raises ConfigError when it is not of that form."""
+    module, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"engine factory must be 'module:callable', got {path!r}")
+    return getattr(importlib.import_module(module), name)
+
+
+def read_start(pipe: int) -> wire.Start:
+    """Read the one length-prefixed message that says what to run."""
+    (size,) = struct.unpack("<I", _read(pipe, 4))
+    return wire.decode_start(_read(pipe, size))
+
+
+def _read(pipe: int, size: int) -> bytes:
+    """Exactly `size` bytes. Raises EngineDeadError when the front end ended before it sent them."""
+    data = b""
+    while len(data) < size:
+        part = os.read(pipe, size - len(data))
+        if not part:
+            raise EngineDeadError(f"expected {size} bytes from the front end, got {len(data)}")
+        data += part
+    return data
+
+
+class Outbox:
+    """Collects what the engine's threads produce; one thread sends it, everything of one moment as one `Step`.
+
+    Lock rule: `_changed` guards the list of chunks and the counters; the socket belongs to `_run` alone.
+    """
+
+    def __init__(self, context: zmq.Context, address: str):
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(address)
+        self._changed = threading.Condition()
+        self._messages: list[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = []
+        self._chunks: list[OutputChunk] = []
+        self._engine: EngineClient | None = None
+        self._received = 0
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+        self._thread.start()
+
+    def post(self, message: wire.Loading | wire.Ready | wire.Failed | wire.Refused) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+
+    def sink(self, chunk: OutputChunk) -> None:
+        """The sink of every request."""
+        with self._changed:
+            self._chunks.append(chunk)
+            self._changed.notify()
+
+    def count_received(self, choices: int) -> None:
+        self._received += choices
+
+    def start_steps(self, engine: EngineClient) -> None:
+        """From now on send the engine's numbers with each step, and alone when nothing happens."""
+        with self._changed:
+            self._engine = engine
+
+    def close(self) -> None:
+        """Send what is left, then close the socket."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not (self._chunks or self._messages or self._closing):
+                    self._changed.wait(HEARTBEAT_S)
+                messages, self._messages = self._messages, []
+                chunks, self._chunks = self._chunks, []
+                engine, closing = self._engine, self._closing
+            for message in messages:
+                self._socket.send(wire.encode(message))
+            if engine is not None:
+                received = self._received  # read before the engine's numbers, which then include these requests
+                self._socket.send(wire.encode(wire.Step(chunks, engine.stats(), received)))
+            if closing:
+                self._socket.close()
+                return
+
+
+class Inbox:
+    """Takes requests from the front end until its pipe ends."""
+
+    def __init__(self, context: zmq.Context, address: str):
+        self._socket = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(address)
+
+    def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
+        """Hand every message to the engine; returns once `stop` is set or the engine died."""
+        while engine.is_alive() and not stop.is_set():
+            if self._socket.poll(100):
+                self._handle(wire.decode_to_engine(self._socket.recv()), engine, outbox)
+        self._socket.close(linger=0)
+
+    def _handle(self, message: wire.ToEngine, engine: EngineClient, outbox: Outbox) -> None:
+        if isinstance(message, wire.Abort):
+            engine.abort(message.request_id)
+            return
+        try:
+            engine.submit(message.request, outbox.sink)
+        except Exception as error:  # one bad request must not end the engine
+            if not isinstance(error, AdaServeError):
+                traceback.print_exc()
+            outbox.post(wire.Refused(message.request.request_id, wire.to_fault(error)))
+        outbox.count_received(message.request.sampling.n)
+
+
+def stop_at_end_of(pipe: int, stop: threading.Event, folder: str) -> None:
+    """Set `stop` when the front end closes the pipe or dies; end this process if it does not end by itself then."""
+    while os.read(pipe, 1):
+        pass
+    stop.set()
+    time.sleep(CLOSE_LIMIT_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def main(folder: str) -> int:
+    """Run until standard input ends. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which drains first
+    pipe = sys.stdin.fileno()
+    start = read_start(pipe)
+    stop = threading.Event()
+    threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder), daemon=True).start()
+    with zmq.Context() as context:
+        outbox = Outbox(context, f"ipc://{folder}/from_engine")
+        try:
+            engine = load_factory(start.factory)(start.config, lambda *part: outbox.post(wire.Loading(*part)))
+            engine.start()
+        except Exception as error:
+            if not isinstance(error, AdaServeError):
+                traceback.print_exc()
+            outbox.post(wire.Failed(wire.to_fault(error)))
+            outbox.close()
+            return 1
+        outbox.post(wire.Ready(engine.info))
+        outbox.start_steps(engine)
+        Inbox(context, f"ipc://{folder}/to_engine").serve(engine, outbox, stop)
+        engine.close()
+        outbox.close()
+    if not stop.is_set():
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

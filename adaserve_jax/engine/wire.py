@@ -1,0 +1,103 @@
+"""The messages between the front end and the engine process, and their bytes: msgpack of typed structs, never pickle.
+
+Front end to engine: `Start` (once, on the child's standard input), then `Submit` and `Abort` on a socket.
+Engine to front end: `Loading`, then `Ready` or `Failed`, then `Step` after every step and `Refused` for a request that
+the engine would not take. Bytes that do not fit these types raise msgspec.ValidationError. Knows no sockets, no jax.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+import msgspec
+
+from adaserve_jax import errors
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.errors import AdaServeError, EngineDeadError, RequestError
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """Build an engine by `factory` ("module:callable", called with config and progress) and serve it."""
+
+    config: EngineConfig
+    factory: str
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    request: GenerateRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    request_id: str
+
+
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """Progress of loading and compiling: `done` of `total` parts of `what`."""
+
+    what: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    info: EngineInfo
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """An exception as data. kind: the class name; param and code: of a RequestError."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Loading raised; the engine process ends."""
+
+    fault: Fault
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """`submit` raised in the engine process; no chunk of this request follows."""
+
+    request_id: str
+    fault: Fault
+
+
+class Step(msgspec.Struct, tag=True, frozen=True):
+    """Everything that became ready together; also sent without chunks, as a sign of life.
+
+    received: how many choices of `Submit` messages the engine has taken in so far; `stats` was read after them.
+    """
+
+    chunks: list[OutputChunk]
+    stats: EngineStats
+    received: int
+
+
+ToEngine = Submit | Abort
+FromEngine = Loading | Ready | Failed | Refused | Step
+
+encode = msgspec.msgpack.Encoder().encode
+decode_start = msgspec.msgpack.Decoder(Start).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def to_fault(error: BaseException) -> Fault:
+    """Describe an exception so that `to_error` can build the same one on the other side."""
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    return Fault(type(error).__name__, str(error), param, code)
+
+
+def to_error(fault: Fault) -> Exception:
+    """Rebuild an exception: one of adaserve_jax.errors or of Python's own by name, else EngineDeadError naming it."""
+    kind = getattr(errors, fault.kind, None) or getattr(builtins, fault.kind, None)
+    if kind is RequestError:
+        return RequestError(fault.message, param=fault.param, code=fault.code or "invalid_request")
+    rebuilt = isinstance(kind, type) and issubclass(kind, AdaServeError | OSError | ValueError | RuntimeError | TypeError)
+    if rebuilt and not issubclass(kind, UnicodeError):  # a UnicodeError takes five arguments
+        return kind(fault.message)
+    return EngineDeadError(f"the engine failed with {fault.kind}: {fault.message}")

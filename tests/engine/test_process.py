@@ -1,0 +1,302 @@
+"""The process mode against a scripted engine in a real child process: order, bounds, errors, death, cleaning up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import wire
+from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.types import SLO, SamplingParams, StepStats
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FACTORY = "tests.server.scripted:ScriptedEngine"
+
+
+class Collected:
+    """A sink that keeps every chunk by choice and knows when all choices ended."""
+
+    def __init__(self, choices: int = 1):
+        self.chunks: dict[int, list[OutputChunk]] = defaultdict(list)
+        self.open = choices
+        self.ended = threading.Event()
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        self.chunks[chunk.choice].append(chunk)
+        self.open -= chunk.finish_reason is not None
+        if self.open == 0:
+            self.ended.set()
+
+    def text(self, choice: int = 0) -> str:
+        return "".join(c.text for c in self.chunks[choice])
+
+    def ids(self, choice: int = 0) -> list[int]:
+        return [t for c in self.chunks[choice] for t in c.token_ids]
+
+    def last(self, choice: int = 0) -> OutputChunk:
+        return self.chunks[choice][-1]
+
+
+def request(request_id: str, prompt: str, max_tokens: int = 20, n: int = 1, slo: SLO | None = None) -> GenerateRequest:
+    return GenerateRequest(request_id, list(prompt.encode()), SamplingParams(max_tokens, n=n), slo or SLO())
+
+
+def wait_until(condition, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def scripted_is_importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def new_engine(progress=None, **config) -> ProcessEngine:
+    return ProcessEngine(EngineConfig(policy="process", **config), progress, factory=FACTORY)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        with new_engine(target="process-test", max_waiting=400) as running:
+            yield running
+
+
+def test_many_requests_keep_order_and_lose_nothing(engine):
+    prompts = {f"r{i}": f"prompt {i} " * (1 + i % 3) for i in range(64)}
+    sinks = {name: Collected() for name in prompts}
+    for name, prompt in prompts.items():
+        engine.submit(request(name, prompt, max_tokens=40 + len(name)), sinks[name])
+    for name, prompt in prompts.items():
+        assert sinks[name].ended.wait(10)
+        data = prompt.encode()
+        expected = [data[i % len(data)] for i in range(40 + len(name))]
+        assert sinks[name].ids() == expected
+        assert sinks[name].text().encode() == bytes(expected)
+        assert [c.finish_reason for c in sinks[name].chunks[0][:-1]] == [None] * (len(sinks[name].chunks[0]) - 1)
+        assert sinks[name].last().finish_reason == "length"
+        assert sinks[name].last().metrics.output_tokens == len(expected)
+
+
+def test_the_request_crosses_unchanged(engine):
+    sink = Collected(3)
+    engine.submit(request("whole", "häß ", 30, n=3, slo=SLO(relative=1.5, ttft_ms=70.5)), sink)
+    assert sink.ended.wait(5)
+    assert sorted(sink.chunks) == [0, 1, 2]
+    for choice in range(3):
+        assert sink.text(choice) == ("häß " * 6)[: len(sink.text(choice))]
+        metrics = sink.last(choice).metrics
+        assert (metrics.tpot_slo_s, metrics.ttft_slo_s) == (pytest.approx(0.015), pytest.approx(0.0705))
+    stats = engine.stats()
+    assert stats.draft_resident and stats.scheduler.pages_total == 12
+    assert stats.scheduler.accepted_per_position == [5, 2]
+
+
+def test_abort_ends_the_request_and_unknown_ids_are_ignored(engine):
+    sink = Collected()
+    engine.submit(request("stop-me", "slow " * 3, max_tokens=400), sink)
+    wait_until(lambda: sink.chunks[0])
+    engine.abort("nobody")
+    engine.abort("stop-me")
+    assert sink.ended.wait(5)
+    assert sink.last().finish_reason == "abort"
+    engine.abort("stop-me")
+
+
+def test_what_is_knowable_is_refused_at_once(engine):
+    with pytest.raises(RequestError, match="room for one token in a context of 512, got 600") as caught:
+        engine.submit(request("long", "x" * 600), Collected())
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(RequestError, match="at least one token"):
+        engine.submit(request("empty", ""), Collected())
+    sink = Collected()
+    engine.submit(request("twice", "slow x", max_tokens=6), sink)
+    with pytest.raises(RequestError, match="'twice' is in flight already"):
+        engine.submit(request("twice", "x"), Collected())
+    assert sink.ended.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("refuse x", "cannot serve this"), ("full x", "queue is full"), ("bug x", "a bug in submit")],
+)
+def test_a_refusal_of_the_engine_ends_every_choice_and_the_engine_goes_on(engine, prompt, message):
+    sink = Collected(2)
+    engine.submit(request(prompt, prompt, n=2), sink)
+    assert sink.ended.wait(5)
+    for choice in (0, 1):
+        assert sink.last(choice).finish_reason == "error"
+        assert message in sink.last(choice).error
+    after = Collected()
+    engine.submit(request("after", "fine"), after)
+    assert after.ended.wait(5)
+    assert after.last().finish_reason == "length"
+
+
+def test_a_sink_that_raises_stops_its_request_only(engine):
+    def broken(chunk: OutputChunk) -> None:
+        raise KeyError("broken sink")
+
+    other = Collected()
+    engine.submit(request("broken", "slow " * 3, max_tokens=400), broken)
+    engine.submit(request("other", "slow x", max_tokens=30), other)
+    assert other.ended.wait(5)
+    assert other.last().finish_reason == "length"
+    wait_until(lambda: engine.stats().scheduler.running == 0)
+
+
+def test_more_choices_than_may_wait_are_refused():
+    with new_engine(max_waiting=3) as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        first, second = Collected(2), Collected()
+        engine.submit(request("first", "abc", n=2), first)
+        with pytest.raises(QueueFullError, match="2 requests wait and at most 3 may"):
+            engine.submit(request("over", "abc", n=2), Collected(2))
+        engine.submit(request("second", "abc"), second)
+        os.kill(engine.pid, signal.SIGCONT)
+        assert first.ended.wait(5) and second.ended.wait(5)
+        wait_until(lambda: engine.stats().scheduler.running == 0)
+        engine.submit(request("over", "abc", n=3), Collected(3))
+
+
+def test_progress_is_told_and_close_leaves_nothing_behind():
+    parts = []
+    engine = new_engine(lambda *part: parts.append(part))
+    with pytest.raises(EngineDeadError, match="not ready"):
+        _ = engine.info
+    engine.start()
+    assert parts == [("programs", 1, 3), ("programs", 2, 3), ("programs", 3, 3)]
+    folder = Path(engine._folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    sink = Collected()
+    engine.submit(request("late", "slow " * 3, max_tokens=400), sink)
+    engine.close()
+    assert sink.ended.is_set()
+    assert sink.last().finish_reason == "error"
+    assert engine._child.returncode == 0
+    assert not folder.exists()
+    assert not engine.is_alive()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.submit(request("never", "x"), Collected())
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "factory", "kind", "text"),
+    [
+        ("missing", FACTORY, CheckpointError, "expected model.safetensors in missing, found nothing"),
+        ("demo", "tests.server.scripted", ConfigError, "must be 'module:callable', got 'tests.server.scripted'"),
+    ],
+)
+def test_an_error_while_loading_comes_back_as_itself(target, factory, kind, text):
+    engine = ProcessEngine(EngineConfig(target=target), factory=factory)
+    with pytest.raises(kind) as caught:
+        engine.start()
+    assert text in str(caught.value)
+    assert type(caught.value) is kind
+    assert not Path(engine._folder).exists()
+
+
+def test_the_death_of_the_process_is_noticed():
+    engine = new_engine()
+    engine.start()
+    folder = Path(engine._folder)
+    other, dying = Collected(2), Collected()
+    engine.submit(request("other", "slow " * 3, max_tokens=400, n=2), other)
+    engine.submit(request("dying", "die now"), dying)
+    assert dying.ended.wait(5) and other.ended.wait(5)
+    for chunk in (dying.last(), other.last(0), other.last(1)):
+        assert chunk.finish_reason == "error"
+        assert "ended with status 9" in chunk.error
+    assert not engine.is_alive()
+    with pytest.raises(EngineDeadError, match="status 9"):
+        engine.submit(request("after", "x"), Collected())
+    engine.abort("other")
+    engine.close()
+    assert not folder.exists()
+
+
+def test_close_while_loading_ends_start():
+    engine = new_engine(target="hang")
+    errors = []
+
+    def start() -> None:
+        try:
+            engine.start()
+        except EngineDeadError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    wait_until(lambda: engine.pid is not None)
+    began = time.monotonic()
+    engine.close()
+    thread.join(5)
+    assert errors and time.monotonic() - began < 5
+
+
+PARENT = """
+import sys, time
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.process import ProcessEngine
+engine = ProcessEngine(EngineConfig(), factory="tests.server.scripted:ScriptedEngine")
+engine.start()
+assert "jax" not in sys.modules, "the front end imported jax"
+print(engine.pid, engine._folder, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_child_follows_a_killed_parent_and_the_parent_never_imports_jax():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    pid, folder = parent.stdout.readline().split()
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not Path(folder).exists())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+
+
+def test_the_wire_is_typed():
+    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(StepStats(finished={"stop": 3})), 5)
+    assert wire.decode_from_engine(wire.encode(step)) == step
+    submit = wire.Submit(GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4)))
+    assert wire.decode_to_engine(wire.encode(submit)) == submit
+    for bad in (b"\x80", wire.encode({"type": "Submit", "request": 3}), wire.encode({"type": "Exec"}), b""):
+        with pytest.raises(msgspec.DecodeError):
+            wire.decode_to_engine(bad)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RequestError("r", param="prompt", code="c"), RequestError),
+        (FileNotFoundError("f"), FileNotFoundError),
+        (ValueError("v"), ValueError),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), EngineDeadError),
+        (KeyboardInterrupt("k"), EngineDeadError),
+        (msgspec.DecodeError("m"), EngineDeadError),
+    ],
+)
+def test_errors_cross_with_class_and_text(error, kind):
+    again = wire.to_error(wire.to_fault(error))
+    assert type(again) is kind
+    assert str(error) in str(again)
+    if isinstance(again, RequestError):
+        assert (again.param, again.code) == ("prompt", "c")

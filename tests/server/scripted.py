@@ -1,0 +1,175 @@
+"""A scripted engine and a byte tokenizer for tests of the process mode and the server: no model, no jax.
+
+The engine answers with its prompt's bytes over and over, `STRIDE` tokens a step, as text that never splits a
+character. A prompt that starts with a word below does something else:
+"refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "fail": an error after one
+token; "die": the process ends (thread mode: the engine is dead); "crash-sink": nothing; "slow": 50 ms a step.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.errors import CheckpointError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.types import RequestMetrics, StepStats
+
+STRIDE = 3
+CONTEXT = 512
+BASELINE_S = 0.010
+
+
+class ByteTokenizer:
+    """Token id = byte."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
+
+
+@dataclass
+class Choice:
+    request: GenerateRequest
+    index: int
+    sink: Sink
+    arrival_s: float
+    sent: int = 0
+    steps: int = 0
+    first_s: float | None = None
+    due_s: float = 0.0
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
+
+    @property
+    def word(self) -> str:
+        return bytes(b for b in self.request.prompt_ids if b < 256).decode(errors="replace").split(" ")[0]
+
+    def metrics(self, now: float) -> RequestMetrics:
+        slo = self.request.slo
+        return RequestMetrics(
+            arrival_s=self.arrival_s, first_scheduled_s=self.arrival_s + 0.001, first_token_s=self.first_s,
+            last_token_s=now, prompt_tokens=len(self.request.prompt_ids), output_tokens=self.sent,
+            verify_steps=self.steps, drafted_tokens=4 * self.steps, accepted_tokens=self.sent - self.steps,
+            tpot_slo_s=slo.tpot_s(BASELINE_S), ttft_slo_s=slo.ttft_s, slo_class=self.request.slo_class,
+        )  # fmt: skip
+
+
+class ScriptedEngine:
+    """One thread steps all choices; every public call is thread-safe."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None):
+        self.config = config
+        self.progress = progress
+        self.lock = threading.RLock()
+        self.active: list[Choice] = []
+        self.aborted: list[str] = []
+        self.submitted: list[GenerateRequest] = []
+        self.dead = True
+        self.steps = 0
+        self.finished: dict[str, int] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        if self.dead:
+            raise EngineDeadError("not started")
+        return EngineInfo(self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, 256, BASELINE_S)
+
+    def start(self) -> None:
+        for done in range(3):
+            if self.progress is not None:
+                self.progress("programs", done + 1, 3)
+        if self.config.target == "missing":
+            raise CheckpointError("expected model.safetensors in missing, found nothing")
+        if self.config.target == "hang":
+            time.sleep(60)
+        self.dead = False
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        if self.dead:
+            raise EngineDeadError("the engine died")
+        word = Choice(request, 0, sink, 0.0).word
+        if word == "refuse":
+            raise RequestError("the engine cannot serve this", param="prompt", code="invalid_value")
+        if word == "full":
+            raise QueueFullError("the queue is full")
+        if word == "bug":
+            raise ZeroDivisionError("a bug in submit")
+        with self.lock:
+            self.submitted.append(request)
+            now = time.monotonic()
+            self.active += [Choice(request, i, sink, now) for i in range(request.sampling.n)]
+
+    def abort(self, request_id: str) -> None:
+        with self.lock:
+            gone = [c for c in self.active if c.request.request_id == request_id]
+            self.aborted += [request_id] * bool(gone)
+            for choice in gone:
+                self.end(choice, "", [], "abort")
+
+    def stats(self) -> EngineStats:
+        steps = StepStats(steps=self.steps, running=len(self.active), pages_used=3, pages_total=12, prompt_tokens=7)
+        steps.accepted_per_position = [5, 2]
+        steps.finished = dict(self.finished)
+        return EngineStats(steps, draft_resident=True)
+
+    def is_alive(self) -> bool:
+        return not self.dead
+
+    def close(self) -> None:
+        with self.lock:
+            self.dead = True
+            for choice in list(self.active):
+                self.end(choice, "", [], "error", "the engine was closed")
+
+    def end(self, choice: Choice, text: str, ids: list[int], reason: str, error: str | None = None) -> None:
+        self.active.remove(choice)
+        self.finished[reason] = self.finished.get(reason, 0) + 1
+        metrics = choice.metrics(time.monotonic())
+        choice.sink(OutputChunk(choice.request.request_id, choice.index, text, ids, reason, metrics, error))
+
+    def run(self) -> None:
+        while not self.dead:
+            time.sleep(0.001)
+            with self.lock:
+                self.steps += bool(self.active)
+                for choice in list(self.active):
+                    self.step(choice)
+
+    def step(self, choice: Choice) -> None:
+        now = time.monotonic()
+        if now < choice.due_s or choice not in self.active:
+            return
+        if choice.word == "slow":
+            choice.due_s = now + 0.05
+        if choice.word == "die":
+            if self.config.policy == "process":
+                os._exit(9)
+            self.close()
+            return
+        prompt, sampling = choice.request.prompt_ids, choice.request.sampling
+        count = min(STRIDE, sampling.max_tokens - choice.sent)
+        ids = [prompt[(choice.sent + i) % len(prompt)] for i in range(count)]
+        choice.sent += count
+        choice.steps += 1
+        choice.first_s = choice.first_s or now
+        done = choice.sent == sampling.max_tokens
+        text = choice.decoder.decode(bytes(ids), final=done)
+        if choice.word == "fail":
+            self.end(choice, text, ids, "error", "the scripted failure")
+        elif done:
+            self.end(choice, text, ids, "length")
+        else:
+            choice.sink(OutputChunk(choice.request.request_id, choice.index, text, ids))
