@@ -1,0 +1,139 @@
+"""What the repository promises about itself: documented options, small files, import direction, a README that runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import adaserve_jax
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+from tests.conftest import ROOT
+
+MAX_LINES = 400
+TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
+SKIPPED_FOLDERS = {".git", ".venv", ".cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
+SERVER_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client")
+
+PACKAGE = ROOT / "adaserve_jax"
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def repository_files() -> list[Path]:
+    """Tracked files; without git, every file outside folders of caches."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return [p for p in ROOT.rglob("*") if p.is_file() and not SKIPPED_FOLDERS & set(p.relative_to(ROOT).parts)]
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_every_config_field_has_help_and_no_help_is_left_over():
+    assert set(FIELD_HELP) == {field.name for field in fields(EngineConfig)}
+    assert all(text.strip() for text in FIELD_HELP.values())
+
+
+def test_the_python_guide_lists_every_option_as_the_code_has_it():
+    rows = [f"| `{field.name}` | `{field.default!r}` | {FIELD_HELP[field.name]} |" for field in fields(EngineConfig)]
+    expected = "\n".join(rows)
+    assert expected in (ROOT / "docs" / "python-api.md").read_text(), f"put these rows there:\n{expected}"
+
+
+def test_version_is_the_same_everywhere():
+    assert PYPROJECT["project"]["version"] == adaserve_jax.__version__
+    assert f"[{adaserve_jax.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_dependency_is_justified():
+    project = PYPROJECT["project"]
+    listed = project["dependencies"] + [item for extra in project["optional-dependencies"].values() for item in extra]
+    names = {re.match(r"[A-Za-z0-9_-]+", item).group() for item in listed}
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_package_files_stay_small():
+    sizes = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: lines for name, lines in sizes.items() if lines >= MAX_LINES} == {}
+
+
+def test_no_file_names_a_path_of_one_machine():
+    pattern = re.compile(r"(?<![\w.])/(?:work|root|home|Users|mnt)/[A-Za-z]")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in repository_files()
+        if path.suffix in TEXT_SUFFIXES and path != Path(__file__)
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if len(line) < 10_000 and pattern.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/README.md"])
+def test_make_targets_that_the_documents_name_exist(name: str):
+    targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    named = set(re.findall(r"(?:`|^)make ([a-z-]+)", (ROOT / name).read_text(), re.MULTILINE))
+    assert named <= targets
+    assert {"serve", "test"} <= targets
+
+
+def test_readme_shows_the_two_commands():
+    assert "make serve " in README and "make test " in README
+
+
+def test_links_between_documents_lead_somewhere():
+    documents = [path for path in repository_files() if path.suffix == ".md"]
+    broken = [
+        f"{path.relative_to(ROOT)} -> {target}"
+        for path in documents
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        if "://" not in target and not (path.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_files_that_make_names_exist():
+    named = re.findall(r"\$\(BIN\)/python ([\w./]+\.py)", MAKEFILE)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_importing_the_package_does_not_import_jax():
+    assert not {"jax", "jaxlib", "flax", "transformers", *SERVER_PACKAGES} & modules_after("import adaserve_jax")
+
+
+@pytest.mark.parametrize("module", ["bench", "cli", "engine.client", "results"])
+def test_these_import_without_the_servers_packages(module: str):
+    if not list(PACKAGE.glob(module.replace(".", "/") + "*")):
+        pytest.skip(f"adaserve_jax.{module} does not exist")
+    assert not {"jax", *SERVER_PACKAGES} & modules_after(f"import adaserve_jax.{module}")
+
+
+def test_imports_go_downward():
+    tool = Path(sys.executable).parent / "lint-imports"
+    if not tool.exists():
+        pytest.skip("import-linter is not installed; `make test` installs it")
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_readme_shows_the_committed_results():
+    script = [sys.executable, ROOT / "scripts" / "readme_table.py", "--check"]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
