@@ -1,0 +1,67 @@
+"""Result rows as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+
+HEADERS = (
+    ("policy", "left"),
+    ("rate/s", "right"),
+    ("class", "left"),
+    ("requests", "right"),
+    ("joint SLO", "right"),
+    ("TPOT SLO", "right"),
+    ("goodput tok/s", "right"),
+    ("tok/s", "right"),
+    ("TTFT p50/p99 ms", "right"),
+    ("TPOT p50/p99 ms", "right"),
+    ("accepted/verify", "right"),
+    ("valid", "left"),
+)
+
+
+def result_table(rows: Sequence[ResultRow]) -> Table:
+    """One line per row; the lines of single classes are dimmed below the one over all."""
+    table = Table(title=_title(rows), header_style="bold")
+    for name, justify in HEADERS:
+        table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
+    for row in rows:
+        overall = row.slo_class == ALL_CLASSES
+        table.add_row(*_cells(row), style=None if overall else "dim")
+    return table
+
+
+def _title(rows: Sequence[ResultRow]) -> str | None:
+    if not rows:
+        return None
+    size = f"{rows[0].target_params / 1e6:.1f}M" if rows[0].target_params else "size unknown"
+    return f"{rows[0].target} ({size}) on {rows[0].device}, workload {rows[0].workload}, seed {rows[0].seed}"
+
+
+def _cells(row: ResultRow) -> tuple[str, ...]:
+    return (
+        row.policy,
+        f"{row.rate_rps:g}" if row.arrival_process == "poisson" else row.arrival_process,
+        row.slo_class,
+        str(row.requests),
+        _percent(row.attainment),
+        _percent(row.attainment_tpot),
+        f"{row.goodput_tps:.1f}",
+        f"{row.throughput_tps:.1f}",
+        f"{_ms(row.ttft_p50_s)} / {_ms(row.ttft_p99_s)}",
+        f"{_ms(row.tpot_p50_s)} / {_ms(row.tpot_p99_s)}",
+        "-" if row.mean_accepted is None else f"{row.mean_accepted:.2f}",
+        "yes" if row.valid else f"NO: {row.invalid_reason}",
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"

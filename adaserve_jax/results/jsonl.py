@@ -1,0 +1,47 @@
+"""Reads and writes dataclasses as JSON lines; a wrong line is named by file, line and column."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.schema import SCHEMA_VERSION
+
+Row = TypeVar("Row")
+
+
+def append_rows(path: Path, rows: Iterable[Any]) -> None:
+    """Append one line per row, and flush: rows written survive whatever happens later."""
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(asdict(row), allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Rows of `path` as `kind`. Raises ConfigError naming file, line and column."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSON lines file") from error
+    return [_parse(line, f"{path}:{number}", kind) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(line: str, where: str, kind: type[Row]) -> Row:
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: expected one JSON object per line, got invalid JSON: {error.msg}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
+    version = values.get("schema_version", SCHEMA_VERSION)
+    if version != SCHEMA_VERSION:
+        raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}")
+    for problem, keys in (("unknown", values.keys() - set(names)), ("missing", set(names) - values.keys())):
+        if keys:
+            raise ConfigError(f"{where}: {problem} column {min(keys)!r} for a {kind.__name__}")
+    return kind(**values)

@@ -1,0 +1,68 @@
+"""Finds out what code and machine a measurement ran on, without importing jax."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import struct
+import subprocess
+from pathlib import Path
+
+UNKNOWN = "unknown"
+
+
+def source_commit(folder: Path | None = None) -> str:
+    """Commit of the checkout that this package runs from, with "-dirty" when tracked files differ; else "unknown"."""
+    where = Path(__file__).resolve().parent if folder is None else folder
+    tracked = folder is not None or _git(where, "ls-files", "--error-unmatch", Path(__file__).name)
+    commit = _git(where, "rev-parse", "HEAD") if tracked else ""
+    if not commit:
+        return UNKNOWN
+    dirty = _git(where, "status", "--porcelain", "--untracked-files=no")
+    return f"{commit}-dirty" if dirty else commit
+
+
+def machine_name() -> str:
+    """Processor, cores and memory, e.g. "Intel Xeon, 2 cores, 16 GiB, Linux x86_64"; no host name."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_model()}, {cores} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.machine()}"
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters of a checkpoint, read from its safetensors headers only; None when there are none to read."""
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        return sum(_tensor_sizes(path) for path in files) if files else None
+    except (OSError, ValueError, KeyError, struct.error):
+        return None
+
+
+def _tensor_sizes(path: Path) -> int:
+    """Elements of all tensors of one file. The header: u64 little-endian length, then JSON."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the safetensors header must be a JSON object, got {type(header).__name__}")
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _git(folder: Path, *args: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or UNKNOWN

@@ -1,0 +1,123 @@
+"""One line of requests.jsonl: what happened to one request. Numbers and names only, never the request's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from adaserve_jax.types import RequestMetrics
+
+Status = Literal["finished", "rejected", "failed", "unfinished"]
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """Timings and counts of one request, in seconds and tokens; definitions: docs/metrics.md.
+
+    status: finished (stop or length), rejected (refused at submission), failed (an error or a foreign abort),
+    unfinished (cut off by the end of the run). due_s, late_s: when it was due since the start of the run, and how
+    much later the client submitted it. token_offsets_s: time of each output token since the first one; tokens that
+    one step emitted share their time. A request that did not finish meets no target that it carries.
+    """
+
+    run_id: str
+    policy: str
+    rate_rps: float
+    request_id: str
+    slo_class: str
+    status: Status
+    error_code: str | None
+    due_s: float
+    late_s: float
+    prompt_tokens: int
+    output_tokens: int
+    queue_s: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    tpot_paper_s: float | None
+    tpot_slo_s: float | None
+    ttft_slo_s: float | None
+    tpot_met: bool | None
+    ttft_met: bool | None
+    slo_met: bool | None
+    tpot_paper_met: bool | None
+    verify_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    token_offsets_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_offsets_s", tuple(self.token_offsets_s))
+
+    @classmethod
+    def of(
+        cls,
+        metrics: RequestMetrics,
+        *,
+        run_id: str,
+        policy: str,
+        rate_rps: float,
+        request_id: str,
+        status: Status,
+        error_code: str | None = None,
+        due_s: float = 0.0,
+        late_s: float = 0.0,
+        token_offsets_s: tuple[float, ...] = (),
+    ) -> RequestRecord:
+        """The record of a request whose engine metrics are `metrics`."""
+        finished = status == "finished"
+        tpot_met = _met(metrics.tpot_met, finished)
+        paper_s = tpot_paper_s(metrics)
+        return cls(
+            run_id=run_id,
+            policy=policy,
+            rate_rps=rate_rps,
+            request_id=request_id,
+            slo_class=metrics.slo_class,
+            status=status,
+            error_code=error_code,
+            due_s=due_s,
+            late_s=late_s,
+            prompt_tokens=metrics.prompt_tokens,
+            output_tokens=metrics.output_tokens,
+            queue_s=metrics.queue_s,
+            ttft_s=metrics.ttft_s,
+            tpot_s=metrics.tpot_s,
+            tpot_paper_s=paper_s,
+            tpot_slo_s=metrics.tpot_slo_s,
+            ttft_slo_s=metrics.ttft_slo_s,
+            tpot_met=tpot_met,
+            ttft_met=_met(metrics.ttft_met, finished),
+            slo_met=_met(metrics.slo_met, finished),
+            tpot_paper_met=_paper_met(paper_s, metrics.tpot_slo_s, finished),
+            verify_steps=metrics.verify_steps,
+            drafted_tokens=metrics.drafted_tokens,
+            accepted_tokens=metrics.accepted_tokens,
+            preemptions=metrics.preemptions,
+            token_offsets_s=token_offsets_s,
+        )
+
+    @property
+    def late_tokens(self) -> int:
+        """Tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
+        if self.tpot_slo_s is None:
+            return 0
+        return sum(offset > i * self.tpot_slo_s for i, offset in enumerate(self.token_offsets_s) if i)
+
+
+def tpot_paper_s(metrics: RequestMetrics) -> float | None:
+    """(last token - first token) / N: the AdaServe authors' count, with the prefill's token inside N."""
+    if metrics.output_tokens == 0 or metrics.first_token_s is None or metrics.last_token_s is None:
+        return None
+    return (metrics.last_token_s - metrics.first_token_s) / metrics.output_tokens
+
+
+def _met(outcome: bool | None, finished: bool) -> bool | None:
+    return outcome if finished or outcome is None else False
+
+
+def _paper_met(paper_s: float | None, target_s: float | None, finished: bool) -> bool | None:
+    if target_s is None:
+        return None
+    return finished and paper_s is not None and paper_s <= target_s

@@ -1,0 +1,115 @@
+"""The columns of results.jsonl: one row per policy, rate and SLO class, with everything needed to repeat it.
+
+A row is flat, so that any table tool reads it. docs/metrics.md defines every column; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+SCHEMA_VERSION = 1
+ALL_CLASSES = "all"
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where, when and with what the row was measured; the same for all rows of one bench run."""
+
+    run_id: str
+    started_at: str
+    commit: str
+    package_version: str
+    machine: str
+    device: str
+    jax_version: str
+    target: str
+    draft: str | None
+    target_params: int | None
+    draft_params: int | None
+    deterministic: bool
+    max_requests: int
+    max_context: int
+    baseline_s: float
+    workload: str
+    workload_hash: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What was varied, and whether the client kept up. slo_class "all" is the row over every class."""
+
+    policy: str
+    arrival_process: str
+    rate_rps: float
+    duration_s: float
+    wall_s: float
+    compiles_after_ready: int
+    client_late_max_s: float
+    client_late_p99_s: float
+    valid: bool
+    invalid_reason: str | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one SLO class (or all) got. Seconds, tokens and tokens per second; None where nothing was measured."""
+
+    slo_class: str
+    requests: int
+    requests_with_slo: int
+    finished: int
+    rejected: int
+    failed: int
+    unfinished: int
+    prompt_tokens: int
+    output_tokens: int
+    attainment: float | None
+    attainment_tpot: float | None
+    attainment_ttft: float | None
+    attainment_tpot_paper: float | None
+    violations: float | None
+    goodput_tps: float
+    goodput_tpot_tps: float
+    throughput_tps: float
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p99_s: float | None
+    tpot_mean_s: float | None
+    tpot_p50_s: float | None
+    tpot_p90_s: float | None
+    tpot_p99_s: float | None
+    tpot_paper_mean_s: float | None
+    itl_p50_s: float | None
+    itl_p90_s: float | None
+    itl_p99_s: float | None
+    queue_p50_s: float | None
+    queue_p99_s: float | None
+    verify_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    mean_accepted: float | None
+    acceptance_rate: float | None
+    preemptions: int
+    fluidity: float | None
+    cause_rejected: int
+    cause_failed: int
+    cause_unfinished: int
+    cause_queueing: int
+    cause_prefill: int
+    cause_infeasible: int
+    cause_preemption: int
+    cause_low_acceptance: int
+    cause_budget: int
+
+
+@dataclass(frozen=True)
+class ResultRow(Summary, Conditions, Provenance):
+    """One line of results.jsonl. `schema_version` rises when a column changes its meaning or goes away."""
+
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def join(cls, provenance: Provenance, conditions: Conditions, summary: Summary) -> ResultRow:
+        parts = (provenance, conditions, summary)
+        return cls(**{f.name: getattr(part, f.name) for part in parts for f in fields(part)})

@@ -1,0 +1,44 @@
+"""Provenance is read from the checkout and the checkpoint themselves."""
+
+import json
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+
+
+def test_parameters_are_counted_from_headers(tmp_path: Path):
+    save_file({"a": np.zeros((3, 4), np.float32)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": np.zeros((5,), np.float16), "c": np.zeros((), np.float32)}, tmp_path / "model-2.safetensors")
+    assert count_parameters(tmp_path) == 12 + 5 + 1
+
+
+def test_unreadable_checkpoints_have_no_count(tmp_path: Path):
+    assert count_parameters(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 5) + b"{nope")
+    assert count_parameters(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2) + json.dumps([]).encode())
+    assert count_parameters(tmp_path) is None
+
+
+def test_commit_says_when_tracked_files_differ(tmp_path: Path):
+    assert source_commit(tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    commit = source_commit(tmp_path)
+    assert len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert source_commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_machine_names_cores_and_memory_but_no_host():
+    name = machine_name()
+    assert "cores" in name and "GiB" in name
+    assert subprocess.run(["hostname"], capture_output=True, text=True).stdout.strip() not in name.split()
