@@ -1,0 +1,125 @@
+"""Text to token ids and back, with the checkpoint's own tokenizer and chat template, through transformers.
+
+Imports no jax. Never runs code from a checkpoint: remote code is off, and templates run in transformers' sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from adaserve_jax.errors import CheckpointError, RequestError
+
+_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. vocab_size: ids 0..vocab_size-1, added tokens counted; models may pad beyond it."""
+
+    def __init__(self, tokenizer: Any, name: str):
+        self._tokenizer = tokenizer
+        self.name = name
+        self.vocab_size: int = len(tokenizer)
+        self.eos_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special_ids: frozenset[int] = frozenset(marked.union(tokenizer.all_special_ids))
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer:
+        """Load the tokenizer of a checkpoint folder. Raises CheckpointError: it is missing or unreadable."""
+        from transformers import AutoTokenizer  # a second of import time, which `--help` should not pay
+
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in _FILES):
+            raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found neither")
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:
+            raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
+        return cls(loaded, str(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the checkpoint puts around a text.
+
+        Raises RequestError: the text holds half of a surrogate pair.
+        """
+        return self._encode(text, add_special_tokens=True, param="prompt")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def has_text(self, token_id: int) -> bool:
+        """False for special tokens, and for ids that the model has but the tokenizer does not."""
+        return token_id < self.vocab_size and token_id not in self.special_ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        messages: mappings with "role" and "content", both strings. Raises RequestError: the model has no chat
+        template, a message is malformed, or the template refuses the conversation.
+        """
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                f"model {self.name} has no chat template; use the completions endpoint, or a chat model",
+                param="messages",
+                code="no_chat_template",
+            )
+        _check_messages(messages)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise RequestError(
+                f"the model's chat template refused the messages: {error}", param="messages", code="invalid_messages"
+            ) from None
+        return self._encode(text, add_special_tokens=False, param="messages")
+
+    def token_of(self) -> dict[int, str]:
+        """Every id's token, as the tokenizer spells it."""
+        return {token_id: token for token, token_id in self._tokenizer.get_vocab().items()}
+
+    def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{param} must be valid Unicode, got half of a surrogate pair at character {error.start}",
+                param=param,
+                code="invalid_text",
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """Speculation compares token ids, so both models must mean the same by each. Raises CheckpointError naming the
+    first id at which they differ."""
+    ours, theirs = target.token_of(), draft.token_of()
+    if ours == theirs:
+        return
+    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    raise CheckpointError(
+        f"target and draft must have the same vocabulary, but token {first} is {ours.get(first)!r} in {target.name} "
+        f"and {theirs.get(first)!r} in {draft.name}; use a draft made for this target, or none"
+    )
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    ok = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+    if not ok:
+        raise RequestError(
+            f"messages must be a non-empty list, got {messages!r}", param="messages", code="invalid_messages"
+        )
+    for index, message in enumerate(messages):
+        for key in ("role", "content"):
+            value = message.get(key) if isinstance(message, Mapping) else None
+            if not isinstance(value, str):
+                raise RequestError(
+                    f"messages[{index}] must have a string {key!r}, got {value!r}",
+                    param=f"messages[{index}].{key}",
+                    code="invalid_messages",
+                )

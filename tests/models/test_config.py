@@ -1,0 +1,129 @@
+"""config.json is read in both spellings of transformers, and what the decoder lacks is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.config import ModelConfig
+from tests.models.checkpoints import CONFIG
+
+
+def _write(folder: Path, **overrides: Any) -> Path:
+    config = {key: value for key, value in (CONFIG | overrides).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_every_field_is_read(tmp_path: Path) -> None:
+    assert ModelConfig.from_folder(_write(tmp_path)) == ModelConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_embeddings=False,
+        max_position=256,
+        eos_token_ids=(0,),
+        bos_token_id=0,
+    )
+
+
+def test_old_and_new_rope_keys_mean_the_same(tmp_path: Path) -> None:
+    old = ModelConfig.from_folder(_write(tmp_path, rope_theta=5e5, rope_scaling=None, torch_dtype="float16"))
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    new = ModelConfig.from_folder(_write(tmp_path, rope_theta="absent", rope_parameters=rope, dtype="float16"))
+    assert old == new
+    assert new.rope_theta == 5e5
+
+
+def test_absent_keys_take_transformers_defaults(tmp_path: Path) -> None:
+    names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    absent = dict.fromkeys((*names, "rope_theta", "hidden_act", "bos_token_id", "eos_token_id"), "absent")
+    config = ModelConfig.from_folder(_write(tmp_path, **absent))
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.max_position) == (4, 8, 1e-6, 2048)
+    assert (config.tie_embeddings, config.rope_theta) == (False, 10000.0)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+
+
+def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 3]}')
+    assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=[3, 9])).eos_token_ids == (7, 3, 9)
+    assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=None)).eos_token_ids == (7, 3)
+
+
+def test_mistral_without_a_window_is_the_same_model(tmp_path: Path) -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    assert ModelConfig.from_folder(_write(tmp_path, **mistral, sliding_window=None)) == llama
+    with pytest.raises(UnsupportedModelError, match="sliding_window = 4096 is not supported"):
+        ModelConfig.from_folder(_write(tmp_path, **mistral))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] is not supported; use one of Llama"),
+    ({"architectures": "absent", "model_type": "gemma"}, "architectures 'gemma' is not supported"),
+    ({"attention_bias": True}, "attention_bias = True is not supported"),
+    ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+    ({"sliding_window": 512}, "sliding_window = 512 is not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
+    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling of type 'llama3' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of type .*full_attention"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"), REFUSED, ids=[next(iter(o)) + str(i) for i, (o, _) in enumerate(REFUSED)]
+)
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=text):
+        ModelConfig.from_folder(_write(tmp_path, **overrides))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": "absent"}, "hidden_size must be an integer >= 1, got None"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
+    ({"vocab_size": "many"}, "vocab_size must be an integer >= 1, got 'many'"),
+    ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
+    ({"head_dim": 7}, "head_dim must be even for rotary embedding, got 7"),
+    ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0, got -1"),
+    ({"rope_theta": None}, "rope_theta must be a number above 0, got None"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), WRONG, ids=[next(iter(o)) for o, _ in WRONG])
+def test_wrong_values_are_named(tmp_path: Path, overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        ModelConfig.from_folder(_write(tmp_path, **overrides))
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing; expected a Hugging Face checkpoint folder"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json must hold a JSON object, got list"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_host_side_modules_import_no_jax() -> None:
+    modules = ", ".join(f"adaserve_jax.models.{name}" for name in ("config", "tokenizer", "detokenizer", "stops"))
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,159 @@
+"""The decoder's logits equal a float64 oracle and transformers' torch model on the same checkpoint files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Attend, decode, init_params, logits, param_specs
+from adaserve_jax.models.loading import load_params, resolve_folder
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+CASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "all_kv_heads": {"num_key_value_heads": 4, "rope_theta": 5e5},
+    "head_dim_from_hidden": {"head_dim": None},
+    "sharded_f16": {"shards": 3, "dtype": "f16"},
+    "bf16_file": {"dtype": "bf16"},
+}
+TOKENS = 24
+
+
+def dense_attend(mask: np.ndarray) -> Attend:
+    """Attention over all T tokens at once. mask: bool[T, T], query by key."""
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        group = q.shape[0] // k.shape[0]
+        k, v = jnp.repeat(k, group, axis=0), jnp.repeat(v, group, axis=0)
+        scores = jnp.einsum("hdt,hds->hts", q, k, preferred_element_type=jnp.float32) / q.shape[1] ** 0.5
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
+        return jnp.einsum("hts,hds->hdt", weights.astype(v.dtype), v)
+
+    return attend
+
+
+def model_logits(
+    folder: Path, tokens: np.ndarray, positions: np.ndarray, mask: np.ndarray, dtype: Any = jnp.float32
+) -> np.ndarray:
+    config = ModelConfig.from_folder(folder)
+
+    def run(params: dict[str, jax.Array], tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        return logits(params, config, decode(params, config, tokens, positions, dense_attend(mask)))
+
+    result = jax.jit(run)(load_params(folder, config, dtype), tokens.astype(np.int32), positions.astype(np.int32))
+    assert result.dtype == jnp.float32
+    return np.asarray(result)
+
+
+def _causal(count: int) -> np.ndarray:
+    return np.tril(np.ones((count, count), bool))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_the_oracle(tmp_path: Path, case: str) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    tokens = np.random.default_rng(1).integers(0, 320, TOKENS)
+    ours = model_logits(folder, tokens, np.arange(TOKENS), _causal(TOKENS))
+    expected = oracle_logits(folder, tokens)
+    assert expected.std() > 0.5
+    assert np.abs(ours - expected).max() < 1e-4
+
+
+def test_a_tree_equals_the_oracle_and_each_of_its_paths(tmp_path: Path) -> None:
+    """Nodes attend to their ancestors only, with depth as position: each leaf sees its own path as a plain text."""
+    folder = write_checkpoint(tmp_path)
+    parent = np.array([-1, 0, 1, 1, 2, 3, 3, 0])
+    paths = [[node] for node in range(len(parent))]
+    for path in paths:
+        while parent[path[0]] >= 0:
+            path.insert(0, int(parent[path[0]]))
+    mask = np.array([[j in path for j in range(len(parent))] for path in paths])
+    positions = mask.sum(axis=1) - 1
+    tokens = np.random.default_rng(2).integers(0, 320, len(parent))
+    ours = model_logits(folder, tokens, positions, mask)
+    assert np.abs(ours - oracle_logits(folder, tokens, positions, mask)).max() < 1e-4
+    for leaf in (4, 6, 7):
+        assert np.abs(ours[paths[leaf]] - oracle_logits(folder, tokens[paths[leaf]])).max() < 1e-4
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", ["untied", "tied", "all_kv_heads", "sharded_f16"])
+def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
+    folder = write_checkpoint(tmp_path, **CASES[case])
+    _check_against_torch(folder, np.random.default_rng(3).integers(0, 320, TOKENS))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_demo_pair_equals_the_oracle(role: Any) -> None:
+    folder = resolve_folder("demo", role)
+    tokens = np.random.default_rng(4).integers(0, ModelConfig.from_folder(folder).vocab_size, 96)
+    ours = model_logits(folder, tokens, np.arange(96), _causal(96))
+    assert np.abs(ours - oracle_logits(folder, tokens)).max() < 1e-4
+
+
+@pytest.mark.torch
+def test_the_demo_target_equals_transformers() -> None:
+    folder = resolve_folder("demo", "target")
+    _check_against_torch(folder, np.random.default_rng(5).integers(0, ModelConfig.from_folder(folder).vocab_size, 96))
+
+
+def _check_against_torch(folder: Path, tokens: np.ndarray) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = model(torch.as_tensor(tokens)[None]).logits[0].numpy()
+    count = len(tokens)
+    assert np.abs(model_logits(folder, tokens, np.arange(count), _causal(count)) - theirs).max() < 1e-4
+
+
+def test_bf16_stays_near_the_oracle(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, dtype="bf16")
+    tokens = np.random.default_rng(6).integers(0, 320, TOKENS)
+    ours = model_logits(folder, tokens, np.arange(TOKENS), _causal(TOKENS), jnp.bfloat16)
+    error = ours - oracle_logits(folder, tokens)
+    assert 1e-4 < np.sqrt((error**2).mean()) < 0.1
+
+
+def test_random_parameters_fit_their_specs_and_repeat() -> None:
+    config = ModelConfig(97, 32, 48, 2, 4, 2, 16, 1e4, 1e-5, False, 128)
+    params = init_params(config, seed=3, dtype=jnp.bfloat16)
+    specs = param_specs(config)
+    assert {name: value.shape for name, value in params.items()} == {name: shape for name, (shape, _) in specs.items()}
+    assert all(len(shape) == len(axes) for shape, axes in specs.values())
+    assert all(value.dtype == jnp.bfloat16 for value in params.values())
+    np.testing.assert_array_equal(params["layers.1.qkv"], init_params(config, 3, jnp.bfloat16)["layers.1.qkv"])
+    assert not np.array_equal(params["layers.1.qkv"], params["layers.0.qkv"])
+
+
+def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
+    """At position 0 nothing turns; elsewhere queries and keys keep their length, and values do not change."""
+    config = ModelConfig(97, 32, 48, 1, 4, 2, 16, 1e4, 1e-5, True, 128)
+
+    def attend_arguments(params: dict[str, jax.Array], positions: jax.Array) -> tuple[jax.Array, ...]:
+        seen: list[tuple[jax.Array, ...]] = []
+
+        def spy(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            seen.append((q, k, v))
+            return q
+
+        decode(params, config, jnp.array([5, 5, 5]), positions, spy)
+        return seen[0]
+
+    q, k, v = map(np.asarray, jax.jit(attend_arguments)(init_params(config, seed=1), np.array([0, 3, 90])))
+    assert (q.shape, k.shape, v.shape) == ((4, 16, 3), (2, 16, 3), (2, 16, 3))
+    np.testing.assert_array_equal(v[..., 0], v[..., 2])
+    for rotated in (q, k):
+        assert np.abs(rotated[..., 0] - rotated[..., 1]).max() > 0.1
+        lengths = np.linalg.norm(rotated, axis=1)
+        np.testing.assert_allclose(lengths[:, 0], lengths[:, 2], rtol=1e-5)

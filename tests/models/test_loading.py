@@ -1,0 +1,117 @@
+"""Loading: files of every layout and type give the same weights, and each defect is named with what was expected."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import CheckpointError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import param_specs
+from adaserve_jax.models.loading import load_params, resolve_folder
+from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
+
+
+def _load(folder: Path, dtype: type = jnp.float32) -> dict[str, np.ndarray]:
+    params = load_params(folder, ModelConfig.from_folder(folder), dtype)
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+def test_weights_are_fused_by_rows(tmp_path: Path) -> None:
+    params = _load(write_checkpoint(tmp_path))
+    tensors = random_tensors(CONFIG, seed=0)
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    np.testing.assert_array_equal(params["layers.1.qkv"], np.concatenate(parts).astype(np.float32))
+    parts = [tensors[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    np.testing.assert_array_equal(params["layers.0.gate_up"], np.concatenate(parts).astype(np.float32))
+    np.testing.assert_array_equal(params["head"], tensors["lm_head.weight"].astype(np.float32))
+
+
+@pytest.mark.parametrize("stored", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_types_are_cast_once(tmp_path: Path, stored: str, dtype: type) -> None:
+    params = _load(write_checkpoint(tmp_path, dtype=stored), dtype)
+    numpy_type = {"f16": np.float16, "bf16": jnp.bfloat16, "f32": np.float32}[stored]
+    expected = random_tensors(CONFIG, seed=0)["model.layers.0.mlp.down_proj.weight"].astype(numpy_type).astype(dtype)
+    assert params["layers.0.down"].dtype == dtype
+    np.testing.assert_array_equal(params["layers.0.down"], expected)
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    whole = _load(write_checkpoint(tmp_path / "one"))
+    sharded = _load(write_checkpoint(tmp_path / "three", shards=3))
+    assert whole.keys() == sharded.keys()
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, sharded[name])
+
+
+def test_specs_are_what_is_loaded(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    specs = param_specs(ModelConfig.from_folder(folder))
+    assert {name: shape for name, (shape, _) in specs.items()} == {n: v.shape for n, v in _load(folder).items()}
+    assert "head" not in specs
+    assert specs["layers.0.qkv"] == ((128, 32), ("qkv", "embed"))
+
+
+def test_tied_checkpoints_may_repeat_the_head_and_carry_rotary_buffers(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    tensors = random_tensors(CONFIG, seed=0)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8)
+    write_tensors(folder, tensors)
+    assert "head" not in _load(folder)
+
+
+def _refusal(folder: Path, tensors: dict[str, np.ndarray]) -> str:
+    write_tensors(folder, tensors)
+    with pytest.raises(CheckpointError) as caught:
+        _load(folder)
+    return str(caught.value)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    tensors = random_tensors(CONFIG, seed=0)
+    name = "model.layers.1.self_attn.k_proj.weight"
+    without = {key: value for key, value in tensors.items() if key != name}
+    assert f"tensor {name} is missing, expected with shape [32, 32]; the files" in _refusal(folder, without)
+    assert f"tensor {name} has shape [32, 31], expected [32, 32] by config.json" in _refusal(
+        folder, tensors | {name: np.ones((32, 31))}
+    )
+    assert "tensor model.extra is not part of a model with this config.json (and 1 more)" in _refusal(
+        folder, tensors | {"model.extra": np.ones(1), "model.more": np.ones(1)}
+    )
+    assert f"tensor {name} has type I8, expected one of F16, BF16, F32, F64" in _refusal(
+        folder, tensors | {name: np.ones((32, 32), np.int8)}
+    )
+    del tensors["lm_head.weight"]
+    assert "tensor lm_head.weight is missing, expected with shape [320, 32]" in _refusal(folder, tensors)
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, shards=2)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        _load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="expected a weight_map from tensor names to names of files beside it"):
+        _load(folder)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors or model\.safetensors\.index\.json"):
+        _load(folder)
+    (folder / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        _load(folder)
+
+
+def test_names_resolve_to_folders(tmp_path: Path) -> None:
+    assert resolve_folder(str(tmp_path), "target") == tmp_path
+    with pytest.raises(CheckpointError, match=r"draft checkpoint '.*nowhere': expected a folder at .*, found nothing"):
+        resolve_folder(tmp_path / "nowhere", "draft")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="found a file; give the path of a Hugging Face checkpoint folder"):
+        resolve_folder(tmp_path / "file", "target")
