@@ -28,6 +28,8 @@ class EngineConfig:
     page_size: int = 64
     num_pages: int = 0
     max_batch_tokens: int = 0
+    token_edges: tuple[int, ...] = ()
+    row_edges: tuple[int, ...] = ()
     max_tree_tokens: int = 0
     max_depth: int = 6
     max_width: int = 4
@@ -44,6 +46,11 @@ class EngineConfig:
         self._check(self.page_size in (8, 16, 32, 64, 128), "page_size", "one of 8, 16, 32, 64, 128")
         self._check(1 <= self.max_depth <= 16, "max_depth", "an integer from 1 to 16")
         self._check(1 <= self.max_width <= 16, "max_width", "an integer from 1 to 16")
+        for name in ("token_edges", "row_edges"):
+            edges = tuple(getattr(self, name))
+            object.__setattr__(self, name, edges)
+            ok = all(isinstance(e, int) and e >= 1 for e in edges) and list(edges) == sorted(set(edges))
+            self._check(ok, name, "increasing integers >= 1")
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
@@ -71,6 +78,8 @@ FIELD_HELP: dict[str, str] = {
     "page_size": "tokens per KV page",
     "num_pages": "pages in the KV pool; 0: auto by memory and max_requests",
     "max_batch_tokens": "largest packed length of one target step, tree and prefill tokens; 0: auto by device",
+    "token_edges": "packed lengths that are compiled; empty: powers of two up to max_batch_tokens",
+    "row_edges": "numbers of requests that are compiled; empty: 1, 4, 16, ... up to max_requests",
     "max_tree_tokens": "most tree tokens of one step, roots included; 0: auto by device",
     "max_depth": "deepest beam search of the draft",
     "max_width": "widest beam search of the draft",

@@ -1,0 +1,124 @@
+"""One engine step, and what happens to requests between steps. No thread, no socket, no clock of its own.
+
+Knows the scheduler, the executor protocol and the text tracker; decides nothing that they decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.outputs import OutputTracker
+from adaserve_jax.models.detokenizer import Decodes
+from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.types import CandidateTrees, Executor, Request
+
+
+class EngineCore:
+    """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
+
+    eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
+    drawn for requests that bring none.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        tokenizer: Decodes,
+        *,
+        eos_ids: tuple[int, ...],
+        baseline_s: float,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.clock = clock
+        self._eos_ids = frozenset(eos_ids)
+        self._baseline_s = baseline_s
+        self._seeds = np.random.default_rng(seed)
+        self._tracker = OutputTracker(tokenizer)
+        self._choice_ids: dict[str, list[str]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have not ended."""
+        return len(self._tracker)
+
+    def add(self, request: GenerateRequest, arrival_s: float) -> None:
+        """Queue every choice of a request, or none. Raises RequestError, QueueFullError."""
+        choices = self._choices(request, arrival_s)
+        added: list[str] = []
+        try:
+            for choice in choices:
+                self.scheduler.add(choice)
+                added.append(choice.request_id)
+                self._tracker.add(request.request_id, choice)
+        except Exception:
+            for request_id in added:
+                self.scheduler.abort(request_id, arrival_s)
+                self._tracker.discard(request_id)
+            raise
+        self._choice_ids[request.request_id] = added
+
+    def abort(self, request_id: str) -> list[OutputChunk]:
+        """End all choices of a request that still run. Unknown ids are ignored."""
+        now = self.clock()
+        updates = [self.scheduler.abort(choice, now) for choice in self._choice_ids.pop(request_id, [])]
+        return [self._tracker.chunk(update) for update in updates if update is not None]
+
+    def step(self) -> list[OutputChunk]:
+        """Plan, speculate, select, verify, commit. Empty when nothing could run or no token came."""
+        scheduler, executor = self.scheduler, self.executor
+        plan = scheduler.plan(self.clock())
+        if plan is None:
+            return []
+        candidates = CandidateTrees.empty(plan.num_decode)
+        if plan.draft is not None:
+            candidates = executor.speculate(plan)
+        trees = scheduler.select(plan, candidates, self.clock())
+        outcome = executor.verify(plan, trees)
+        updates = scheduler.commit(plan, trees, candidates, outcome, self.clock(), self._tracker.stop_check)
+        chunks = [self._tracker.chunk(update) for update in updates]
+        self._forget_finished(chunks)
+        return chunks
+
+    def _choices(self, request: GenerateRequest, arrival_s: float) -> list[Request]:
+        sampling = request.sampling
+        seed = int(self._seeds.integers(0, 2**63)) if sampling.seed is None else sampling.seed
+        stop_ids = frozenset(sampling.stop_token_ids)
+        prompt = np.asarray(request.prompt_ids, np.int32)
+        return [
+            Request(
+                request_id=f"{request.request_id}/{choice}",
+                prompt_ids=prompt,
+                sampling=sampling,
+                seed=seed,
+                arrival_s=arrival_s,
+                choice=choice,
+                tpot_slo_s=request.slo.tpot_s(self._baseline_s),
+                ttft_slo_s=request.slo.ttft_s,
+                priority=request.priority,
+                slo_class=request.slo_class,
+                stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
+            )
+            for choice in range(sampling.n)
+        ]
+
+    def _forget_finished(self, chunks: list[OutputChunk]) -> None:
+        for chunk in chunks:
+            if chunk.finish_reason is not None:
+                left = self._choice_ids.get(chunk.request_id, [])
+                choice_id = f"{chunk.request_id}/{chunk.choice}"
+                if choice_id in left:
+                    left.remove(choice_id)
+                if not left:
+                    self._choice_ids.pop(chunk.request_id, None)

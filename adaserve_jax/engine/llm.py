@@ -1,0 +1,222 @@
+"""LLM: the Python API over an engine in this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import AdaServeError, RequestError
+from adaserve_jax.models.loading import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
+
+Prompt = str | Sequence[int]
+_T = TypeVar("_T")
+
+
+@dataclass
+class Completion:
+    """One choice. finish_reason: "stop", "length", "abort" or "error"."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass
+class GenerateOutput:
+    """The result for one prompt. The properties are those of the first choice; n > 1 asks for more of them."""
+
+    prompt_token_ids: list[int]
+    choices: list[Completion]
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """ttft_s, tpot_s, verify_steps, accepted_tokens, slo_met, and the rest of `RequestMetrics`."""
+        metrics = self.choices[0].metrics
+        assert metrics is not None
+        return metrics
+
+
+class LLM:
+    """A target and a draft model, ready to generate.
+
+    target, draft: "demo" or a checkpoint folder; draft None: no speculation. Other keywords are fields of
+    `EngineConfig`. Construction loads and compiles (seconds to minutes the first time, cached later). Raises
+    CheckpointError, ConfigError. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        target: str = "demo",
+        draft: str | None = "demo",
+        policy: str = "adaserve",
+        *,
+        deterministic: bool = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
+        self._engine = LocalEngine(EngineConfig.from_dict(values), progress)
+        self._engine.start()
+        self.tokenizer = Tokenizer.from_folder(resolve_folder(target, "target"))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def set_policy(self, policy: str) -> None:
+        """Change the policy while nothing runs; nothing is compiled."""
+        self._engine.set_policy(policy)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        slo: SLO | Sequence[SLO] | None = None,
+    ) -> list[GenerateOutput]:
+        """Complete all prompts together and return them in order.
+
+        prompts: texts or token ids. sampling_params, slo: one for all, or one per prompt. Raises RequestError when any
+        prompt cannot be served; then none runs on.
+        """
+        requests = self._requests(prompts, sampling_params, slo)
+        outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
+        collector = _Collector(dict(zip((r.request_id for r in requests), outputs, strict=True)))
+        submitted: list[str] = []
+        try:
+            for request in requests:
+                collector.wait_for_room(self._engine.info.max_requests)
+                self._engine.submit(request, collector)
+                submitted.append(request.request_id)
+            collector.wait()
+        except BaseException:
+            for request_id in submitted:
+                self._engine.abort(request_id)
+            raise
+        return outputs
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
+    ) -> Iterator[OutputChunk]:
+        """Complete one prompt, chunk by chunk as steps emit them; leaving the loop early aborts the request."""
+        (request,) = self._requests([prompt], sampling_params, slo)
+        chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
+        self._engine.submit(request, chunks.put)
+        left = request.sampling.n
+        try:
+            while left:
+                chunk = chunks.get()
+                if chunk.error is not None:
+                    raise AdaServeError(chunk.error)
+                left -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._engine.abort(request.request_id)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        slo: SLO | Sequence[SLO] | None,
+    ) -> list[GenerateRequest]:
+        many = _as_prompts(prompts)
+        sampling = _one_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        slos = _one_each(slo or SLO(), len(many), "slo")
+        return [
+            GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo)
+            for prompt, one_sampling, one_slo in zip(many, sampling, slos, strict=True)
+        ]
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+
+
+class _Collector:
+    """Puts the chunks of many requests together; called from the engine's thread."""
+
+    def __init__(self, outputs: dict[str, GenerateOutput]):
+        self._outputs = outputs
+        self._open = sum(len(output.choices) for output in outputs.values())
+        self._submitted_open = 0
+        self._error: str | None = None
+        self._changed = threading.Condition()
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        completion = self._outputs[chunk.request_id].choices[chunk.choice]
+        completion.text += chunk.text
+        completion.token_ids += chunk.token_ids
+        if chunk.finish_reason is None:
+            return
+        completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
+        with self._changed:
+            self._open -= 1
+            self._submitted_open -= 1
+            self._error = self._error or chunk.error
+            self._changed.notify_all()
+
+    def wait_for_room(self, most_open: int) -> None:
+        """Hold back so many requests that an offline batch of any size never fills the engine's queue."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._submitted_open < 4 * most_open)
+            self._submitted_open += 1
+        self._raise_error()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._open == 0)
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise RequestError(self._error)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    listed: list[Any] = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    return listed
+
+
+def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count  # type: ignore[list-item]
+    if len(value) != count:
+        raise RequestError(f"{name} must be one for all or one per prompt ({count}), got {len(value)}", param=name)
+    return list(value)

@@ -1,0 +1,241 @@
+"""LocalEngine: the engine in a thread of this process, behind the `EngineClient` protocol.
+
+For tests, notebooks, offline work, and as what the engine process runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import CostSamples, Progress, StepStats
+
+_log = logging.getLogger(__name__)
+STALL_S = 0.001  # pause when work waits but nothing can run
+
+
+class LocalEngine:
+    """Implements `EngineClient`. `start` loads and compiles in the calling thread, then runs steps in its own."""
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+        self._config = config
+        self._progress = progress
+        self._lock = threading.Condition()  # guards the inbox, the sinks and the flags
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._sinks: dict[str, tuple[Sink, set[int]]] = {}
+        self._queued = 0  # choices in the inbox, not yet seen by the scheduler
+        self._stopping = False
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._info: EngineInfo | None = None
+        self._last_step_s = time.monotonic()
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDeadError("the engine is not ready: call start() and wait for it to return")
+        return self._info
+
+    @property
+    def executor(self) -> ModelExecutor:
+        """The executor, for benchmarks and tests; only while the engine is idle."""
+        self.info  # noqa: B018  raises before start
+        return self._executor
+
+    def start(self) -> None:
+        if self._thread is not None:
+            raise EngineDeadError("start() was called twice; build a new LocalEngine instead")
+        self._executor = load_executor(self._config)
+        self._tokenizer = Tokenizer.from_folder(self._executor.target_folder)
+        self._samples = self._executor.warm_up(self._progress)
+        self._core = self._build_core(self._executor.resolved.config)
+        self._info = self._describe(self._executor.resolved.config, self._samples)
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def _build_core(self, config: EngineConfig) -> EngineCore:
+        scheduler = build_scheduler(config, self._executor.limits, self._samples)
+        eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
+        return EngineCore(
+            self._executor, scheduler, self._tokenizer,
+            eos_ids=eos_ids, baseline_s=_baseline_s(self._samples), seed=config.seed,
+        )  # fmt: skip
+
+    def _describe(self, config: EngineConfig, samples: CostSamples) -> EngineInfo:
+        device = jax.local_devices()[0]
+        return EngineInfo(
+            target=config.target,
+            draft=config.draft,
+            policy=config.policy,
+            device=f"{device.platform}: {device.device_kind}",
+            jax_version=jax.__version__,
+            max_context=config.max_context,
+            max_requests=config.max_requests,
+            vocab_size=self._executor.target.config.vocab_size,
+            baseline_s=_baseline_s(samples),
+            deterministic=config.deterministic,
+        )
+
+    def set_policy(self, policy: str) -> None:
+        """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle."""
+        with self._lock:
+            if self._sinks or self._inbox:
+                raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
+            config = replace(self._executor.resolved.config, policy=policy)
+            self._core = self._build_core(config)
+            self._info = self._describe(config, self._samples)
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> None:
+        arrival_s = time.monotonic()
+        self._check(request)
+        choices = request.sampling.n
+        with self._lock:
+            if not self.is_alive():
+                raise self._error or EngineDeadError("the engine is not running; build and start a new one")
+            if request.request_id in self._sinks:
+                raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
+            waiting = self._core.scheduler.stats.waiting + self._queued
+            if waiting + choices > self._config.max_waiting:
+                raise QueueFullError(
+                    f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
+                )
+            self._sinks[request.request_id] = (sink, set(range(choices)))
+            self._queued += choices
+            self._inbox.append(lambda: self._add(request, arrival_s))
+            self._lock.notify()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raise at once what no waiting can change."""
+        if not request.prompt_ids:
+            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+        tokens, limit = len(request.prompt_ids), self.info.max_context
+        if tokens >= limit:
+            raise RequestError(
+                f"prompt must leave room for one token in a context of {limit}, got {tokens} tokens; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self.info.vocab_size:
+            raise RequestError(
+                f"prompt token ids must be from 0 to {self.info.vocab_size - 1}, got {low if low < 0 else high}",
+                param="prompt",
+                code="invalid_value",
+            )
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            self._inbox.append(lambda: self._deliver(self._core.abort(request_id)))
+            self._lock.notify()
+
+    def stats(self) -> EngineStats:
+        if self._info is None:
+            return EngineStats(StepStats())
+        busy = self._core.has_work
+        return EngineStats(
+            scheduler=self._core.scheduler.stats,
+            compiles_after_ready=self._executor.compiles_after_ready,
+            draft_resident=self._executor.drafter is not None,
+            step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
+        )
+
+    def is_alive(self) -> bool:
+        return self._info is not None and self._error is None and not self._stopping
+
+    def close(self) -> None:
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+            self._executor.close()
+
+    # ---- the engine thread ----
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if self._core.has_work:
+                    self._deliver_or_stall(self._core.step())
+                self._last_step_s = time.monotonic()
+            self._fail_open("the engine was closed")
+        except Exception as error:
+            _log.exception("the engine stopped")
+            self._error = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
+            self._fail_open(str(self._error))
+
+    def _take_inbox(self) -> bool:
+        """Do what clients asked for since the last step; wait while there is nothing to do. False: stop."""
+        with self._lock:
+            while not (self._inbox or self._stopping or self._core.has_work):
+                self._lock.wait()
+            actions, self._inbox = self._inbox, deque()
+            stopping = self._stopping
+        for action in actions:
+            action()
+        return not stopping
+
+    def _deliver_or_stall(self, chunks: list[OutputChunk]) -> None:
+        if chunks:
+            self._deliver(chunks)
+        elif not self._core.scheduler.stats.running:
+            time.sleep(STALL_S)
+
+    def _add(self, request: GenerateRequest, arrival_s: float) -> None:
+        with self._lock:
+            self._queued -= request.sampling.n
+        try:
+            self._core.add(request, arrival_s)
+        except AdaServeError as error:
+            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), str(error)))
+
+    def _deliver(self, chunks: list[OutputChunk]) -> None:
+        for chunk in chunks:
+            with self._lock:
+                sink, left = self._sinks.get(chunk.request_id, (None, set()))
+                if chunk.finish_reason is not None:
+                    left.discard(chunk.choice)
+                    if not left:
+                        self._sinks.pop(chunk.request_id, None)
+            if sink is not None:
+                self._call(sink, chunk)
+
+    def _call(self, sink: Sink, chunk: OutputChunk) -> None:
+        """A client's failing sink costs its own request only."""
+        try:
+            sink(chunk)
+        except Exception:
+            _log.exception("a sink failed; request %s is aborted", chunk.request_id)
+            with self._lock:
+                self._sinks.pop(chunk.request_id, None)
+            self._core.abort(chunk.request_id)
+
+    def _fail_open(self, message: str) -> None:
+        with self._lock:
+            self._stopping = True
+            left = {request_id: set(choices) for request_id, (_, choices) in self._sinks.items()}
+        for request_id, choices in left.items():
+            self._deliver(_failure(request_id, choices, message))
+
+
+def _failure(request_id: str, choices: set[int], message: str) -> list[OutputChunk]:
+    return [OutputChunk(request_id, choice, "", [], "error", None, message) for choice in sorted(choices)]
+
+
+def _baseline_s(samples: CostSamples) -> float:
+    """Seconds of one token, alone: the smallest bucket's step."""
+    return samples.verify_s[min(samples.verify_s)]

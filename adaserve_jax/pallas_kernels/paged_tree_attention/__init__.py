@@ -1,0 +1,1 @@
+"""Attention of in-flight tokens over paged context and their own tree."""

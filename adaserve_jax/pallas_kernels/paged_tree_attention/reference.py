@@ -1,0 +1,118 @@
+"""The XLA implementation: online softmax over pages, then over in-flight tokens, merged by log-sum-exp.
+
+Context is visible by length, so committed pages need no mask; only in-flight tokens do. Pages beyond a context and
+slots beyond its end are never read into a result, whatever they hold (NaN included).
+Axes: B query blocks, M query rows of one KV head (queries x heads per KV head), N in-flight keys, and those of
+docs/architecture (H/K heads, D head dim, S page slots, P pages, L layers).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LOWEST = -1e30
+
+
+class Partial(NamedTuple):
+    """Softmax-weighted values not yet normalised. weighted: f32[..., M, D]; peak, mass: f32[..., M]."""
+
+    weighted: jax.Array
+    peak: jax.Array
+    mass: jax.Array
+
+
+def _empty(shape: tuple[int, ...]) -> Partial:
+    return Partial(
+        jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], LOWEST, jnp.float32), jnp.zeros(shape[:-1], jnp.float32)
+    )
+
+
+def _absorb(state: Partial, scores: jax.Array, visible: jax.Array, values: jax.Array) -> Partial:
+    """One online-softmax step. scores: f32[..., M, S]; visible broadcasts to it; values: [..., S, D]."""
+    scores = jnp.where(visible, scores, LOWEST)
+    peak = jnp.maximum(state.peak, jnp.max(scores, axis=-1))
+    weight = jnp.where(visible, jnp.exp(scores - peak[..., None]), 0.0)
+    shrink = jnp.exp(state.peak - peak)
+    update = jnp.einsum("...ms,...sd->...md", weight, values, preferred_element_type=jnp.float32)
+    return Partial(state.weighted * shrink[..., None] + update, peak, state.mass * shrink + jnp.sum(weight, axis=-1))
+
+
+def merge(first: Partial, second: Partial) -> jax.Array:
+    """Normalised attention of two disjoint key sets, f32[..., M, D]; rows that see nothing are 0."""
+    peak = jnp.maximum(first.peak, second.peak)
+    scale_first, scale_second = jnp.exp(first.peak - peak), jnp.exp(second.peak - peak)
+    mass = first.mass * scale_first + second.mass * scale_second
+    weighted = first.weighted * scale_first[..., None] + second.weighted * scale_second[..., None]
+    return weighted / jnp.maximum(mass, 1e-30)[..., None]
+
+
+def context_partial(
+    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int, page_table: jax.Array, ctx_len: jax.Array
+) -> Partial:
+    """Attend to committed context, page by page; the trip count is the longest live context.
+
+    q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B].
+    """
+    page_size = k_pool.shape[3]
+    num_live = (jnp.max(ctx_len) + page_size - 1) // page_size
+    slot = jnp.arange(page_size)
+
+    def page(index: jax.Array, state: Partial) -> Partial:
+        ids = lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
+        live = (index * page_size + slot)[None, :] < ctx_len[:, None]
+        keys = k_pool[layer, ids]
+        values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
+        scores = jnp.einsum("bkmd,bksd->bkms", q, keys, preferred_element_type=jnp.float32)
+        return _absorb(state, scores, live[:, None, None, :], values)
+
+    return lax.fori_loop(0, num_live, page, _empty(q.shape))
+
+
+def inflight_partial(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Partial:
+    """Attend to in-flight tokens. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible: bool[B, M, N]."""
+    scores = jnp.einsum("bkmd,bknd->bkmn", q, k, preferred_element_type=jnp.float32)
+    return _absorb(_empty(q.shape), scores, visible[:, None], v)
+
+
+def canonical_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: int,
+    page_table: jax.Array,
+    ctx_len: jax.Array,
+    position: jax.Array,
+    path: jax.Array,
+) -> jax.Array:
+    """Attention whose result is bitwise the same whether a token's predecessors are committed or in flight.
+
+    Every token gathers its own keys in position order, page by page, from the pool below ctx_len and from its
+    ancestors above, and reduces them with the same operations. Slow (each token reads its own context); it serves
+    the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
+    i32[T]; path: i32[T, T] from `tree.ancestors.ancestor_paths`. Returns f32[T, K, G, D].
+    """
+    page_size = k_pool.shape[3]
+    num_chunks = jnp.max(position) // page_size + 1
+    slot = jnp.arange(page_size)
+
+    def chunk(index: jax.Array, state: Partial) -> Partial:
+        ids = lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
+        at = (index * page_size + slot)[None, :]
+        committed = (at < ctx_len[:, None])[:, None, :, None]
+        visible = at <= position[:, None]
+        steps = jnp.clip(at - ctx_len[:, None], 0, path.shape[1] - 1)
+        source = jnp.take_along_axis(path, steps, axis=1)
+        flying_k, flying_v = (x[source].transpose(0, 2, 1, 3).astype(k_pool.dtype) for x in (k, v))
+        keys = jnp.where(committed, k_pool[layer, ids], flying_k)
+        values = jnp.where(visible[:, None, :, None], jnp.where(committed, v_pool[layer, ids], flying_v), 0)
+        scores = jnp.einsum("tkgd,tksd->tkgs", q, keys, preferred_element_type=jnp.float32)
+        return _absorb(state, scores, visible[:, None, None, :], values)
+
+    state = lax.fori_loop(0, num_chunks, chunk, _empty(q.shape))
+    return state.weighted / state.mass[..., None]

@@ -1,0 +1,87 @@
+"""Ahead-of-time compilation: all programs before ready, in threads, cached on disk, and a count of later compiles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from adaserve_jax.types import Progress
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A program to compile: `function` (jitted) for arguments of these shapes, kept under `key`."""
+
+    key: tuple[Any, ...]
+    function: Any
+    arguments: tuple[Any, ...]
+
+
+def default_cache_folder() -> Path:
+    """JAX's own setting where it is made, else the user's cache folder."""
+    chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "compile"
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Keep every compiled program on disk, however small or quick to compile."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_all(programs: Sequence[Declared], progress: Progress | None = None) -> dict[tuple[Any, ...], Callable]:
+    """Compile in as many threads as there are cores; XLA leaves the interpreter lock while it works.
+
+    Returns the executables by key. An error of any program ends the compilation and is raised.
+    """
+    done: dict[tuple[Any, ...], Callable] = {}
+
+    def compile_one(program: Declared) -> Callable:
+        return program.function.lower(*program.arguments).compile()
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as threads:
+        pending = {threads.submit(compile_one, program): program for program in programs}
+        try:
+            for future in as_completed(pending):
+                done[pending[future].key] = future.result()
+                if progress is not None:
+                    progress("compiling", len(done), len(programs))
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+    return done
+
+
+class CompileCounter:
+    """Counts compilations in this process while it is armed. A compile after ready is a bug."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._armed = False
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def arm(self) -> None:
+        self.count = 0
+        self._armed = True
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._armed = False
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+        if self._armed and event == COMPILE_EVENT:
+            self.count += 1

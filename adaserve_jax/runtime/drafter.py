@@ -1,0 +1,75 @@
+"""The local drafter: catches the draft's KV up, then beam-searches all speculating rows in one program."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adaserve_jax.runtime.compiling import Declared
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.packing import beam_layout, fill_rows, pack_catchup
+from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.types import CandidateTrees, StepPlan
+
+
+class LocalDrafter:
+    """Implements `types.Drafter` on this device."""
+
+    def __init__(self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...]) -> None:
+        self.model = model
+        self.table = table
+        self.max_depth = max_depth
+        self.widths = widths
+
+    def declare(self) -> list[Declared]:
+        """Catch-up for every bucket; a search for every row edge and compiled width."""
+        model = self.model
+        declared = model.declare_forward(model.programs.catch_up)
+        for rows in model.buckets.row_edges:
+            root_logits = jax.ShapeDtypeStruct((rows, model.config.vocab_size), jnp.float32)
+            packed = jax.ShapeDtypeStruct((beam_layout(rows, model.programs.max_pages).size,), jnp.int32)
+            for width in self.widths:
+                search = jax.jit(partial(model.programs.search, max_depth=self.max_depth, width=width))
+                arguments = (model.params, model.pools, root_logits, packed, self.table)
+                declared.append(Declared((model.role, "search", rows, width), search, arguments))
+        return declared
+
+    def propose(self, plan: StepPlan) -> CandidateTrees:
+        draft = plan.draft
+        assert draft is not None
+        if not len(draft.catchup_tokens):
+            return CandidateTrees.empty(plan.num_decode)
+        model = self.model
+        bucket = model.buckets.pick(len(draft.catchup_tokens), plan.num_rows)
+        root_logits = model.run(pack_catchup(bucket, model.programs.max_pages, plan))
+        if draft.depth == 0 or not draft.speculates.any():
+            return CandidateTrees.empty(plan.num_decode)
+        width = next(width for width in self.widths if width >= draft.width)
+        search = model.compiled[model.role, "search", bucket.rows, width]
+        packed = self._pack_search(bucket.rows, plan)
+        return self._unpack(search(model.params, model.pools, root_logits, packed, self.table), plan)
+
+    def _pack_search(self, rows: int, plan: StepPlan) -> np.ndarray:
+        assert plan.draft is not None
+        packed, views = beam_layout(rows, self.model.programs.max_pages).new()
+        fill_rows(views, plan.page_table, plan.sampling)
+        views["ctx_len"][: plan.num_rows] = plan.draft.draft_ctx + plan.draft.catchup_counts
+        views["active"][: plan.num_decode] = plan.draft.speculates
+        views["shape"][:] = plan.draft.depth, plan.draft.width
+        return packed
+
+    def _unpack(self, result: Any, plan: StepPlan) -> CandidateTrees:
+        """Candidates of the decode rows, cut to the depth and width asked for."""
+        assert plan.draft is not None
+        depth, width, rows = plan.draft.depth, plan.draft.width, plan.num_decode
+        host = np.asarray(result)
+        stride = host.shape[3]
+        token, parent, bits = host[:, :rows, :depth, :width].reshape(3, rows, depth * width)
+        level, rank = parent // stride, parent % stride
+        parent = np.where(parent < 0, -1, level * width + rank).astype(np.int32)
+        levels = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
+        return CandidateTrees(token, parent, np.ascontiguousarray(bits).view(np.float32), levels)

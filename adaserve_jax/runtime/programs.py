@@ -1,0 +1,221 @@
+"""Every function that is compiled, with its donations. Reads the pools here, writes them only in `commit`.
+
+A program that loops over a donated pool and then scatters into it makes XLA copy the pool, so verification and
+catch-up only read, and return the in-flight K/V on the device for `commit` (docs/architecture/device.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params, decode, logits
+from adaserve_jax.pallas_kernels.paged_tree_attention import reference
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import PackedTokens, paged_tree_attention, query_blocks
+from adaserve_jax.runtime.buckets import Bucket
+from adaserve_jax.runtime.packing import beam_layout, sampler_of, step_layout
+from adaserve_jax.tree.accept import PREFILL, accept_walk
+from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths, expand_bits
+from adaserve_jax.tree.beam import Beam, beam_search
+from adaserve_jax.tree.sampling import draw
+
+
+class Pools(NamedTuple):
+    """Paged K and V of all layers: [L, P, K, S, D] each."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[1]
+
+
+class InFlight(NamedTuple):
+    """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = P for tokens that are
+    not kept."""
+
+    k: jax.Array
+    v: jax.Array
+    page: jax.Array
+    slot: jax.Array
+
+
+class Forward(NamedTuple):
+    """A packed forward's result. hidden: f[d, T]; new_k, new_v: [L, T, K, D]."""
+
+    hidden: jax.Array
+    new_k: jax.Array
+    new_v: jax.Array
+
+
+def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pools:
+    shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+    return Pools(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+@dataclass(frozen=True)
+class ModelPrograms:
+    """The programs of one model. canonical: attend in the order of the deterministic mode."""
+
+    config: ModelConfig
+    max_pages: int
+    canonical: bool = False
+
+    def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
+        """Run the model over packed tokens. fields: of `step_layout`."""
+        tokens = self._packed_tokens(fields, bucket)
+        new_k: list[jax.Array] = []
+        new_v: list[jax.Array] = []
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            k, v = k.astype(pools.k.dtype), v.astype(pools.v.dtype)
+            new_k.append(k.transpose(2, 0, 1))
+            new_v.append(v.transpose(2, 0, 1))
+            return paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens)
+
+        hidden = decode(params, self.config, fields["token"], fields["position"], attend)
+        return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
+
+    def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
+        mask = expand_bits(ancestor_bits(fields["parent"]), bucket.tokens)
+        blocks = path = None
+        if self.canonical:
+            path = ancestor_paths(mask)
+        else:
+            blocks = query_blocks(
+                fields["count"], fields["row"], num_blocks=bucket.num_blocks, block_size=bucket.block_size
+            )
+        row = jnp.minimum(fields["row"], bucket.rows - 1)
+        return PackedTokens(fields["page_table"], fields["ctx_len"], row, fields["position"], mask, blocks, path)
+
+    def sampled_logits(self, params: Params, forward: Forward, sampled: jax.Array) -> jax.Array:
+        """f32[N, V] at packed positions `sampled` (those past the array read the last position)."""
+        columns = jnp.minimum(sampled, forward.hidden.shape[1] - 1)
+        return logits(params, self.config, forward.hidden[:, columns])
+
+    def in_flight(self, pools: Pools, fields: dict[str, jax.Array], forward: Forward, keep: jax.Array) -> InFlight:
+        """Where each kept token's K/V goes: the page and slot of its position. keep: bool[T]."""
+        row = jnp.minimum(fields["row"], fields["page_table"].shape[0] - 1)
+        page = fields["page_table"][row, fields["position"] // pools.page_size]
+        page = jnp.where(keep, page, pools.num_pages)
+        return InFlight(forward.new_k, forward.new_v, page, fields["position"] % pools.page_size)
+
+    def verify(
+        self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket, max_depth: int
+    ) -> tuple[jax.Array, InFlight]:
+        """One target step: forward, sample, accept walk. Returns i32[R * (max_depth + 1) + R + T] (tokens, counts,
+        accepted; see `split_outcome`) and the in-flight K/V."""
+        fields = step_layout(bucket, self.max_pages).split(packed)
+        forward = self.packed_forward(params, pools, fields, bucket)
+        sampled = fields["sampled"]
+        at = jnp.minimum(sampled, bucket.tokens - 1)
+        sampler = sampler_of(fields).take(jnp.minimum(fields["row"][at], bucket.rows - 1))
+        drawn_at = draw(self.sampled_logits(params, forward, sampled), sampler, fields["position"][at] + 1)
+        drawn = jnp.zeros(bucket.tokens, jnp.int32).at[sampled].set(drawn_at, mode="drop")
+        walk = accept_walk(
+            fields["token"], fields["parent"], fields["emit_depth"], fields["row"], drawn,
+            num_rows=bucket.rows, max_depth=max_depth,
+        )  # fmt: skip
+        outcome = jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)])
+        return outcome, self.in_flight(pools, fields, forward, walk.commit)
+
+    def catch_up(
+        self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket
+    ) -> tuple[jax.Array, InFlight]:
+        """Feed the draft what its KV lacks. Returns the logits after each row's last token, f32[R, V], and the K/V."""
+        fields = step_layout(bucket, self.max_pages).split(packed)
+        forward = self.packed_forward(params, pools, fields, bucket)
+        root_logits = self.sampled_logits(params, forward, fields["sampled"])
+        return root_logits, self.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
+
+    def search(
+        self,
+        params: Params,
+        pools: Pools,
+        root_logits: jax.Array,
+        packed: jax.Array,
+        table: AcceptanceTable,
+        *,
+        max_depth: int,
+        width: int,
+    ) -> jax.Array:
+        """Beam search from the root logits. Returns i32[3, R, max_depth, width]: token, parent, log f (as bits)."""
+        rows = root_logits.shape[0]
+        fields = beam_layout(rows, self.max_pages).split(packed)
+        shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
+        buffers = (jnp.zeros(shape, pools.k.dtype), jnp.zeros(shape, pools.v.dtype))
+
+        beam: Beam = beam_search(
+            root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table,
+            partial(self._beam_forward, params, pools, fields), buffers,
+            fields["shape"][0], fields["shape"][1], max_depth=max_depth, width=width,
+        )  # fmt: skip
+        return jnp.stack([beam.token, beam.parent, lax.bitcast_convert_type(beam.log_f, jnp.int32)])
+
+    def _beam_forward(
+        self,
+        params: Params,
+        pools: Pools,
+        fields: dict[str, jax.Array],
+        carry: tuple[jax.Array, jax.Array],
+        level: jax.Array,
+        token: jax.Array,
+        position: jax.Array,
+        visible: jax.Array,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """One level: token, position i32[R, W]; visible bool[R, W, N]. The level's K/V join the buffers
+        [L, R, K, N, D]. Returns logits f32[R, W, V] and the buffers."""
+        rows, width = token.shape
+        kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
+        group = self.config.num_heads // kv_heads
+        k_buffer, v_buffer = carry
+        row_visible = jnp.tile(visible, (1, group, 1))
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            nonlocal k_buffer, v_buffer
+            start = (layer, 0, 0, level * width, 0)
+
+            def by_row(x: jax.Array) -> jax.Array:
+                return x.reshape(kv_heads, head_dim, rows, width).transpose(2, 0, 3, 1).astype(k_buffer.dtype)[None]
+
+            k_buffer = lax.dynamic_update_slice(k_buffer, by_row(k), start)
+            v_buffer = lax.dynamic_update_slice(v_buffer, by_row(v), start)
+            q_rows = q.reshape(kv_heads, group, head_dim, rows, width).transpose(3, 0, 1, 4, 2) * (head_dim**-0.5)
+            q_rows = q_rows.reshape(rows, kv_heads, group * width, head_dim)
+            context = reference.context_partial(
+                q_rows, pools.k, pools.v, layer, fields["page_table"], fields["ctx_len"]
+            )
+            tree = reference.inflight_partial(q_rows, k_buffer[layer], v_buffer[layer], row_visible)
+            mixed = reference.merge(context, tree).reshape(rows, kv_heads, group, width, head_dim)
+            return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
+
+        hidden = decode(params, self.config, token.reshape(-1), position.reshape(-1), attend)
+        scores = logits(params, self.config, hidden).reshape(rows, width, -1)
+        return scores, (k_buffer, v_buffer)
+
+
+def commit(pools: Pools, in_flight: InFlight) -> Pools:
+    """Write kept K/V into the pages, in place (donate the pools)."""
+    index = (slice(None), in_flight.page, slice(None), in_flight.slot)
+    # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
+    return Pools(
+        pools.k.at[index].set(in_flight.k.transpose(1, 0, 2, 3), mode="drop"),
+        pools.v.at[index].set(in_flight.v.transpose(1, 0, 2, 3), mode="drop"),
+    )
+
+
+def outcome_size(bucket: Bucket, max_depth: int) -> tuple[int, int, int]:
+    """Lengths of the three parts of `verify`'s packed outcome: tokens, counts, accepted."""
+    return bucket.rows * (max_depth + 1), bucket.rows, bucket.tokens

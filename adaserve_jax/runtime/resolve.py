@@ -1,0 +1,121 @@
+"""Turns "auto" into numbers, once: what the device, the models and the configuration allow together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.runtime.buckets import BucketSet
+from adaserve_jax.types import Limits
+
+CPU_KV_BYTES = 2 << 30  # most memory that auto sizing gives to KV pages on a CPU
+DEVICE_KV_SHARE = 0.5  # share of a GPU's or TPU's memory that auto sizing gives to KV pages
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration without "auto", and the buckets and limits that follow from it."""
+
+    config: EngineConfig
+    limits: Limits
+    verify_buckets: BucketSet
+    catchup_buckets: BucketSet
+    search_widths: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None) -> Resolved:
+    """Raises ConfigError when the parts do not fit each other; the message says which to change."""
+    device = jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    supported = min(model.max_position for model in (target, draft) if model is not None)
+    if config.max_context > supported:
+        raise ConfigError(
+            f"max_context must be at most {supported}, which the models support, got {config.max_context}"
+        )
+    config = replace(
+        config,
+        dtype=("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype,
+        max_requests=config.max_requests or (32 if on_cpu else 128),
+        max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
+        max_depth=config.max_depth if draft is not None else 0,
+        max_width=config.max_width if draft is not None else 0,
+    )
+    edges, rows = _edges(config, on_cpu)
+    max_tree = config.max_tree_tokens or (128 if on_cpu else 512)
+    max_tree = min(max_tree, edges[-1])
+    if max_tree < config.max_requests:
+        raise ConfigError(
+            f"max_tree_tokens ({max_tree}) must be at least max_requests ({config.max_requests}): every request "
+            "verifies one token; raise max_tree_tokens and max_batch_tokens or lower max_requests"
+        )
+    dtype = jnp.dtype(jnp.float32 if config.dtype == "f32" else jnp.bfloat16)
+    pages = config.num_pages or _auto_pages(config, [m for m in (target, draft) if m is not None], dtype, device)
+    config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
+    limits = Limits(
+        max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
+        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth, max_width=config.max_width,
+    )  # fmt: skip
+    sampled = edges[-1] if config.deterministic else max_tree
+    catchup = _catchup_edges(edges)
+    return Resolved(
+        config=config,
+        limits=limits,
+        verify_buckets=BucketSet(edges, rows, sampled),
+        catchup_buckets=BucketSet(catchup, rows, None),
+        search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
+        dtype=dtype,
+    )
+
+
+def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token edges and row edges. Deterministic mode: one of each."""
+    largest = config.max_batch_tokens or (256 if on_cpu else 1024)
+    if config.deterministic:
+        largest = config.max_batch_tokens or max(64, 1 << (config.max_requests - 1).bit_length())
+        return (largest,), (config.max_requests,)
+    tokens = config.token_edges or _geometric((1, 4), largest)
+    if config.token_edges and config.max_batch_tokens and config.max_batch_tokens != tokens[-1]:
+        raise ConfigError(f"max_batch_tokens ({config.max_batch_tokens}) must equal the last of token_edges {tokens}")
+    rows = config.row_edges or _every_other((1,), config.max_requests)
+    if rows[-1] != config.max_requests:
+        raise ConfigError(f"the last of row_edges {rows} must equal max_requests ({config.max_requests})")
+    return tokens, rows
+
+
+def _geometric(start: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    edges = [edge for edge in start if edge < largest]
+    value = start[-1] * 2
+    while value < largest:
+        edges.append(value)
+        value *= 2
+    return (*edges, largest)
+
+
+def _every_other(start: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    """1, 4, 16, ... up to `largest`."""
+    edges = [edge for edge in start if edge < largest]
+    while edges and edges[-1] * 4 < largest:
+        edges.append(edges[-1] * 4)
+    return (*edges, largest)
+
+
+def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
+    """Every other token edge, the last included: the draft is cheap, programs are not."""
+    return tuple(sorted({*edges[1::2], edges[-1]}))
+
+
+def _auto_pages(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, device: jax.Device) -> int:
+    """Pages for every request at full length, capped by memory."""
+    page_bytes = sum(2 * m.num_layers * m.kv_size * config.page_size * dtype.itemsize for m in models)
+    wanted = config.max_requests * -(-config.max_context // config.page_size)
+    stats = device.memory_stats() or {}
+    available = stats.get("bytes_limit")
+    cap = int(available * DEVICE_KV_SHARE) if available else CPU_KV_BYTES
+    least = -(-config.max_context // config.page_size)
+    return max(least, min(wanted, cap // page_bytes))

@@ -1,0 +1,63 @@
+"""The accept walk against a walk written for one tree at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from adaserve_jax.tree.accept import PADDING, PREFILL, accept_walk
+
+DEPTH = 3
+
+
+def walk_one(root: int, token: np.ndarray, parent: np.ndarray, drawn: np.ndarray) -> tuple[list[int], list[int]]:
+    """Emitted tokens and walked nodes of one tree."""
+    node, emitted, walked = root, [], []
+    while True:
+        walked.append(node)
+        emitted.append(int(drawn[node]))
+        following = [c for c in range(len(token)) if parent[c] == node and token[c] == drawn[node]]
+        if not following:
+            return emitted, walked
+        (node,) = following
+
+
+def test_equals_the_walk_of_each_tree() -> None:
+    walk_all = jax.jit(partial(accept_walk, num_rows=4, max_depth=DEPTH))
+    seen_depths = set()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        token, parent, depth, row = ([] for _ in range(4))
+        roots = []
+        for tree in range(2):
+            roots.append(len(token))
+            token, parent, depth, row = [*token, 0], [*parent, -1], [*depth, 0], [*row, tree]
+            used: set[tuple[int, int]] = set()
+            for _ in range(rng.integers(0, 9)):
+                above = int(rng.integers(roots[-1], len(token)))
+                label = int(rng.integers(0, 3))
+                if depth[above] < DEPTH and (above, label) not in used:
+                    used.add((above, label))
+                    token, parent, row = [*token, label], [*parent, above], [*row, tree]
+                    depth = [*depth, depth[above] + 1]
+        chunk = len(token)
+        for offset in range(3):  # a prompt chunk in row 2 that ends its prompt
+            token, row = [*token, 1], [*row, 2]
+            parent, depth = [*parent, -1 if offset == 0 else chunk + offset - 1], [*depth, PREFILL if offset < 2 else 0]
+        pad = 24 - len(token)
+        arrays = [np.asarray(a + [f] * pad, np.int32) for a, f in ((token, 0), (parent, -1), (depth, PADDING), (row, 4))]
+        drawn = rng.integers(0, 3, 24).astype(np.int32)
+        result = jax.tree.map(np.asarray, walk_all(*arrays, drawn))
+        expected_nodes = set()
+        for tree, root in enumerate(roots):
+            emitted, walked = walk_one(root, arrays[0], arrays[1], drawn)
+            expected_nodes |= set(walked)
+            seen_depths.add(len(walked))
+            assert result.tokens[tree, : result.counts[tree]].tolist() == emitted
+        assert result.counts.tolist()[2:] == [1, 0]
+        assert result.tokens[2, 0] == drawn[chunk + 2]
+        assert set(np.flatnonzero(result.accepted)) == expected_nodes | {chunk + 2}
+        assert set(np.flatnonzero(result.commit)) == expected_nodes | {chunk, chunk + 1, chunk + 2}
+    assert seen_depths == {1, 2, 3, 4}
