@@ -1,0 +1,64 @@
+"""What the draft has been worth: expected acceptance by depth and rank, learned from every verification.
+
+Knows nothing of requests, costs or policies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve_jax.types import CandidateTrees, DraftTrees
+
+PRIOR_FIRST = 0.7
+"""Assumed acceptance of the draft's first choice before anything is measured."""
+MEAN_RATE = 0.1
+DECAY = 0.97
+PRIOR_TOKENS = 4.0
+"""Weight of the assumption that f is calibrated, in accepted tokens."""
+FORGET = 0.005
+"""Share of what was learned that each step without speculation gives back to the prior, so that it is tried again."""
+
+
+class AcceptanceTable:
+    """Moving averages by (depth, rank in the beam): of f over all candidates, and of accepted over expected (f) among
+    those verified. Their product estimates acceptance without bias towards the nodes that selection chose."""
+
+    def __init__(self, max_depth: int, max_width: int):
+        levels = np.arange(max_depth)[:, None]
+        ranks = np.arange(max_width)[None, :]
+        self._prior = PRIOR_FIRST ** (levels + 1) * (1 - PRIOR_FIRST) ** ranks
+        self._mean_f = self._prior.copy()
+        self._accepted = np.full_like(self._prior, PRIOR_TOKENS)
+        self._expected = np.full_like(self._prior, PRIOR_TOKENS)
+
+    def expected(self) -> np.ndarray:
+        """f64[max_depth, max_width], chance that the node of this depth and rank is accepted; non-increasing in depth."""
+        chance = np.clip(self._mean_f * self._accepted / self._expected, 0.0, 1.0)
+        return np.minimum.accumulate(chance, axis=0)
+
+    def observe(
+        self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray
+    ) -> None:
+        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node."""
+        log_f = candidates.log_f[speculates]
+        if not log_f.size:
+            return
+        depth = log_f.shape[1] // width
+        mean = np.exp(log_f).mean(axis=0, dtype=np.float64).reshape(depth, width)
+        self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
+
+        nodes = trees.candidate >= 0
+        cell = (trees.depth[nodes] - 1) * self._prior.shape[1] + trees.candidate[nodes] % width
+        shape, size = self._prior.shape, self._prior.size
+        self._accepted *= DECAY
+        self._expected *= DECAY
+        self._accepted += np.bincount(cell, accepted[nodes], size).reshape(shape)
+        self._expected += np.bincount(cell, trees.path_prob[nodes], size).reshape(shape)
+        self._accepted += (1 - DECAY) * PRIOR_TOKENS
+        self._expected += (1 - DECAY) * PRIOR_TOKENS
+
+    def forget(self) -> None:
+        """Move towards the prior by one step's share."""
+        self._mean_f += FORGET * (self._prior - self._mean_f)
+        self._accepted += FORGET * (PRIOR_TOKENS - self._accepted)
+        self._expected += FORGET * (PRIOR_TOKENS - self._expected)

@@ -1,0 +1,46 @@
+"""What a controller sees and what it decides. A controller knows no request, page or clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """The step before it is planned.
+
+    need_rate: f64[num_decode], tokens per second that keep each decode row on pace (0: no target, inf: hopeless).
+    draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate: bool[num_decode].
+    num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the most urgent waiting
+    request over its TTFT target.
+    """
+
+    need_rate: np.ndarray
+    draft_lag: np.ndarray
+    can_speculate: np.ndarray
+    num_prefill: int
+    prefill_tokens: int
+    wait_ratio: float
+
+    @property
+    def num_decode(self) -> int:
+        return len(self.need_rate)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """depth 0: no speculation. budget: most tree tokens, roots included. prefill_tokens: of all chunks of the step.
+    feed_draft: whether the draft is given the prefill chunks too."""
+
+    depth: int
+    width: int
+    budget: int
+    prefill_tokens: int
+    feed_draft: bool
+
+
+class Controller(Protocol):
+    def decide(self, load: Load) -> Decision: ...

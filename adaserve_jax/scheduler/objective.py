@@ -1,0 +1,86 @@
+"""What one step is worth: requests on pace, emitted tokens per second, prefilled tokens per second.
+
+Used before drafting by the joint controller and after it by the budget choice. Source: docs/equations.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve_jax.scheduler.slo import HORIZON_TOKENS
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights in units of requests; rates are relative to one token per baseline latency.
+
+    horizon: tokens over which "on pace" is judged. emit: a. prefill, prefill_wait: b = prefill + prefill_wait * x^2,
+    x the waiting time of the most urgent waiting request over its TTFT target, at most 1.
+    """
+
+    horizon: int = HORIZON_TOKENS
+    emit: float = 0.15
+    prefill: float = 0.2
+    prefill_wait: float = 0.3
+
+    def prefill_weight(self, wait_ratio: float) -> float:
+        """b, in requests."""
+        return self.prefill + self.prefill_wait * min(max(wait_ratio, 0.0), 1.0) ** 2
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetQuestion:
+    """What the budget choice needs to know. edges, verify_s: [E]. need_rate: f64[R], tokens/s (inf: hopeless).
+
+    spent_s: time of the step that has passed or is fixed. max_budget: most tree tokens, roots included.
+    """
+
+    need_rate: np.ndarray
+    edges: np.ndarray
+    verify_s: np.ndarray
+    spent_s: float
+    prefill_tokens: int
+    prefill_weight: float
+    max_budget: int
+    depth: int
+    baseline_s: float
+
+
+def capped_need(need_rate: np.ndarray, step_time_s: float | np.ndarray, depth: int) -> np.ndarray:
+    """A_cap in its horizon form, f64[..., R]; a hopeless request needs nothing: it is served best-effort."""
+    return np.minimum(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth + 1.0)
+
+
+def choose_budget(objective: Objective, path_prob: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:
+    """The tree tokens B, tree and prefill together on a bucket edge, that are worth most, and A_cap f64[R] then.
+
+    path_prob: f64[R, C], f of the ranked candidates, 0 for absent ones.
+    """
+    q = question
+    rows = len(q.need_rate)
+    present = np.count_nonzero(path_prob)
+    low = np.searchsorted(q.edges, rows + q.prefill_tokens)
+    high = np.searchsorted(q.edges, min(rows + present, q.max_budget) + q.prefill_tokens)
+    chosen = slice(int(low), int(high) + 1)
+    budget = np.minimum(q.edges[chosen] - q.prefill_tokens, q.max_budget)
+    step_s = q.spent_s + q.verify_s[chosen]
+    need = capped_need(q.need_rate, step_s[:, None], q.depth)
+    if len(budget) == 1:
+        return int(budget[0]), need[0]
+
+    reached = np.cumsum(path_prob, axis=1)
+    before = reached - path_prob
+    wanted = (before < (need - 1.0)[:, :, None]).sum(axis=2)
+    cost = np.where(reached[:, -1] >= need - 1.0, wanted, q.max_budget + 1)
+    cost[:, np.isinf(q.need_rate)] = q.max_budget + 1
+    cost.sort(axis=1)
+    on_pace = (np.cumsum(cost, axis=1) <= (budget - rows)[:, None]).sum(axis=1)
+
+    best_first = np.zeros(path_prob.size + 1)
+    np.cumsum(np.sort(path_prob, axis=None)[::-1], out=best_first[1:])
+    emitted = rows + best_first[np.minimum(budget - rows, path_prob.size)]
+    rate = (objective.emit * emitted + q.prefill_weight * q.prefill_tokens) * q.baseline_s / step_s
+    best = int(np.argmax(on_pace + rate))
+    return int(budget[best]), need[best]

@@ -1,0 +1,88 @@
+"""Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
+from adaserve_jax.scheduler.controllers.joint import JointController
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.queue import Ordering
+from adaserve_jax.scheduler.selection import SloOrder
+from adaserve_jax.types import Limits
+
+Selector = Literal["slo", "equal"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a controller may be built from. parameter: the k of `spec:<k>`, else 0."""
+
+    limits: Limits
+    cost: CostTable
+    acceptance: AcceptanceTable
+    objective: Objective
+    parameter: int
+    eq8_eq9: bool
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Controller (depth, width, budget) x selector (which nodes) x ordering (which requests) x memory rule.
+
+    needs_draft: refuses to start without a draft; uses_draft: keeps one resident when there is one.
+    search_budget: whether the verify budget is chosen again, over the bucket edges, once the candidates are known.
+    """
+
+    controller: Callable[[Parts], Controller]
+    selector: Selector
+    ordering: Ordering
+    slo_order: SloOrder = "cheapest-first"
+    search_budget: bool = False
+    uses_draft: bool = True
+    needs_draft: bool = False
+
+
+def _adaserve(parts: Parts) -> Controller:
+    if parts.eq8_eq9 and parts.limits.max_depth:
+        return ClosedFormController.for_limits(parts.limits)
+    return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
+
+
+def _chain(parts: Parts) -> Controller:
+    limit = parts.limits.max_depth
+    if not 1 <= parts.parameter <= limit:
+        raise ConfigError(
+            f"policy spec:{parts.parameter} needs a draft and max_depth of at least {parts.parameter} (k from 1), "
+            f"got max_depth {limit}; load a draft and raise max_depth, or choose a smaller k"
+        )
+    return FixedController(parts.limits, parts.parameter)
+
+
+def _no_speculation(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 0)
+
+
+POLICIES: dict[str, Policy] = {
+    "adaserve": Policy(_adaserve, selector="slo", ordering="deadline", search_budget=True),
+    "spec:<k>": Policy(_chain, selector="equal", ordering="arrival", needs_draft=True),
+    "ar": Policy(_no_speculation, selector="equal", ordering="arrival", uses_draft=False),
+}
+
+
+def find_policy(name: str) -> tuple[Policy, int]:
+    """The policy called `name` and its parameter. Raises ConfigError naming the known ones."""
+    family, colon, parameter = name.partition(":")
+    if colon and f"{family}:<k>" in POLICIES:
+        if parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1:
+            return POLICIES[f"{family}:<k>"], int(parameter)
+        raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
+    if not colon and name in POLICIES:
+        return POLICIES[name], 0
+    raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}")

@@ -1,0 +1,101 @@
+"""Who is admitted next, and why nobody waits for ever. Knows no pages, slots or costs.
+
+Order: preempted requests first, then the waiting by `order_key`. The key of a request never changes: its due time
+plus AGEING_S seconds per step of priority, so a later arrival can overtake it only if it arrives within a bounded time
+after it. Under `deadline` ordering a request whose TTFT target has passed goes behind those that can still meet theirs;
+every PROMOTION_PERIOD-th admission takes the longest-waiting request whatever its key, which bounds that wait too.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import Literal
+
+from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.types import Request
+
+Ordering = Literal["deadline", "arrival"]
+
+AGEING_S = 30.0
+"""Seconds of waiting that outweigh one step of priority."""
+PATIENCE_S = 10.0
+"""Seconds to the first token assumed of a request without a TTFT target; also the longest target that the order sees."""
+MAX_PRIORITY = 100
+PROMOTION_PERIOD = 8
+
+
+def order_key(request: Request, ordering: Ordering) -> float:
+    """Seconds on the engine's clock; lower is served sooner."""
+    priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+    due = request.arrival_s + AGEING_S * priority
+    if ordering == "deadline":
+        due += PATIENCE_S if request.ttft_slo_s is None else min(request.ttft_slo_s, PATIENCE_S)
+    return due
+
+
+def _rank(state: RequestState) -> tuple[float, int]:
+    return state.rank
+
+
+class WaitingQueue:
+    """Requests that hold no slot: newly arrived and preempted."""
+
+    def __init__(self, ordering: Ordering):
+        self._ordering: Ordering = ordering
+        self._preempted: list[RequestState] = []
+        self._hopeful: list[RequestState] = []
+        self._late: list[RequestState] = []
+        self._admissions = 0
+
+    def __len__(self) -> int:
+        return len(self._preempted) + len(self._hopeful) + len(self._late)
+
+    def add(self, state: RequestState) -> None:
+        insort(self._hopeful, state, key=_rank)
+
+    def put_back(self, state: RequestState) -> None:
+        """Return a preempted request to the front."""
+        insort(self._preempted, state, key=_rank)
+
+    def peek(self, now: float) -> RequestState | None:
+        """The request to admit next, left in the queue; None when nobody waits."""
+        if self._preempted:
+            return self._preempted[0]
+        if self._ordering == "deadline":
+            self._demote_late(now)
+            if self._admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1 and (self._hopeful or self._late):
+                return min(self._hopeful + self._late, key=lambda state: (state.request.arrival_s, state.sequence))
+        for waiting in (self._hopeful, self._late):
+            if waiting:
+                return waiting[0]
+        return None
+
+    def take(self, state: RequestState) -> None:
+        """Remove the request that `peek` returned, and count an admission."""
+        self._admissions += state not in self._preempted
+        self.remove(state)
+
+    def remove(self, state: RequestState) -> None:
+        for waiting in (self._preempted, self._hopeful, self._late):
+            index = bisect_left(waiting, state.rank, key=_rank)
+            if index < len(waiting) and waiting[index] is state:
+                del waiting[index]
+                return
+        raise ValueError(f"request {state.request.request_id!r} does not wait")
+
+    def most_urgent_wait(self, now: float) -> float:
+        """Waiting time over TTFT target of the first hopeful request; 0 when none waits."""
+        return wait_ratio(self._hopeful[0], now) if self._hopeful else 0.0
+
+    def _demote_late(self, now: float) -> None:
+        while self._hopeful:
+            ttft_slo_s = self._hopeful[0].request.ttft_slo_s
+            if ttft_slo_s is None or now <= self._hopeful[0].request.arrival_s + ttft_slo_s:
+                return
+            insort(self._late, self._hopeful.pop(0), key=_rank)
+
+
+def wait_ratio(state: RequestState, now: float) -> float:
+    """Waiting time for the first token over the TTFT target (PATIENCE_S without one)."""
+    target = state.request.ttft_slo_s
+    return max(0.0, now - state.request.arrival_s) / (PATIENCE_S if target is None else target)

@@ -1,0 +1,255 @@
+"""The scheduler: plan, select, commit. Decides what each step runs and keeps all host state of requests.
+
+Never touches a device and reads no clock: every method that needs the time is given it. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
+from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.commit import apply_outcome, finish
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
+from adaserve_jax.scheduler.planning import PlannedStep, Planner
+from adaserve_jax.scheduler.policies import Parts, Policy, find_policy
+from adaserve_jax.scheduler.queue import order_key
+from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    DraftTrees,
+    Limits,
+    Request,
+    RequestUpdate,
+    StepOutcome,
+    StepPlan,
+    StepStats,
+    StopCheck,
+)
+
+
+class Scheduler:
+    """Continuous batching with one verification budget per step. Call plan, select and commit in turn; add and abort
+    at any time between those calls."""
+
+    def __init__(self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig):
+        """policy: a name of `policies.POLICIES`. Raises ConfigError for an unknown one, or one that needs a draft."""
+        self._policy, parameter = find_policy(policy)
+        self._limits = limits
+        self._cost = costs
+        self._config = config
+        self._objective = Objective()
+        self._acceptance = AcceptanceTable(limits.max_depth, limits.max_width)
+        parts = Parts(limits, costs, self._acceptance, self._objective, parameter, config.eq8_eq9)
+        self._search_budget = self._policy.search_budget and not config.eq8_eq9
+        self._batch = Batch(limits, self._policy.ordering)
+        self._planner = Planner(
+            self._batch,
+            self._policy.controller(parts),
+            max_catchup=costs.max_catchup_tokens,
+            horizon=self._objective.horizon,
+        )
+        self._edges = np.array(limits.token_edges)
+        self._requests: dict[str, RequestState] = {}
+        self._in_flight: PlannedStep | None = None
+        self._added = 0
+        self._steps = 0
+        self._stats = StepStats(pages_total=limits.num_pages)
+
+    @property
+    def policy(self) -> Policy:
+        return self._policy
+
+    @property
+    def baseline_s(self) -> float:
+        """Seconds per token of one request alone, without speculation; what relative targets multiply."""
+        return self._cost.baseline_s
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def stats(self) -> StepStats:
+        """A snapshot of the totals, with the gauges as of now."""
+        return replace(
+            self._stats,
+            running=len(self._batch.running),
+            waiting=len(self._batch.queue),
+            pages_used=self._batch.pool.num_used,
+            preemptions=self._batch.preemptions,
+            accepted_per_position=list(self._stats.accepted_per_position),
+            finished=dict(self._stats.finished),
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestError when it can never be served, QueueFullError when the queue is full."""
+        max_total = self._fit(request)
+        if len(self._batch.queue) >= self._config.max_waiting:
+            raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
+        key = order_key(request, self._policy.ordering)
+        state = RequestState(request, max_total=max_total, order_key=key, sequence=self._added)
+        self._added += 1
+        self._requests[request.request_id] = state
+        self._batch.queue.add(state)
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """End a request now; its last update, or None for an unknown id. Safe while its step is in flight."""
+        state = self._requests.pop(request_id, None)
+        return None if state is None else finish(self._batch, state, "abort", [], self._stats)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """What to run next; None when no request is there. A plan that was never committed is forgotten."""
+        started = time.perf_counter()
+        planned = self._planner.plan(now, self._steps)
+        self._in_flight = planned
+        self._steps += 1
+        self._stats.plan_s += time.perf_counter() - started
+        return None if planned is None else planned.plan
+
+    def select(self, plan: StepPlan, candidates: CandidateTrees, now: float) -> DraftTrees:
+        """The trees to verify, with every request's need as of `now`, which is read after drafting."""
+        started = time.perf_counter()
+        planned = self._expect(plan)
+        if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
+            trees = selection.roots_only(plan.root_token)
+        else:
+            candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
+            ranked = selection.rank(candidates)
+            if self._policy.selector == "equal":
+                chosen = selection.equal_share(ranked, plan.budget - plan.num_decode)
+                trees = selection.pack(candidates, plan.root_token, ranked, chosen)
+            else:
+                trees = self._select_slo(planned, candidates, ranked, now)
+        self._stats.select_s += time.perf_counter() - started
+        return trees
+
+    def commit(
+        self,
+        plan: StepPlan,
+        trees: DraftTrees,
+        candidates: CandidateTrees,
+        outcome: StepOutcome,
+        now: float,
+        stop_check: StopCheck | None = None,
+    ) -> list[RequestUpdate]:
+        """Take in what the step brought; returns the new tokens and the ends of requests."""
+        started = time.perf_counter()
+        planned = self._expect(plan)
+        self._in_flight = None
+        updates = apply_outcome(self._batch, planned, trees, candidates, outcome, now, stop_check, self._stats)
+        for update in updates:
+            if update.finish_reason is not None:
+                del self._requests[update.request_id]
+        self._learn(planned, trees, candidates, outcome, now)
+        self._count(plan, trees, outcome)
+        self._stats.commit_s += time.perf_counter() - started
+        return updates
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless requests, slots, pages and queue agree; for tests and debugging."""
+        self._batch.check_integrity()
+        if len(self._requests) != len(self._batch.running) + len(self._batch.queue):
+            raise IntegrityError("a request is neither running nor waiting, or both")
+
+    def _fit(self, request: Request) -> int:
+        """Most tokens of the request, prompt and output. Raises RequestError when not even one output token fits."""
+        prompt, limits = len(request.prompt_ids), self._limits
+        if prompt == 0:
+            raise RequestError("prompt must hold at least one token, got none", param="prompt", code="empty_prompt")
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use; choose another", param="request_id", code="duplicate_id"
+            )
+        if prompt >= limits.max_context:
+            raise RequestError(
+                f"prompt must be shorter than the context of {limits.max_context} tokens, got {prompt}; shorten it",
+                param="prompt",
+                code="prompt_too_long",
+            )
+        total = min(prompt + request.sampling.max_tokens, limits.max_context)
+        if self._batch.pool.pages_for(total) > limits.num_pages:
+            raise RequestError(
+                f"prompt and max_tokens must fit the KV cache of {limits.num_pages * limits.page_size} tokens, got "
+                f"{prompt} + {total - prompt}; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+                code="prompt_too_long",
+            )
+        return total
+
+    def _select_slo(
+        self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float
+    ) -> DraftTrees:
+        plan = planned.plan
+        edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows)
+        if not self._search_budget:
+            edge = int(np.searchsorted(edges, plan.budget + plan.num_prefill_tokens))
+            edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
+        question = BudgetQuestion(
+            need_rate=planned.pace.need_rate(now),
+            edges=edges,
+            verify_s=verify_s,
+            spent_s=max(now - planned.made_s, 0.0),
+            prefill_tokens=plan.num_prefill_tokens,
+            prefill_weight=self._objective.prefill_weight(planned.wait_ratio),
+            max_budget=plan.budget,
+            depth=plan.draft.depth if plan.draft else 0,
+            baseline_s=self._cost.baseline_s,
+        )
+        budget, need = choose_budget(self._objective, ranked.path_prob, question)
+        return selection.select_slo(
+            candidates,
+            plan.root_token,
+            ranked,
+            need,
+            budget=budget,
+            max_slo_nodes=self._config.max_slo_nodes,
+            order=self._policy.slo_order,
+        )
+
+    def _learn(
+        self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome, now: float
+    ) -> None:
+        plan = planned.plan
+        self._cost.observe(plan, outcome, now - planned.made_s)
+        if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
+            self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
+        elif plan.num_decode:
+            self._acceptance.forget()
+
+    def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
+        stats = self._stats
+        stats.steps += 1
+        stats.draft_s += outcome.draft_s
+        stats.verify_s += outcome.verify_s
+        stats.wait_s += outcome.wait_s
+        stats.last_depth = plan.draft.depth if plan.draft else 0
+        stats.last_width = plan.draft.width if stats.last_depth and plan.draft else 0
+        stats.last_budget = trees.num_nodes
+
+    def _expect(self, plan: StepPlan) -> PlannedStep:
+        if self._in_flight is None or self._in_flight.plan is not plan:
+            raise IntegrityError(f"step {plan.step} is not the one in flight; call plan, select and commit in turn")
+        return self._in_flight
+
+
+def build_scheduler(config: EngineConfig, limits: Limits, samples: CostSamples) -> Scheduler:
+    """The scheduler of a configured engine whose executor has warmed up."""
+    return Scheduler(limits, config.policy, CostTable(samples, limits), config)
+
+
+def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
+    """Drop nodes that a request has no room to emit: a node at depth d is emitted beside d other tokens."""
+    reach = np.where(speculates, remaining - 1, 0)
+    if candidates.depth[-1] <= reach.min():
+        return candidates
+    log_f = np.where(candidates.depth[None, :] <= reach[:, None], candidates.log_f, np.float32(-np.inf))
+    return replace(candidates, log_f=log_f)

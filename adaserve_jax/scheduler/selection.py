@@ -1,0 +1,190 @@
+"""Which candidate nodes are verified: AdaServe's Algorithm 2, corrected, as array operations.
+
+f never increases along a path, so what is taken from one request is always a prefix of its candidates sorted by
+(-f, depth, column), and parents come with their children. Knows no requests, costs or clocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from adaserve_jax.errors import BudgetError
+from adaserve_jax.types import CandidateTrees, DraftTrees
+
+SloOrder = Literal["cheapest-first", "slowest-first", "fastest-first"]
+
+_ROW_BITS, _COLUMN_BITS = 16, 10
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """Candidates of every row, best first. key: i64[R, C], unique and comparable across rows, lower is better;
+    path_prob: f64[R, C], f, non-increasing along C, 0 for an absent node; column: i64[R, C], index in the candidates.
+    """
+
+    key: np.ndarray
+    path_prob: np.ndarray
+    column: np.ndarray
+
+
+def rank(candidates: CandidateTrees) -> Ranked:
+    """Sort each row by (-f, depth, column). Keys of all rows compare by (-f, depth, row, column)."""
+    log_f = np.minimum(close_over_parents(candidates.log_f, candidates.parent), 0.0, dtype=np.float32)
+    rows, columns = log_f.shape
+    depth = candidates.depth.astype(np.int64) << (_ROW_BITS + _COLUMN_BITS)
+    tie = (depth + np.arange(columns))[None, :] + (np.arange(rows) << _COLUMN_BITS)[:, None]
+    # the bits of a float >= 0 order as it does; 0 - x also turns -0.0 into 0.0
+    key = ((0.0 - log_f).view(np.int32).astype(np.int64) << 32) | tie
+    key.sort(axis=1)
+    cost = (key >> 32).astype(np.int32).view(np.float32)
+    return Ranked(key, np.exp(-cost.astype(np.float64)), key & ((1 << _COLUMN_BITS) - 1))
+
+
+def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
+    """f32[R, C] in which no node is likelier than its parent, and none present without it; NaN counts as absent."""
+    rows, columns = log_f.shape
+    if not log_f.size:
+        return log_f
+    base = np.arange(rows)[:, None] * columns
+    flat_parent = parent + base
+    is_root_child = parent < 0
+    while True:
+        above = log_f.ravel()[np.where(is_root_child, 0, flat_parent)]
+        fine = is_root_child & (log_f == log_f) | (log_f <= above)
+        if fine.all():
+            return log_f
+        bounded = np.where(is_root_child, log_f, np.fmin(log_f, above))
+        log_f = np.where(np.isnan(bounded), -np.inf, bounded).astype(np.float32)
+
+
+def slo_phase(
+    path_prob: np.ndarray, need: np.ndarray, *, budget: int, max_slo_nodes: int = 0, order: SloOrder = "cheapest-first"
+) -> np.ndarray:
+    """Take from each request the fewest candidates whose expected tokens reach `need`, while the budget lasts.
+
+    path_prob: f64[R, C], f, non-increasing along C, 0 for absent nodes. need: f64[R], tokens, root counted (A_cap).
+    max_slo_nodes: cap per request, 0 for none. order: who is served first; with `cheapest-first` requests that cannot
+    reach their need with all their candidates come last. Returns i64[R], candidates taken per request. Source:
+    AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md).
+    Raises: BudgetError if budget < R (every request verifies its root).
+    """
+    rows = len(need)
+    if budget < rows:
+        raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
+    wanted, met = nodes_needed(path_prob, need)
+    if max_slo_nodes:
+        wanted = np.minimum(wanted, max_slo_nodes)
+    served = _serving_order(wanted, met, need, order)
+    in_order = wanted[served]
+    spent = np.cumsum(in_order) - in_order
+    taken = np.empty(rows, np.int64)
+    taken[served] = np.clip(budget - rows - spent, 0, in_order)
+    return taken
+
+
+def nodes_needed(path_prob: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """i64[R], candidates until the expected tokens, 1 for the root included, reach `need`; bool[R], whether they do."""
+    reached = np.cumsum(path_prob, axis=1)
+    reached += 1.0
+    before = reached - path_prob
+    before[:, 1:] = reached[:, :-1]
+    wanted = np.count_nonzero((before < need[:, None]) & (path_prob > 0), axis=1)
+    total = reached[:, -1] if path_prob.shape[1] else 1.0
+    return wanted, total >= need
+
+
+def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
+    """Add to `taken` (i64[R]) the `left` best remaining candidates of all requests: bool[R, C] along ranked columns.
+
+    Source: AdaServe Alg. 2 lines 18-22: one global top-k, ties by (depth, row, column).
+    """
+    columns = ranked.key.shape[1]
+    chosen = np.arange(columns) < taken[:, None]
+    if left <= 0 or not chosen.size:
+        return chosen
+    rest = np.where(chosen | (ranked.path_prob <= 0), _NEVER, ranked.key).ravel()
+    left = min(left, len(rest))
+    threshold = np.partition(rest, left - 1)[left - 1]
+    if threshold == _NEVER:
+        return ranked.path_prob > 0
+    return chosen | (ranked.key <= threshold) & (ranked.path_prob > 0)
+
+
+def equal_share(ranked: Ranked, left: int) -> np.ndarray:
+    """The best candidates of each request, as many for every request as fit: bool[R, C] along ranked columns."""
+    rows, columns = ranked.key.shape
+    present = ranked.path_prob > 0
+    order = np.argsort(np.where(present, np.arange(columns), columns), axis=None, kind="stable")
+    chosen = np.zeros(rows * columns, bool)
+    chosen[order[: max(left, 0)]] = True
+    return chosen.reshape(rows, columns) & present
+
+
+def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
+    """The trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
+    rows, columns = chosen.shape
+    if not columns:
+        return roots_only(root_token)
+    stride = columns + 1
+    in_tree = np.zeros((rows, stride), bool)
+    in_tree[:, 0] = True
+    path_prob = np.ones((rows, stride), np.float32)
+    place = (np.arange(rows)[:, None] * stride + ranked.column + 1)[chosen]
+    in_tree.ravel()[place] = True
+    path_prob.ravel()[place] = ranked.path_prob[chosen]
+
+    nodes = np.flatnonzero(in_tree)
+    packed_index = np.cumsum(in_tree) - 1
+    row = nodes // stride
+    column = nodes - row * stride - 1
+    is_root = column < 0
+    source = np.where(is_root, 0, row * columns + column)
+    parent = packed_index[np.where(is_root, 0, candidates.parent.ravel()[source] + 1 + row * stride)]
+    return DraftTrees(
+        row=row.astype(np.int32),
+        token=np.where(is_root, root_token[row], candidates.token.ravel()[source]).astype(np.int32),
+        parent=np.where(is_root, -1, parent).astype(np.int32),
+        depth=np.where(is_root, 0, candidates.depth[column]).astype(np.int32),
+        candidate=column.astype(np.int32),
+        path_prob=path_prob.ravel()[nodes],
+    )
+
+
+def roots_only(root_token: np.ndarray) -> DraftTrees:
+    """One root per row: plain decoding."""
+    rows = len(root_token)
+    absent = np.full(rows, -1, np.int32)
+    return DraftTrees(
+        row=np.arange(rows, dtype=np.int32),
+        token=np.asarray(root_token, np.int32),
+        parent=absent,
+        depth=np.zeros(rows, np.int32),
+        candidate=absent,
+        path_prob=np.ones(rows, np.float32),
+    )
+
+
+def select_slo(
+    candidates: CandidateTrees,
+    root_token: np.ndarray,
+    ranked: Ranked,
+    need: np.ndarray,
+    *,
+    budget: int,
+    max_slo_nodes: int = 0,
+    order: SloOrder = "cheapest-first",
+) -> DraftTrees:
+    """Algorithm 2: first the nodes that targets need, then the likeliest of what is left. Raises BudgetError."""
+    taken = slo_phase(ranked.path_prob, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
+    chosen = throughput_phase(ranked, taken, budget - len(need) - int(taken.sum()))
+    return pack(candidates, root_token, ranked, chosen)
+
+
+def _serving_order(wanted: np.ndarray, met: np.ndarray, need: np.ndarray, order: SloOrder) -> np.ndarray:
+    if order == "cheapest-first":
+        return np.argsort(np.where(met, wanted, wanted + (1 << 32)), kind="stable")
+    return np.argsort(-need if order == "slowest-first" else need, kind="stable")
