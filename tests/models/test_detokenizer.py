@@ -98,10 +98,11 @@ def test_pieces_make_the_text_of_any_tokens(
     check(bytewise, [t for t in tokens if t < 3 or bytewise.has_text(t)], tuple(stop), sizes)
 
 
-@given(words, stops, sizes)
+@given(st.lists(st.sampled_from([word for word in WORDS if word != REPLACEMENT]), max_size=20), stops, sizes)
 def test_pieces_make_the_text_with_byte_fallback(
     metaspace: Tokenizer, words: list[str], stop: list[str], sizes: list[int]
 ) -> None:
+    """A U+FFFD that is meant cannot be told from a cut character here, where every byte of one shows as U+FFFD."""
     check(metaspace, metaspace.encode("".join(words)), tuple(stop), sizes)
 
 
