@@ -94,10 +94,10 @@ def to_fault(error: BaseException) -> Fault:
 
 def to_error(fault: Fault) -> Exception:
     """Rebuild an exception: one of adaserve_jax.errors or of Python's own by name, else EngineDeadError naming it."""
-    kind = getattr(errors, fault.kind, None) or getattr(builtins, fault.kind, None)
-    if kind is RequestError:
+    if fault.kind == RequestError.__name__:
         return RequestError(fault.message, param=fault.param, code=fault.code or "invalid_request")
-    rebuilt = isinstance(kind, type) and issubclass(kind, AdaServeError | OSError | ValueError | RuntimeError | TypeError)
-    if rebuilt and not issubclass(kind, UnicodeError):  # a UnicodeError takes five arguments
+    kind = getattr(errors, fault.kind, None) or getattr(builtins, fault.kind, None)
+    known = (AdaServeError, OSError, ValueError, RuntimeError, TypeError)
+    if isinstance(kind, type) and issubclass(kind, known) and not issubclass(kind, UnicodeError):
         return kind(fault.message)
     return EngineDeadError(f"the engine failed with {fault.kind}: {fault.message}")

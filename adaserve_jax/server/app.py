@@ -1,0 +1,59 @@
+"""The FastAPI application over an engine client: routes, error shapes, layers, one complete OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+import adaserve_jax
+from adaserve_jax.engine.client import EngineClient
+from adaserve_jax.server import errors, routes_generate, routes_info
+from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKey, BodyLimit, Boundary
+from adaserve_jax.server.responses import ChatChunk
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.state import ServerState, TextCodec
+
+_TITLE = "adaserve_jax"
+_ABOUT = (
+    "OpenAI-compatible text generation in which every request carries its own speed target: "
+    "`slo_tpot_ms` milliseconds per output token, `slo_ttft_ms` milliseconds to the first."
+)
+
+
+def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> FastAPI:
+    """Serve `client`, which the caller starts and closes.
+
+    tokenizer: None while the engine still starts; call `app.state.server.become_ready(tokenizer)` once it has.
+    """
+    state = ServerState(client, settings)
+    if tokenizer is not None:
+        state.become_ready(tokenizer)
+    app = FastAPI(title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT)
+    app.state.server = state
+    app.include_router(routes_generate.router(state))
+    app.include_router(routes_info.router(state))
+    errors.install(app)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if settings.api_key is not None:
+        app.add_middleware(ApiKey, key=settings.api_key)
+    app.add_middleware(Boundary)  # added last: outermost
+    app.openapi = lambda: _document(app, keyed=settings.api_key is not None)
+    return app
+
+
+def _document(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
+    """The OpenAPI document, built once: FastAPI's, with the stream's event type and the key's scheme."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        components = schema["components"]
+        event = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
+        components["schemas"] |= event.pop("$defs") | {"ChatChunk": event}
+        if keyed:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+            for path in OPEN_ROUTES:
+                schema["paths"][path]["get"]["security"] = []
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,50 @@
+"""The HTTP server's end: on SIGTERM or SIGINT what is in flight finishes within a time limit, nothing new is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import FrameType
+
+import uvicorn
+
+from adaserve_jax.server.state import ServerState
+
+POLL_S = 0.05
+ABORT_GRACE_S = 2.0
+
+
+class DrainingServer(uvicorn.Server):
+    """On the first signal takes nothing new and waits for what is in flight; on the second stops at once."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState):
+        super().__init__(config)
+        self.state = state
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal; the base class would end connections at once and re-raise the signal afterwards."""
+        if self._loop is None or self.state.phase == "draining":
+            self.should_exit = self.force_exit = True
+            return
+        self.state.drain()
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self.drain())
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight or the time is up, end what is left, then let the server exit."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.state.settings.shutdown_timeout
+        while self.state.slots.used and loop.time() < end:
+            await asyncio.sleep(POLL_S)
+        self.state.abort_all()
+        while self.state.slots.used and loop.time() < end + ABORT_GRACE_S:
+            await asyncio.sleep(POLL_S)
+        self.should_exit = True

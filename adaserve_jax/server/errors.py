@@ -1,0 +1,153 @@
+"""Errors on the wire: every failure of a request becomes `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from adaserve_jax.errors import AdaServeError, EngineDeadError, QueueFullError, RequestError
+
+MAX_MESSAGE = 1000
+RETRY_AFTER_S = 1
+_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+
+CODES: dict[str, str] = {
+    "aborted": "503: the server stopped the request, because it shuts down",
+    "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the model's context",
+    "engine_dead": "503: the engine process ended; the server must be restarted",
+    "engine_error": "500: the engine failed on this request and goes on with the others",
+    "internal_error": "500: a bug in the server; it goes on",
+    "invalid_api_key": "401: the Authorization header is missing or holds another key",
+    "invalid_json": "400: the body is not JSON",
+    "invalid_messages": "400: the chat template refuses the messages",
+    "invalid_request": "400: the engine refuses the request for the reason given",
+    "invalid_slo": "400: a target is not a finite number above 0, or the class is unknown",
+    "invalid_text": "400: a text is not valid Unicode",
+    "invalid_value": "400: a field has a wrong type or is out of range",
+    "method_not_allowed": "405: the route exists for another method",
+    "missing_field": "400: a field that must be there is not",
+    "model_not_found": "404: the server serves another model",
+    "no_chat_template": "400: the model has no chat template; use /v1/completions",
+    "not_found": "404: there is no such route",
+    "not_ready": "503: the engine still loads or compiles",
+    "queue_full": "429: the queue is full; Retry-After says when to come again",
+    "request_too_large": "413: the body is larger than the server takes",
+    "shutting_down": "503: the server finishes what it has and takes nothing new",
+    "unsupported_content": "400: a message holds a part that is not text",
+    "unsupported_parameter": "400: OpenAI's API knows the field, this server does not implement it",
+}
+
+
+class ApiError(HTTPException):
+    """One error response. Raised anywhere below a route; `install` turns it into the body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status, message, dict(headers) if headers else None)
+        self.message = message
+        self.code = code
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status_code, "invalid_request_error")
+        message = self.message if len(self.message) <= MAX_MESSAGE else self.message[:MAX_MESSAGE] + " ..."
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return _AsciiResponse(self.body(), self.status_code, self.headers)
+
+
+class _AsciiResponse(JSONResponse):
+    """JSON in ASCII: an error may quote text that is not valid Unicode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, code=code, headers={"retry-after": str(RETRY_AFTER_S)})
+
+
+def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, code=code, param=param)
+
+
+def to_api_error(error: AdaServeError) -> ApiError:
+    """The response for an error of the engine or of this package."""
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), code=error.code, param=error.param)
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(RETRY_AFTER_S)})
+    if isinstance(error, EngineDeadError):
+        return unavailable(str(error), "engine_dead")
+    return ApiError(500, str(error), code="engine_error")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """One 400 out of pydantic's list: the first field at fault, with all that was expected of it."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "unreadable")
+        return ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}", code="invalid_json")
+    location = [str(part) for part in first["loc"][1:]]
+    if not location:
+        return ApiError(
+            400, "the body must be a JSON object, sent as content-type application/json", code="invalid_json"
+        )
+    param = location[0]
+    if first["type"] == "missing":
+        return ApiError(400, f"{'.'.join(location)} must be given", code="missing_field", param=param)
+    expected: dict[str, None] = {}
+    for error in errors:
+        if len(error["loc"]) > 1 and error["loc"][1] == param:
+            expected[str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")] = None
+    shown = repr(first.get("input"))
+    shown = shown if len(shown) <= 80 else shown[:80] + "..."
+    code = "invalid_slo" if param.startswith("slo_") else "invalid_value"
+    return ApiError(400, f"{param} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
+
+
+def from_http(error: StarletteHTTPException) -> ApiError:
+    """An error that Starlette or FastAPI raised: no such route, wrong method, unreadable body."""
+    if isinstance(error, ApiError):
+        return error
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_json")
+    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give every error of `app` the one shape."""
+
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return from_validation(error.errors()).response()
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, StarletteHTTPException)
+        return from_http(error).response()
+
+    async def on_package(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, AdaServeError)
+        return to_api_error(error).response()
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(StarletteHTTPException, on_http)
+    app.add_exception_handler(AdaServeError, on_package)

@@ -1,0 +1,155 @@
+"""One HTTP request's run through the engine: submits its prompts, hands out their chunks, gives the room back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
+from adaserve_jax.errors import AdaServeError
+from adaserve_jax.server.errors import ApiError, unavailable
+from adaserve_jax.server.responses import ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
+from adaserve_jax.server.state import Reservation, ServerState
+from adaserve_jax.types import RequestMetrics
+
+
+@dataclass
+class _Choice:
+    """What is known of one choice. last_s: when its last tokens came, on this process's clock."""
+
+    tokens: int = 0
+    last_s: float | None = None
+    ended: bool = False
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(eq=False)
+class Generation:
+    """The choices of one HTTP request, prompt after prompt; choice c of prompt p has index p * n + c.
+
+    `reservation` covers them all; each is given back when the engine has ended it, whoever still reads.
+    """
+
+    state: ServerState
+    requests: list[GenerateRequest]
+    reservation: Reservation
+    _choices: list[_Choice] = field(default_factory=list)
+    _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.requests[0].sampling.n
+
+    def start(self) -> None:
+        """Submit every prompt, or none: what `submit` raises stops those before. Call it on the event loop."""
+        loop = asyncio.get_running_loop()
+        self._choices = [_Choice() for _ in range(len(self.requests) * self.choices_per_prompt)]
+        for position, request in enumerate(self.requests):
+            try:
+                self.state.client.submit(request, self._sink(position, loop))
+                self.state.in_flight.add(request.request_id)
+            except BaseException as error:
+                for earlier in self.requests[:position]:
+                    self.state.client.abort(earlier.request_id)
+                if isinstance(error, AdaServeError):
+                    self.state.metrics.observe_rejected(request.slo, request.slo_class, len(self._choices))
+                self.reservation.release()
+                raise
+
+    def _sink(self, position: int, loop: asyncio.AbstractEventLoop) -> Sink:
+        """The sink of one prompt, called by the engine's thread."""
+
+        def sink(chunk: OutputChunk) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._deliver, position, chunk, time.monotonic())
+
+        return sink
+
+    def _deliver(self, position: int, chunk: OutputChunk, now: float) -> None:
+        index = position * self.choices_per_prompt + chunk.choice
+        choice = self._choices[index]
+        if chunk.token_ids:
+            if choice.last_s is not None:
+                self.state.metrics.observe_tokens(now - choice.last_s, len(chunk.token_ids))
+            elif len(chunk.token_ids) > 1:
+                self.state.metrics.observe_tokens(0.0, len(chunk.token_ids) - 1)
+            choice.last_s = now
+            choice.tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            choice.ended, choice.metrics = True, chunk.metrics
+            self.reservation.release(1)
+            if self._all_ended(position):
+                self.state.in_flight.discard(chunk.request_id)
+            if chunk.metrics is not None:
+                self.state.metrics.observe_end(chunk.metrics)
+        self._queue.put_nowait((index, chunk))
+
+    def abort(self) -> None:
+        """Stop what still runs; nothing when all has ended."""
+        for position, request in enumerate(self.requests):
+            if not self._all_ended(position):
+                self.state.client.abort(request.request_id)
+
+    def _all_ended(self, position: int) -> bool:
+        first = position * self.choices_per_prompt
+        return all(choice.ended for choice in self._choices[first : first + self.choices_per_prompt])
+
+    async def chunks(self) -> AsyncIterator[tuple[int, OutputChunk]]:
+        """(index, chunk) as they come, until every choice has ended.
+
+        Raises ApiError when a choice ends with an error or is stopped by the server; the others are then stopped.
+        """
+        left = len(self._choices)
+        while left:
+            index, chunk = await self._queue.get()
+            if chunk.finish_reason in ("error", "abort"):
+                self.abort()
+                raise self._failure(chunk)
+            left -= chunk.finish_reason is not None
+            yield index, chunk
+
+    def _failure(self, chunk: OutputChunk) -> ApiError:
+        if chunk.finish_reason == "abort":
+            return unavailable("the server stopped the request because it shuts down; retry elsewhere", "aborted")
+        message = chunk.error or "the engine failed on this request"
+        if not self.state.client.is_alive():
+            return unavailable(message, "engine_dead")
+        return ApiError(500, message, code="engine_error")
+
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, however many choices it has."""
+        prompt = sum(len(request.prompt_ids) for request in self.requests)
+        output = sum(choice.tokens for choice in self._choices)
+        return Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+
+    def metrics(self) -> ResponseMetrics:
+        return summarize([choice.metrics for choice in self._choices if choice.metrics is not None])
+
+
+def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
+    """The `metrics` object: of one choice its own values; of several the slowest times, summed counts, all met."""
+    steps, accepted = sum(c.verify_steps for c in choices), sum(c.accepted_tokens for c in choices)
+    met = [c.slo_met for c in choices if c.slo_met is not None]
+    begin = min((c.arrival_s for c in choices), default=0.0)
+    end = max((c.last_token_s for c in choices if c.last_token_s is not None), default=begin)
+    return ResponseMetrics(
+        time_to_first_token_ms=_slowest_ms(c.ttft_s for c in choices),
+        queue_time_ms=_slowest_ms(c.queue_s for c in choices),
+        tokens_per_second=sum(c.output_tokens for c in choices) / (end - begin) if end > begin else None,
+        speculative=SpeculativeMetrics(
+            verify_steps=steps, accepted_tokens=accepted, mean_accepted=accepted / steps if steps else 0.0
+        ),
+        slo=SloMetrics(
+            tpot_target_ms=_slowest_ms(c.tpot_slo_s for c in choices),
+            ttft_target_ms=_slowest_ms(c.ttft_slo_s for c in choices),
+            tpot_ms=_slowest_ms(c.tpot_s for c in choices),
+            met=all(met) if met else None,
+        ),
+    )
+
+
+def _slowest_ms(values) -> float | None:
+    known = [value * 1e3 for value in values if value is not None]
+    return max(known) if known else None

@@ -1,0 +1,152 @@
+"""Prometheus metrics: per request as it ends, and the engine's totals read at each scrape. Documented in docs/http.md.
+
+No label ever holds a raw target or anything that a user wrote; slo classes come from the server's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from adaserve_jax.engine.client import EngineClient, EngineStats
+from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.types import SLO, RequestMetrics
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+
+
+class ServerMetrics:
+    """All metrics of one server, in a registry of their own. Used from the event loop only."""
+
+    def __init__(self, client: EngineClient):
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(client))
+        self._slo = Counter(
+            "adaserve_slo_requests",
+            "Choices that carried a target, by class, target (tpot, ttft) and outcome (met, missed, rejected).",
+            ("class", "metric", "outcome"),
+            registry=self.registry,
+        )
+        self._over = self._histogram("tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", _RATIOS)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._gap = self._histogram(
+            "inter_token_latency_seconds", "Gaps between tokens; 0 for tokens of the same step.", _TOKEN_SECONDS
+        )
+        self._e2e = self._histogram("e2e_seconds", "Arrival to last token.", _SECONDS)
+        self._queue = self._histogram("queue_seconds", "Arrival until first scheduled.", _SECONDS)
+        self._prefill = self._histogram("prefill_seconds", "First scheduled until first token.", _SECONDS)
+        self._decode = self._histogram("decode_seconds", "First to last token.", _SECONDS)
+
+    def _histogram(self, name: str, text: str, edges: tuple[float, ...]) -> Histogram:
+        return Histogram(f"adaserve_{name}", text, buckets=edges, registry=self.registry)
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def observe_tokens(self, gap_s: float, count: int) -> None:
+        """`count` tokens of one choice arrived together, `gap_s` after those before."""
+        self._gap.observe(gap_s)
+        for _ in range(count - 1):
+            self._gap.observe(0.0)
+
+    def observe_end(self, metrics: RequestMetrics) -> None:
+        """One choice ended, for whatever reason."""
+        for kind, met in (("tpot", metrics.tpot_met), ("ttft", metrics.ttft_met)):
+            if met is not None:
+                self._slo.labels(metrics.slo_class, kind, "met" if met else "missed").inc()
+        if metrics.tpot_slo_s and metrics.tpot_s is not None:
+            self._over.observe(metrics.tpot_s / metrics.tpot_slo_s)
+        spans = (
+            (self._queue, metrics.arrival_s, metrics.first_scheduled_s),
+            (self._ttft, metrics.arrival_s, metrics.first_token_s),
+            (self._prefill, metrics.first_scheduled_s, metrics.first_token_s),
+            (self._decode, metrics.first_token_s, metrics.last_token_s),
+            (self._e2e, metrics.arrival_s, metrics.last_token_s),
+        )
+        for histogram, begin, end in spans:
+            if begin is not None and end is not None:
+                histogram.observe(end - begin)
+
+    def observe_rejected(self, slo: SLO, slo_class: str, choices: int) -> None:
+        """Choices that got no slot, or that the engine never began: targets not met."""
+        carried = {"tpot": slo.tpot_ms or slo.relative, "ttft": slo.ttft_ms}
+        for kind, target in carried.items():
+            if target is not None:
+                self._slo.labels(slo_class, kind, "rejected").inc(choices)
+
+
+class EngineCollector(Collector):
+    """Reads `EngineClient.stats()` at each scrape; empty while there is no engine."""
+
+    def __init__(self, client: EngineClient):
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            stats = self._client.stats()
+        except EngineDeadError:
+            return
+        yield from _gauges(stats)
+        yield from _counters(stats)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def _gauges(stats: EngineStats) -> Iterator[Metric]:
+    steps = stats.scheduler
+    usage = steps.pages_used / steps.pages_total if steps.pages_total else 0.0
+    for name, text, value in (
+        ("requests_running", "Choices that hold a slot of the engine.", steps.running),
+        ("requests_waiting", "Choices in the engine's queue.", steps.waiting),
+        ("kv_cache_usage_ratio", "Used KV pages over all.", usage),
+        ("draft_resident", "1 while the draft is on the device.", int(stats.draft_resident)),
+        ("step_age_seconds", "Seconds since the last completed step; 0 when idle.", stats.step_age_s),
+        ("step_depth", "Depth of the last step's beam search.", steps.last_depth),
+        ("step_width", "Width of the last step's beam search.", steps.last_width),
+        ("step_budget", "Tree tokens that the last step could verify.", steps.last_budget),
+    ):
+        yield GaugeMetricFamily(f"adaserve_{name}", text, value)
+    pages = GaugeMetricFamily("adaserve_kv_pages", "KV pages by slab and state (used, free).", labels=("slab", "state"))
+    pages.add_metric(("base", "used"), steps.pages_used)
+    pages.add_metric(("base", "free"), steps.pages_total - steps.pages_used)
+    yield pages
+
+
+def _counters(stats: EngineStats) -> Iterator[Metric]:
+    steps = stats.scheduler
+    for name, text, value in (
+        ("steps", "Engine steps.", steps.steps),
+        ("prompt_tokens", "Prompt tokens taken in.", steps.prompt_tokens),
+        ("generation_tokens", "Output tokens.", steps.generation_tokens),
+        ("preemptions", "Requests that lost their pages and were computed again.", steps.preemptions),
+        ("spec_drafts", "Steps that speculated.", steps.spec_steps),
+        ("spec_draft_tokens", "Draft tokens verified.", steps.draft_tokens),
+        ("spec_accepted_tokens", "Draft tokens accepted.", steps.accepted_tokens),
+        ("compiles_after_ready", "Compilations since ready; anything but 0 is a bug.", stats.compiles_after_ready),
+    ):
+        yield CounterMetricFamily(f"adaserve_{name}", text, value)
+    yield _by_label(
+        "spec_accepted_tokens_per_position", "Draft tokens accepted, by depth in the tree from 1.", "position",
+        {str(i): n for i, n in enumerate(steps.accepted_per_position, 1)},
+    )  # fmt: skip
+    yield _by_label("requests_finished", "Choices that ended, by finish_reason.", "reason", steps.finished)
+    phases = ("plan", "draft", "select", "verify", "commit", "wait")
+    yield _by_label(
+        "step_seconds", "Seconds in each phase of the step loop; wait is the part spent on the device.", "phase",
+        {phase: getattr(steps, f"{phase}_s") for phase in phases},
+    )  # fmt: skip
+
+
+def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
+    return family

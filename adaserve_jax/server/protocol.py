@@ -1,0 +1,170 @@
+"""The request bodies of the API, as pydantic models: what is accepted, what it means, what is refused by name.
+
+Types are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so that a response can name them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+Ids = Annotated[list[int], FailFast()]
+Prompt = str | Annotated[list[str], FailFast()] | Ids | Annotated[list[Ids], FailFast()]
+INT32 = 2**31
+
+
+def later(neutral: str) -> Any:
+    """A field that OpenAI's API has and this server does not implement; all but its neutral value is refused."""
+    return Field(None, description=f"Not implemented: only {neutral} is accepted.")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Values of unimplemented fields that change nothing, next to null."""
+
+    def unknown_fields(self) -> list[str]:
+        return sorted(self.model_extra or {})
+
+    def unsupported_field(self) -> str | None:
+        """The first unimplemented field that asks for something."""
+        for name, accepted in self.neutral.items():
+            value = getattr(self, name)
+            same = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in accepted)
+            if value is not None and not same:
+                return name
+        return None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool | None = Field(None, description="Send the token counts in one last chunk without choices.")
+
+
+class GenerationBody(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = Field(None, description="The served model's name; left out: the one that is served.")
+    max_tokens: int | None = Field(None, description="Most tokens to generate.")
+    temperature: float | None = Field(None, description="0 is greedy; default 1.")
+    top_p: float | None = Field(None, description="Nucleus sampling; default 1, off.")
+    top_k: int | None = Field(None, description="Sample among the k likeliest tokens; 0 or -1, the default: off.")
+    min_p: float | None = Field(
+        None, description="Least probability relative to the likeliest token's; default 0, off."
+    )
+    n: int | None = Field(None, description="Choices per prompt; default 1.")
+    seed: int | None = Field(None, description="Same seed, same text; left out: one is drawn.")
+    stop: str | list[str] | None = Field(None, description="Texts that end the output; not part of it.")
+    stop_token_ids: Ids | None = Field(None, description="Token ids that end the output.")
+    ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token.")
+    stream: bool | None = Field(None, description="Send server-sent events instead of one body.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
+    user: str | None = Field(None, description="Accepted and not used.")
+    slo_tpot_ms: float | None = Field(None, description="Target: milliseconds per output token after the first.")
+    slo_ttft_ms: float | None = Field(None, description="Target: milliseconds to the first token.")
+    slo_relative: float | None = Field(
+        None,
+        description="TPOT target as a multiple of the measured baseline latency (one token, alone, no speculation).",
+    )
+    slo_class: str | None = Field(None, description="A class of targets from the server's configuration.")
+    service_tier: str | None = Field(
+        None,
+        description="Used as slo_class when that is left out: auto and default, priority (interactive), flex (batch).",
+    )
+    priority: int | None = Field(None, ge=-INT32, lt=INT32, description="Lower is sooner; default 0.")
+    presence_penalty: Any = later("0")
+    frequency_penalty: Any = later("0")
+    repetition_penalty: Any = later("1")
+    min_tokens: Any = later("0")
+    logit_bias: Any = later("{}")
+    response_format: Any = later('{"type": "text"}')
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+        "min_tokens": (0,),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+    }
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return 1 if self.n is None else self.n
+
+
+class CompletionBody(GenerationBody):
+    prompt: Prompt = Field(description="One text, several texts, one list of token ids, or several.")
+    echo: Any = later("false")
+    best_of: Any = later("1")
+    suffix: Any = later("null")
+    logprobs: Any = later("null")
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationBody.neutral,
+        "echo": (False,),
+        "best_of": (1,),
+        "suffix": (),
+        "logprobs": (),
+    }
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": 40}]}
+    )
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str = Field(description="Only text.")
+    text: str | None = None
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] = Field(description="A text, or parts of type text.")
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
+    logprobs: Any = later("false")
+    top_logprobs: Any = later("0")
+    tools: Any = later("[]")
+    tool_choice: Any = later("none and auto")
+    functions: Any = later("[]")
+    function_call: Any = later("none and auto")
+    modalities: Any = later('["text"]')
+    audio: Any = later("null")
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerationBody.neutral,
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+    }
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}], "slo_tpot_ms": 40}]}
+    )
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = Field(None, description="A text; either this or messages.")
+    messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Ids

@@ -1,0 +1,147 @@
+"""The response bodies of the API, as pydantic models: they write the responses and the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+
+FinishedBy = Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class SpeculativeMetrics(BaseModel):
+    verify_steps: int = Field(description="Verifications by the target.")
+    accepted_tokens: int = Field(description="Draft tokens that the target accepted, bonus tokens not counted.")
+    mean_accepted: float = Field(description="Accepted tokens per verification.")
+
+
+class SloMetrics(BaseModel):
+    tpot_target_ms: float | None = Field(description="Target in force, after class, baseline and the server's limits.")
+    ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
+    tpot_ms: float | None = Field(description="Measured (last token - first token) / (tokens - 1).")
+    met: bool | None = Field(description="All targets were met; null: the request carried none.")
+
+
+class ResponseMetrics(BaseModel):
+    time_to_first_token_ms: float | None
+    queue_time_ms: float | None = Field(description="From arrival until first scheduled.")
+    tokens_per_second: float | None = Field(description="Output tokens / (last token - arrival).")
+    speculative: SpeculativeMetrics
+    slo: SloMetrics
+
+
+class CompletionChoice(BaseModel):
+    index: int = Field(description="Prompt index times n plus the choice's.")
+    text: str
+    logprobs: None = None
+    finish_reason: FinishedBy | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: ResponseMetrics | None = None
+
+
+class AssistantMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishedBy
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: ResponseMetrics
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, str]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: None = None
+    finish_reason: FinishedBy | None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    metrics: ResponseMetrics | None = None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["adaserve"] = "adaserve"
+    max_model_len: int = Field(description="Most tokens of prompt and output together.")
+    draft: str | None = Field(description="The draft model; null: no speculation.")
+    baseline_ms: float = Field(description="Measured milliseconds of one token, alone, without speculation.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["starting", "ok", "draining", "dead"]
+    detail: str
+
+
+class Version(BaseModel):
+    version: str
+    engine: dict[str, Any] | None = Field(description="Device, jax version, policy, models; null until ready.")
+
+
+class Tokens(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Text(BaseModel):
+    prompt: str

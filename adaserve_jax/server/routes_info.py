@@ -1,0 +1,120 @@
+"""The routes that generate nothing: models, tokens, health, metrics, version."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+import adaserve_jax
+from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.server.errors import invalid
+from adaserve_jax.server.protocol import DetokenizeBody, TokenizeBody
+from adaserve_jax.server.responses import Health, ModelCard, ModelList, Text, Tokens, Version
+from adaserve_jax.server.routes_generate import error_responses, warning_headers
+from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.translate import check_ids, encode, encode_chat
+
+
+def router(state: ServerState) -> APIRouter:
+    routes = APIRouter()
+    _add_models(routes, state)
+    _add_tokens(routes, state)
+    _add_operations(routes, state)
+    return routes
+
+
+def _card(state: ServerState) -> ModelCard:
+    info = state.info
+    return ModelCard(
+        id=state.model_name,
+        created=state.created,
+        max_model_len=info.max_context,
+        draft=info.draft,
+        baseline_ms=info.baseline_s * 1e3,
+    )
+
+
+def _add_models(routes: APIRouter, state: ServerState) -> None:
+    @routes.get(
+        "/v1/models", tags=["models"], operation_id="list_models", summary="The served model",
+        responses=error_responses(401, 503),
+    )  # fmt: skip
+    async def models() -> ModelList:
+        state.require_ready()
+        return ModelList(data=[_card(state)])
+
+    @routes.get(
+        "/v1/models/{model:path}", tags=["models"], operation_id="get_model", summary="One model by name",
+        responses=error_responses(401, 404, 503),
+    )  # fmt: skip
+    async def model_by_name(model: str) -> ModelCard:
+        state.require_model(model)
+        return _card(state)
+
+
+def _add_tokens(routes: APIRouter, state: ServerState) -> None:
+    errors = error_responses(400, 401, 404, 413, 503)
+
+    @routes.post(
+        "/tokenize", tags=["tokens"], operation_id="tokenize", summary="Token ids of a text or conversation",
+        responses=errors,
+    )  # fmt: skip
+    async def tokenize(body: TokenizeBody, response: Response) -> Tokens:
+        state.require_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("either prompt or messages must be given, and not both", "prompt")
+        if body.messages is not None:
+            ids = await encode_chat(state.tokenizer, body.messages)
+        else:
+            ids = await encode(state.tokenizer, body.prompt or "", state.info.vocab_size)
+        response.headers.update(warning_headers(body))
+        return Tokens(tokens=ids, count=len(ids), max_model_len=state.info.max_context)
+
+    @routes.post(
+        "/detokenize", tags=["tokens"], operation_id="detokenize", summary="Text of token ids", responses=errors
+    )
+    async def detokenize(body: DetokenizeBody, response: Response) -> Text:
+        state.require_model(body.model)
+        check_ids(body.tokens, state.info.vocab_size, "tokens")
+        response.headers.update(warning_headers(body))
+        return Text(prompt=state.tokenizer.decode(body.tokens))
+
+
+def _add_operations(routes: APIRouter, state: ServerState) -> None:
+    @routes.get(
+        "/health", tags=["operations"], operation_id="health", summary="Is the process worth keeping? Needs no key",
+        responses={503: {"model": Health, "description": "The engine ended; restart the server."}},
+    )  # fmt: skip
+    async def health(response: Response) -> Health:
+        found = state.health()
+        response.status_code = 503 if found.status == "dead" else 200
+        return found
+
+    @routes.get(
+        "/ready", tags=["operations"], operation_id="ready", summary="Should requests be sent here now?",
+        responses=error_responses(401) | {503: {"model": Health, "description": "Starting, draining, or dead."}},
+    )  # fmt: skip
+    async def ready(response: Response) -> Health:
+        found = state.health()
+        response.status_code = 200 if found.status == "ok" else 503
+        return found
+
+    @routes.get(
+        "/metrics", tags=["operations"], operation_id="metrics", summary="Prometheus metrics", response_class=Response,
+        responses=error_responses(401) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )  # fmt: skip
+    async def metrics() -> Response:
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get(
+        "/version", tags=["operations"], operation_id="version", summary="Versions and what is served",
+        responses=error_responses(401),
+    )  # fmt: skip
+    async def version() -> Version:
+        try:
+            engine = asdict(state.info)
+        except EngineDeadError:
+            engine = None
+        return Version(version=adaserve_jax.__version__, engine=engine)

@@ -1,0 +1,164 @@
+"""Running the server: opens the port at once, starts the engine beside it, tells its progress, drains on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import socket
+import threading
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeVar
+
+import uvicorn
+from rich.console import Console
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineClient
+from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.server.app import create_app
+from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.state import ServerState, TextCodec
+from adaserve_jax.server.warm_up import WarmUpBar
+
+MAX_HEADER_BYTES = 16 * 1024
+BACKLOG = 2048
+T = TypeVar("T")
+
+
+def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return.
+
+    in_process: run the engine in a thread of this process. Raises ConfigError (the port is taken) and what loading
+    the engine raises.
+    """
+    bar = WarmUpBar(Console(stderr=True))
+    if in_process:
+        from adaserve_jax.engine.local import LocalEngine  # imports jax, which the process mode keeps out of here
+
+        client: EngineClient = LocalEngine(engine_config, bar.update)
+    else:
+        client = ProcessEngine(engine_config, bar.update)
+    serve(settings, client, tokenizer_folder(engine_config.target), bar)
+
+
+def tokenizer_folder(target: str) -> Path:
+    """The folder that holds the target's tokenizer; "demo" is the embedded one."""
+    return (
+        Path(str(files("adaserve_jax.models"))) / "demo" / "target" if target == "demo" else Path(target).expanduser()
+    )
+
+
+def serve(settings: ServerSettings, client: EngineClient, tokenizer: Path, bar: WarmUpBar) -> None:
+    """Start `client` behind an open port and serve it until a signal; closes it in any case."""
+    listener = listen(settings)
+    try:
+        app = create_app(client, None, settings)
+        config = uvicorn.Config(
+            app,
+            log_level=settings.log_level,
+            http="h11",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            access_log=settings.log_level in ("info", "debug"),
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(ABORT_GRACE_S),
+        )
+        server = DrainingServer(config, app.state.server)
+        asyncio.run(_serve(server, listener, tokenizer, bar))
+    finally:
+        client.close()
+        listener.close()
+        bar.close()
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Bind the port. Raises ConfigError saying why not."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror}; choose another with --port"
+        ) from error
+    listener.listen(BACKLOG)
+    return listener
+
+
+async def _serve(server: DrainingServer, listener: socket.socket, tokenizer: Path, bar: WarmUpBar) -> None:
+    """Run the HTTP server and the engine's start together. Raises what the start raised."""
+    state = server.state
+    loading = in_thread(lambda: _load(state.client, tokenizer))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        await serving  # stopped while loading
+        return
+    error = loading.exception()
+    if error is None:
+        state.become_ready(loading.result())
+        bar.close()
+        _announce(state, listener)
+    else:
+        server.should_exit = True
+    await serving
+    if error is not None and state.phase == "starting":
+        raise error
+
+
+def _load(client: EngineClient, folder: Path) -> TextCodec:
+    """Load the tokenizer while the engine starts. Returns the tokenizer; raises what either raised."""
+    from adaserve_jax.models.tokenizer import Tokenizer  # a second of imports, after the port is open
+
+    tokenizer = Tokenizer.from_folder(folder)
+    client.start()
+    return tokenizer
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `work` in a daemon thread, which does not hold up the end of the program; its result as a future."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def target() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=target, name="engine-start", daemon=True).start()
+    return future
+
+
+def _announce(state: ServerState, listener: socket.socket) -> None:
+    """Print the URL and a request that can be pasted into a shell."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    print(f"adaserve serves {state.model_name} on {url}  (API: {url}/docs)\n{example(url, state)}", flush=True)
+
+
+def example(url: str, state: ServerState) -> str:
+    """A curl command that asks for a speed target a little tighter than what the target model does alone."""
+    target_ms = max(round(0.8 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
+    body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
+    key = " -H 'Authorization: Bearer '$ADASERVE_API_KEY" if state.settings.api_key else ""
+    return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -1,0 +1,130 @@
+"""What the routes of one server share: the engine, the tokenizer, the phase, the room for requests, the metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Literal, Protocol
+
+from adaserve_jax.engine.client import EngineClient, EngineInfo
+from adaserve_jax.errors import QueueFullError
+from adaserve_jax.server.errors import ApiError, unavailable
+from adaserve_jax.server.metrics import ServerMetrics
+from adaserve_jax.server.responses import Health
+from adaserve_jax.server.settings import ServerSettings
+
+Phase = Literal["starting", "ok", "draining"]
+
+
+class TextCodec(Protocol):
+    """The part of `models.tokenizer.Tokenizer` that the server uses."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+
+class Slots:
+    """Counts the choices that are queued or running; at most `limit`. Used from the event loop only."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used = 0
+
+    def reserve(self, count: int) -> Reservation:
+        """Take room for `count` choices. Raises QueueFullError."""
+        if self.used + count > self.limit:
+            raise QueueFullError(
+                f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
+                "retry in a moment"
+            )
+        self.used += count
+        return Reservation(self, count)
+
+
+class Reservation:
+    """Room that one HTTP request holds; given back choice by choice, or all at once."""
+
+    def __init__(self, slots: Slots, count: int):
+        self._slots = slots
+        self._held = count
+
+    def release(self, count: int | None = None) -> None:
+        """Give back `count`, or all that is left; never more than is held."""
+        count = self._held if count is None else min(count, self._held)
+        self._held -= count
+        self._slots.used -= count
+
+
+class ServerState:
+    """Lives as long as the app. Used from the event loop only."""
+
+    def __init__(self, client: EngineClient, settings: ServerSettings):
+        self.client = client
+        self.settings = settings
+        self.classes = settings.classes()
+        self.metrics = ServerMetrics(client)
+        self.slots = Slots(settings.max_inflight)
+        self.created = int(time.time())
+        self.phase: Phase = "starting"
+        self.in_flight: set[str] = set()  # request ids that the engine has
+        self._tokenizer: TextCodec | None = None
+
+    def become_ready(self, tokenizer: TextCodec) -> None:
+        """The engine has started: take requests from now on."""
+        self._tokenizer = tokenizer
+        if self.phase == "starting":
+            self.phase = "ok"
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.phase = "draining"
+
+    def abort_all(self) -> None:
+        """Stop every request that the engine still has."""
+        for request_id in list(self.in_flight):
+            self.client.abort(request_id)
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        self.require_ready()
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.client.info
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or PurePath(self.info.target).name
+
+    def health(self) -> Health:
+        if self.phase == "starting":
+            return Health(status="starting", detail="the engine loads and compiles")
+        if not self.client.is_alive():
+            return Health(status="dead", detail="the engine ended; restart the server")
+        if self.phase == "draining":
+            return Health(status="draining", detail="the server finishes what it has and takes nothing new")
+        return Health(status="ok", detail="requests are served")
+
+    def require_ready(self) -> None:
+        """Raises the 503 that fits when no request can be served."""
+        health = self.health()
+        codes = {"starting": "not_ready", "dead": "engine_dead", "draining": "shutting_down"}
+        if health.status in codes:
+            raise unavailable(health.detail, codes[health.status])
+
+    def require_model(self, name: str | None) -> None:
+        """Raises 503 when nothing is served, 404 when `name` is another model."""
+        self.require_ready()
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"model {name!r} is not served here; this server has {self.model_name!r}",
+                code="model_not_found",
+                param="model",
+            )

@@ -1,0 +1,110 @@
+"""Delivering a generation over HTTP: server-sent events or one body, and stopping it when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from adaserve_jax.server.dialects import Dialect, Piece, to_json
+from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.generation import Generation
+
+CLIENT_CLOSED_REQUEST = 499
+_log = logging.getLogger(__name__)
+
+
+async def events(generation: Generation, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[str]:
+    """The events of a stream, `data: {...}` each, the last one `data: [DONE]`.
+
+    metrics come in the last event before it, which carries the usage when that is asked for. A failure is an event
+    with an `error` object.
+    """
+    left = len(generation.requests) * generation.choices_per_prompt
+    null_usage = {"usage": None} if include_usage else {}
+    opened: set[int] = set()
+    try:
+        async for index, chunk in generation.chunks():
+            left -= chunk.finish_reason is not None
+            if index not in opened:
+                opened.add(index)
+                opening = dialect.opening(index)
+                if opening is not None:
+                    yield _data(to_json(opening))
+            if not chunk.text and chunk.finish_reason is None:
+                continue  # the tokens so far end inside a character
+            last = {} if left or include_usage else {"metrics": generation.metrics()}
+            yield _data(to_json(dialect.event([Piece(index, chunk.text, chunk.finish_reason)], **null_usage, **last)))
+        if include_usage:
+            yield _data(to_json(dialect.event([], usage=generation.usage(), metrics=generation.metrics())))
+    except ApiError as error:
+        yield _data(json.dumps(error.body()))
+    except Exception:  # the boundary: one stream's bug must not take the server down
+        _log.exception("a stream failed")
+        yield _data(json.dumps(ApiError(500, "the server failed on this request", code="internal_error").body()))
+    yield _data("[DONE]")
+
+
+def _data(text: str) -> str:
+    return f"data: {text}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end or the client goes away, whichever comes first; then calls `on_end`."""
+
+    def __init__(self, content: AsyncIterator[str], on_end: Callable[[], None], headers: Mapping[str, str]):
+        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _first(self.stream_response(send), self.listen_for_disconnect(receive))
+        except OSError:
+            _log.debug("the client went away while an event was sent")
+        finally:
+            self._on_end()
+
+
+async def collect(generation: Generation, dialect: Dialect, http: Request, headers: Mapping[str, str]) -> Response:
+    """The whole answer in one body; when the client goes away first, the generation is stopped. Raises ApiError."""
+    pieces: dict[int, Piece] = {}
+
+    async def gather() -> None:
+        parts: dict[int, list[str]] = {}
+        async for index, chunk in generation.chunks():
+            parts.setdefault(index, []).append(chunk.text)
+            if chunk.finish_reason is not None:
+                pieces[index] = Piece(index, "".join(parts[index]), chunk.finish_reason)
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    try:
+        finished = await _first(gather(), gone())
+    finally:
+        generation.abort()
+    if not finished:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    ordered = [pieces[index] for index in sorted(pieces)]
+    body = to_json(dialect.full(ordered, generation.usage(), generation.metrics()))
+    return Response(body, media_type="application/json", headers=dict(headers))
+
+
+async def _first(work: Awaitable[None], otherwise: Awaitable[None]) -> bool:
+    """Run both until one ends, cancel the other; True when `work` ended. Raises what `work` raised."""
+    main, other = asyncio.ensure_future(work), asyncio.ensure_future(otherwise)
+    try:
+        await asyncio.wait({main, other}, return_when=asyncio.FIRST_COMPLETED)
+        if main.done():
+            main.result()
+        return main.done()
+    finally:
+        main.cancel()
+        other.cancel()
+        await asyncio.gather(main, other, return_exceptions=True)
