@@ -1,0 +1,145 @@
+"""The packed forward with pages, chunked prefill and trees equals the float64 oracle; the pools are never copied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.runtime.buckets import BucketSet
+from adaserve_jax.runtime.compiling import compile_all
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.packing import pack_verify, step_layout
+from adaserve_jax.runtime.programs import InFlight, ModelPrograms, commit
+from adaserve_jax.tree.accept import PREFILL
+from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+PAGE, MAX_PAGES, TOKENS, ROWS = 8, 6, 16, 4
+SEQUENCES = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48], [7, 7, 250]]
+TREES = [([3, 11, 12, 13], [-1, 0, 1, 0]), ([19, 20], [-1, 0])]  # tokens and parents, root first
+# The oracle reads weights in float64; the engine's own rounding is what the bound is about.
+TOLERANCE = 1e-4
+
+
+def probe(programs: ModelPrograms, params, pools, packed, bucket):
+    """Logits of every packed token; commits roots and prompt tokens only."""
+    fields = step_layout(bucket, programs.max_pages).split(packed)
+    forward = programs.packed_forward(params, pools, fields, bucket)
+    keep = (fields["emit_depth"] == 0) | (fields["emit_depth"] == PREFILL)
+    scores = programs.sampled_logits(params, forward, jnp.arange(bucket.tokens))
+    return scores, programs.in_flight(pools, fields, forward, keep)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["blocks", "canonical"])
+def model(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[DeviceModel]:
+    config = ModelConfig.from_folder(checkpoint)
+    programs = ModelPrograms(config, MAX_PAGES, canonical=request.param)
+    buckets = BucketSet((TOKENS,), (ROWS,), TOKENS)
+    params = load_params(checkpoint, config, jnp.float32)
+    built = DeviceModel(
+        "target", config, params, programs, buckets, num_pages=32, page_size=PAGE, dtype=jnp.dtype(jnp.float32)
+    )
+    built.compiled = compile_all(built.declare_forward(partial(probe, programs)))
+    yield built
+    built.close()
+
+
+def plan_of(contexts: list[int], chunks: list[list[int]]) -> StepPlan:
+    """Rows with shuffled pages; the last len(chunks) of them prefill."""
+    rows, decoding = len(contexts), len(contexts) - len(chunks)
+    table = np.random.default_rng(0).permutation(32)[: 2 * MAX_PAGES].reshape(2, MAX_PAGES)[:rows].astype(np.int32)
+    zeros = np.zeros(rows, np.int32)
+    f32 = zeros.astype(np.float32)
+    return StepPlan(
+        step=0, slots=np.arange(rows), num_decode=decoding, root_token=zeros[:decoding],
+        ctx_len=np.asarray(contexts, np.int32), page_table=table,
+        sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
+        prefill_tokens=np.asarray(sum(chunks, []), np.int32), prefill_counts=np.array([len(c) for c in chunks], np.int32),
+        prefill_final=np.zeros(len(chunks), bool), draft=None, budget=TOKENS,
+    )  # fmt: skip
+
+
+def no_trees() -> DraftTrees:
+    empty = np.zeros(0, np.int32)
+    return DraftTrees(empty, empty, empty, empty, empty, empty.astype(np.float32))
+
+
+def run(model: DeviceModel, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
+    bucket = model.buckets.pick(trees.num_nodes + plan.num_prefill_tokens, plan.num_rows)
+    return np.asarray(model.run(pack_verify(bucket, MAX_PAGES, plan, trees)))
+
+
+def test_chunked_prefill_and_trees_equal_the_oracle(model: DeviceModel, checkpoint: Path) -> None:
+    cuts = [[(0, 5), (5, 12), (12, 13)], [(0, 1), (1, 2), (2, 3)]]
+    expected = [oracle_logits(checkpoint, sequence) for sequence in SEQUENCES]
+    for step in range(3):
+        spans = [cuts[row][step] for row in range(2)]
+        chunks = [SEQUENCES[row][start:stop] for row, (start, stop) in enumerate(spans)]
+        scores = run(model, plan_of([start for start, _ in spans], chunks), no_trees())
+        offset = 0
+        for row, (start, stop) in enumerate(spans):
+            found = scores[offset : offset + stop - start]
+            np.testing.assert_allclose(found, expected[row][start:stop], atol=TOLERANCE)
+            offset += stop - start
+    check_trees(model, checkpoint)
+
+
+def check_trees(model: DeviceModel, checkpoint: Path) -> None:
+    """Every node's logits equal those of its own path, decoded plainly after the committed context."""
+    token, parent, row, depth = [], [], [], []
+    for index, (tokens, parents) in enumerate(TREES):
+        start = len(token)
+        for label, above in zip(tokens, parents, strict=True):
+            depth.append(0 if above < 0 else depth[start + above] + 1)
+            token.append(label)
+            parent.append(-1 if above < 0 else start + above)
+            row.append(index)
+    arrays = [np.asarray(x, np.int32) for x in (row, token, parent, depth)]
+    trees = DraftTrees(*arrays, arrays[3] - 1, np.ones(len(token), np.float32))
+    scores = run(model, plan_of([len(s) for s in SEQUENCES], []), trees)
+    for node in range(len(token)):
+        path, at = [], node
+        while at >= 0:
+            path.append(token[at])
+            at = parent[at]
+        expected = oracle_logits(checkpoint, SEQUENCES[row[node]] + path[::-1])[-1]
+        np.testing.assert_allclose(scores[node], expected, atol=TOLERANCE)
+
+
+def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """Instructions of a compiled program that produce an array of this shape by copying."""
+    text = re.escape(",".join(map(str, shape)))
+    produced = re.findall(rf"(%\S+) = \w+\[{text}\]\S* ([\w-]+)\(", hlo)
+    return [name for name, opcode in produced if opcode.startswith("copy") or "copy" in name]
+
+
+def test_no_program_copies_a_pool(model: DeviceModel) -> None:
+    shape = model.pools.k.shape
+    assert len(model.compiled) == 2
+    for program in model.compiled.values():
+        assert str(list(shape)).replace(" ", "")[1:-1] in program.as_text()
+        assert copies_of(program.as_text(), shape) == []
+
+
+def test_the_copy_check_sees_a_copy(model: DeviceModel) -> None:
+    """Without donation the same commit must copy the pools, and the check must say so."""
+    in_flight = InFlight(
+        jnp.zeros((2, 4, 2, 16)), jnp.zeros((2, 4, 2, 16)), jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32)
+    )
+    hlo = jax.jit(commit).lower(model.pools, in_flight).compile().as_text()
+    assert len(copies_of(hlo, model.pools.k.shape)) == 2

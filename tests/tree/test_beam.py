@@ -1,0 +1,112 @@
+"""Beam search against an enumeration of all paths, with a draft that is a table of logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.tree.beam import Beam, beam_search
+from adaserve_jax.tree.noise import gumbel_noise
+from adaserve_jax.tree.sampling import Sampler
+
+VOCAB, DEPTH, ROWS = 6, 3, 2
+ROOT = 10
+
+
+def acceptance_table() -> AcceptanceTable:
+    """Chances that grow with the feature and differ by mode, depth and rank; edges from -4 to 4."""
+    edges = np.tile(np.linspace(-4, 4, 15, dtype=np.float32), (2, 1))
+    chance = np.linspace(0.05, 0.95, 16)[None, None, None] * np.array([0.9, 1.0])[:, None, None, None]
+    chance = chance * np.array([1.0, 0.8])[None, :, None, None] * np.array([1.0, 0.7, 0.5])[None, None, :, None]
+    return AcceptanceTable(jnp.asarray(np.log(chance), jnp.float32), jnp.asarray(edges))
+
+
+def model_logits() -> np.ndarray:
+    """Logits after each token; the model sees its last token only."""
+    return np.random.default_rng(0).normal(size=(VOCAB, VOCAB)).astype(np.float32) * 1.5
+
+
+def table_forward(logits, carry, level, token, position, visible):
+    """A draft whose logits depend on the last token alone."""
+    return jnp.asarray(logits)[token], carry
+
+
+def oracle_level(parents: list[tuple[tuple[int, ...], float]], width: int, seed: int, temperature: float, level: int):
+    """The `width` likeliest extensions of the paths above, each with its log f."""
+    table = acceptance_table()
+    chance, edges = np.asarray(table.log_chance), np.asarray(table.edges)
+    words = jnp.asarray([[seed, 0]], jnp.uint32)
+    zero = jnp.zeros(1, jnp.int32)
+    noise = np.asarray(gumbel_noise(words, zero, jnp.asarray([ROOT + level]), VOCAB))[0]
+    logits = model_logits()
+    extensions = []
+    for path, log_f in parents:
+        row = logits[path[-1] if path else 0]
+        mode = int(temperature > 0)
+        scores = row / temperature + noise if mode else row
+        order = np.argsort(-scores, kind="stable")
+        log_q = row - np.log(np.exp(row.astype(np.float64)).sum())
+        for rank, token in enumerate(order[:width]):
+            gap = scores[order[0]] - scores[order[1]] if rank == 0 else scores[token] - scores[order[0]]
+            feature = gap if mode else log_q[token]
+            column = int((feature >= edges[mode]).sum())
+            extensions.append((path + (int(token),), log_f + chance[mode, min(level - 1, 1), min(rank, 2), column]))
+    return sorted(extensions, key=lambda item: -item[1])[:width]
+
+
+def paths_of(beam: Beam, row: int, depth: int, width: int) -> list[list[tuple[tuple[int, ...], float]]]:
+    tokens, parents, log_f = (np.asarray(x[row]) for x in beam)
+    levels: list[list[tuple[tuple[int, ...], float]]] = []
+    for level in range(depth):
+        current = []
+        for rank in range(width):
+            if np.isfinite(log_f[level, rank]):
+                parent = parents[level, rank]
+                above = () if parent < 0 else levels[parent // width][parent % width][0]
+                current.append(((*above, int(tokens[level, rank])), float(log_f[level, rank])))
+        levels.append(current)
+    return levels
+
+
+@pytest.mark.parametrize(("width", "limit"), [(3, 3), (3, 2), (1, 1)])
+def test_equals_the_enumeration(width: int, limit: int) -> None:
+    search = jax.jit(
+        partial(beam_search, forward=partial(table_forward, model_logits()), max_depth=DEPTH, width=width),
+    )
+    seeds, temperatures = np.array([11, 12]), np.array([0.0, 0.9], np.float32)
+    sampler = Sampler(
+        jnp.asarray(np.stack([seeds, 0 * seeds], -1), jnp.uint32), jnp.zeros(2, jnp.int32), jnp.asarray(temperatures),
+        jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2),
+    )  # fmt: skip
+    root_logits = np.tile(model_logits()[0], (ROWS, 1))
+    for depth in (1, DEPTH):
+        beam = search(
+            root_logits, sampler, jnp.full(ROWS, ROOT), jnp.ones(ROWS, bool), acceptance_table(),
+            carry=jnp.int32(0), depth=jnp.int32(depth), width_limit=jnp.int32(limit),
+        )  # fmt: skip
+        assert np.isneginf(np.asarray(beam.log_f)[:, depth:]).all()
+        for row in range(ROWS):
+            expected: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+            for level, found in enumerate(paths_of(beam, row, depth, width), 1):
+                expected = oracle_level(expected, limit, int(seeds[row]), float(temperatures[row]), level)
+                assert [path for path, _ in found] == [path for path, _ in expected]
+                np.testing.assert_allclose([f for _, f in found], [f for _, f in expected], atol=1e-5)
+
+
+def test_rows_that_do_not_speculate_get_no_candidates() -> None:
+    search = jax.jit(partial(beam_search, forward=partial(table_forward, model_logits()), max_depth=2, width=2))
+    sampler = Sampler(
+        jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2, jnp.int32), jnp.ones(2),
+        jnp.zeros(2),
+    )  # fmt: skip
+    beam = search(
+        np.tile(model_logits()[0], (2, 1)), sampler, jnp.full(2, ROOT), jnp.array([True, False]), acceptance_table(),
+        carry=jnp.int32(0), depth=jnp.int32(2), width_limit=jnp.int32(2),
+    )  # fmt: skip
+    assert np.isfinite(np.asarray(beam.log_f)[0]).all()
+    assert np.isneginf(np.asarray(beam.log_f)[1]).all()
