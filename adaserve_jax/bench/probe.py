@@ -22,7 +22,7 @@ class RequestProbe:
         self.token_times_s: list[float] = []
         self._on_end = on_end
         self._last: OutputChunk | None = None
-        self._refusal: tuple[Status, str] | None = None
+        self._refusal: tuple[Status, str | None] | None = None
         self._cut_off = False
 
     @property
@@ -34,7 +34,7 @@ class RequestProbe:
         return self.ended_at_s is not None
 
     def submit(self, client: EngineClient) -> None:
-        """Submit now; a refusal ends the request here. Raises EngineDeadError after noting it."""
+        """Submit now; a refusal ends the request here. Passes on EngineDeadError and Ctrl-C, noted."""
         self.submitted_at_s = time.monotonic()
         try:
             client.submit(self.request, self)
@@ -44,6 +44,10 @@ class RequestProbe:
             self._refuse("rejected", error.code)
         except EngineDeadError:
             self._refuse("failed", "engine_dead")
+            raise
+        except KeyboardInterrupt:
+            self.cut_off(client)
+            self._refuse("unfinished", None)
             raise
 
     def __call__(self, chunk: OutputChunk) -> None:
@@ -76,13 +80,14 @@ class RequestProbe:
             token_offsets_s=tuple(round(t - times[0], 6) for t in times),
         )
 
-    def _refuse(self, status: Status, code: str) -> None:
+    def _refuse(self, status: Status, code: str | None) -> None:
         self._refusal = (status, code)
         self._end(time.monotonic())
 
     def _end(self, now: float) -> None:
-        self.ended_at_s = now
-        self._on_end()
+        if self.ended_at_s is None:
+            self.ended_at_s = now
+            self._on_end()
 
     def _status(self) -> tuple[Status, str | None]:
         if self._refusal is not None:

@@ -1,0 +1,88 @@
+"""`adaserve bench`: policies x rates over a workload, a table, and result rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.cli.options import comma_list, takes
+from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+
+TRACE = "trace"
+TABLE_COLUMNS = 140
+
+
+@takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
+def bench(
+    config: EngineConfig,
+    policies: Annotated[str, typer.Option(help="policies to compare, separated by commas")],
+    rates: Annotated[str, typer.Option(help="requests per second, separated by commas; trace: the workload's times")],
+    duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each policy and rate")],
+    out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
+    workload: Annotated[Path | None, typer.Option(help="JSON lines file; without one, the packaged workload")] = None,
+    seed: Annotated[int, typer.Option(help="seeds arrivals, the order of requests and their sampling")] = 0,
+    drain: Annotated[float, typer.Option(help="most seconds to wait for requests after the last arrival")] = 30.0,
+    max_late_ms: Annotated[
+        float, typer.Option(help="a row is invalid when the client submits later than this, 99th percentile")
+    ] = 50.0,
+    warmup_requests: Annotated[int, typer.Option(help="requests before each point, left out of its result")] = 4,
+) -> None:
+    """Measure SLO attainment, goodput and latencies under open-loop load. Columns: docs/metrics.md."""
+    plan = BenchPlan(
+        policies=comma_list("policies", policies, str),
+        rates=comma_list("rates", rates, parse_rate),
+        duration_s=duration,
+        seed=seed,
+        drain_s=drain,
+        max_late_s=max_late_ms / 1e3,
+        warmup_requests=warmup_requests,
+    )
+    loaded = load_workload(workload)
+    rows = run_bench(
+        plan, loaded, lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed)), out, _note
+    )
+    _print_table(rows)
+    notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False)
+
+
+def _print_table(rows: list[ResultRow]) -> None:
+    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, TABLE_COLUMNS))
+    console.print(result_table(rows))
+
+
+def parse_rate(text: str) -> float | None:
+    """A rate in requests per second, or None for "trace"."""
+    if text == TRACE:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rates must be numbers above 0 or 'trace', separated by commas, got {text!r}")
+    return rate
+
+
+def _note(done: int, total: int, rows: list[ResultRow]) -> None:
+    row = next(row for row in rows if row.slo_class == ALL_CLASSES)
+    met = "no targets" if row.attainment is None else f"{row.attainment:.1%} met"
+    invalid = "" if row.valid else f", INVALID: {row.invalid_reason}"
+    notes().print(
+        f"{done}/{total} {row.policy} at {row.rate_rps:g}/s: {row.requests} requests, {met}, "
+        f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s{invalid}",
+        highlight=False,
+    )

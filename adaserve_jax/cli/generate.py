@@ -1,0 +1,72 @@
+"""`adaserve generate`: one prompt, streamed to the terminal, then what it cost."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from adaserve_jax.cli.options import takes
+from adaserve_jax.cli.terminal import notes, open_llm
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+
+
+@takes("config", EngineConfig, FIELD_HELP, without=("seed",))
+def generate(
+    config: EngineConfig,
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="keep the likeliest tokens of this total probability; 1: all")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="keep this many likeliest tokens; 0: all")] = 0,
+    seed: Annotated[int | None, typer.Option(help="same seed, same text; without one it is drawn and shown")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="target: milliseconds per token after the first")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="target: milliseconds to the first token")] = None,
+) -> None:
+    """Continue a prompt; say tokens per second, accepted tokens per step, and whether the target was met."""
+    chosen_seed = secrets.randbits(32) if seed is None else seed
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=chosen_seed
+    )
+    slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms)
+    with open_llm(config) as llm:
+        metrics = show(llm.stream(prompt, sampling, slo=slo))
+    if metrics is not None:
+        notes().print(f"{summary(metrics)}, seed {chosen_seed}", style="dim", highlight=False)
+
+
+def show(chunks: Iterable[OutputChunk]) -> RequestMetrics | None:
+    """Print text as it comes; returns the metrics that the last chunk brings."""
+    metrics = None
+    for chunk in chunks:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        metrics = chunk.metrics or metrics
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    return metrics
+
+
+def summary(metrics: RequestMetrics) -> str:
+    """One line: tokens, speed, acceptance, and the target's fate."""
+    parts = [f"{metrics.output_tokens} tokens"]
+    if metrics.last_token_s is not None and metrics.last_token_s > metrics.arrival_s:
+        parts.append(f"{metrics.output_tokens / (metrics.last_token_s - metrics.arrival_s):.1f} tokens/s")
+    if metrics.ttft_s is not None:
+        parts.append(f"first token after {metrics.ttft_s * 1e3:.0f} ms")
+    if metrics.tpot_s is not None:
+        parts.append(f"{metrics.tpot_s * 1e3:.1f} ms per token")
+    parts.append(f"{metrics.mean_accepted:.2f} accepted per step")
+    if metrics.slo_met is not None:
+        parts.append(f"SLO {'met' if metrics.slo_met else 'missed'} ({_targets(metrics)})")
+    return ", ".join(parts)
+
+
+def _targets(metrics: RequestMetrics) -> str:
+    targets = (("TPOT", metrics.tpot_slo_s), ("TTFT", metrics.ttft_slo_s))
+    return ", ".join(f"{name} {target_s * 1e3:g} ms" for name, target_s in targets if target_s is not None)

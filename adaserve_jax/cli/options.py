@@ -1,0 +1,85 @@
+"""Makes command line options from the fields of a frozen dataclass, so that each option has one source of truth."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from functools import wraps
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from adaserve_jax.errors import ConfigError
+
+NONE = "none"
+ENV_PREFIX = "ADASERVE_"
+
+
+def takes(
+    parameter: str, kind: type, help_texts: Mapping[str, str], *, without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per field of `kind`; the command gets the built `kind` as `parameter`.
+
+    Tuples are written with commas; "none" stands for None. An option that is absent is read from the environment as
+    ADASERVE_<FIELD>, so that a secret need not stand on the command line. without: fields left at their defaults.
+    """
+    types_by_name = get_type_hints(kind)
+    taken = [f for f in fields(kind) if f.name not in without]
+    names = {f.name for f in taken}
+    options = [_option(f.name, types_by_name[f.name], f.default, help_texts[f.name]) for f in taken]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in names & given.keys()}
+            built = kind(**{name: _parse(name, types_by_name[name], value) for name, value in values.items()})
+            command(**given, **{parameter: built})
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kept = [p for p in own if p.name != parameter]
+        run.__signature__ = inspect.Signature([*kept, *options])  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {}
+        return run
+
+    return decorate
+
+
+def _option(name: str, hint: Any, default: Any, help_text: str) -> inspect.Parameter:
+    if default is MISSING:
+        raise TypeError(f"field {name} has no default, so that it cannot become an option")
+    shown, annotation = default, hint
+    if _is_optional(hint):
+        shown, annotation = NONE if default is None else default, str
+    elif get_origin(hint) is tuple:
+        shown, annotation = ",".join(str(part) for part in default), str
+    info = typer.Option(help=help_text, envvar=f"{ENV_PREFIX}{name.upper()}", show_envvar=False)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=Annotated[annotation, info]
+    )
+
+
+def _is_optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
+
+
+def _parse(name: str, hint: Any, value: Any) -> Any:
+    if _is_optional(hint):
+        return None if value == NONE else value
+    if get_origin(hint) is tuple:
+        return comma_list(name, value, get_args(hint)[0])
+    return value
+
+
+def comma_list(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    """Parts of a comma-separated text, each read by `kind`. Raises ConfigError naming the option and the part."""
+    parsed = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            parsed.append(kind(part))
+        except ValueError as error:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be a comma-separated list of {kind.__name__} values, got {part!r}"
+            ) from error
+    return tuple(parsed)

@@ -1,0 +1,58 @@
+"""Writes docs/cli.md from the commands themselves: `python -m adaserve_jax.cli.reference > docs/cli.md`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from adaserve_jax.cli.app import app
+from adaserve_jax.cli.options import ENV_PREFIX
+
+HEAD = f"""# Command line
+
+Made by `python -m adaserve_jax.cli.reference`; a test fails when it differs from the commands.
+
+Lists are written with commas, and `none` stands for no value. Options of the engine and the server are also read from
+the environment, as `{ENV_PREFIX}` and the option's name in capitals: `{ENV_PREFIX}API_KEY` for `--api-key`. A wrong
+value, a missing file or a refused request prints one line on stderr and ends with status 2.
+"""
+
+
+def render() -> str:
+    """The reference of every command and option, as Markdown."""
+    group: Any = typer.main.get_command(app)
+    return "\n".join([HEAD, *(_command(name, command) for name, command in group.commands.items())])
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
+    usage = " ".join(["adaserve", name, *(p.name.upper() for p in arguments), *(["[OPTIONS]"] if options else [])])
+    lines = [f"## `{usage}`", "", command.help.strip(), ""]
+    if arguments or options:
+        lines += ["| option | default | meaning |", "|---|---|---|"]
+        lines += [f"| `{p.name.upper()}` | required | {_text(p)} |" for p in arguments]
+        lines += [f"| {_names(p)} | {_default(p)} | {_text(p)} |" for p in options]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _names(option: Any) -> str:
+    return ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+
+
+def _default(option: Any) -> str:
+    if option.required:
+        return "required"
+    if isinstance(option.default, bool):
+        return "on" if option.default else "off"
+    return "" if option.default in (None, "") else f"`{option.default}`"
+
+
+def _text(parameter: Any) -> str:
+    return parameter.help.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    print(render(), end="")

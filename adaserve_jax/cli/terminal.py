@@ -1,0 +1,56 @@
+"""Opens the engine of this machine under a progress bar. Results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.types import Progress as ProgressCall
+
+if TYPE_CHECKING:
+    from adaserve_jax.bench.local import LocalBenchEngine
+    from adaserve_jax.engine.llm import LLM
+
+
+def notes() -> Console:
+    """Where notes, bars and summaries go."""
+    return Console(stderr=True)
+
+
+def open_llm(config: EngineConfig) -> LLM:
+    """A ready engine with the Python API; loading and compiling are shown. Imports jax."""
+    with progress_bar() as progress:
+        progress("loading", 0, 1)
+        from adaserve_jax.engine.llm import LLM
+
+        return LLM(**asdict(config), progress=progress)
+
+
+def open_bench_engine(config: EngineConfig) -> LocalBenchEngine:
+    """A ready engine to measure; loading and compiling are shown. Imports jax."""
+    with progress_bar() as progress:
+        progress("loading", 0, 1)
+        from adaserve_jax.bench.local import LocalBenchEngine
+
+        return LocalBenchEngine(config, progress)
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCall]:
+    """Gives progress(what, done, total): one line per `what`, removed at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes(), transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def show(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield show

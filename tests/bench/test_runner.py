@@ -1,0 +1,130 @@
+"""Policies x rates on one engine: same requests for all, rows and records on disk, invalid runs marked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.workload import Workload, load_workload
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.schema import ResultRow
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Workload:
+    path = tmp_path / "w.jsonl"
+    lines = [
+        {"prompt": "secret words", "max_tokens": 3, "slo_class": "tight", "slo_relative": 1.5, "seed": 1},
+        {"prompt": "more of them", "max_tokens": 5, "slo_class": "loose", "slo_tpot_ms": 500},
+        {"messages": [{"role": "user", "content": "secret"}], "max_tokens": 2, "slo_class": "free"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return load_workload(path)
+
+
+def test_one_engine_serves_all_points_with_the_same_requests(make_engine, workload, tmp_path: Path):
+    opened = []
+
+    def open_engine(policy: str):
+        opened.append(make_engine(policy))
+        return opened[-1]
+
+    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.25, seed=3, warmup_requests=0)
+    rows = run_bench(plan, workload, open_engine, tmp_path / "out")
+    (engine,) = opened
+    assert engine.policies == ["ar", "ar", "spec:4", "spec:4", "ar"]  # opened, then the first policy rotates by rate
+    assert engine.closed
+    sent: dict[str, list] = {}
+    for r in engine.submitted:
+        sent.setdefault(r.request_id.rpartition("-")[0], []).append((r.prompt_ids, r.sampling, r.slo, r.slo_class))
+    assert sent["ar@40"] == sent["spec:4@40"] and sent["ar@80"] == sent["spec:4@80"]
+    assert {(r.policy, r.rate_rps) for r in rows} == {(p, rate) for p in ("ar", "spec:4") for rate in (40.0, 80.0)}
+    assert len({r.run_id for r in rows}) == 1
+
+
+def test_rows_and_records_are_on_disk_and_agree(make_engine, workload, tmp_path: Path):
+    plan = BenchPlan(("ar",), (100.0,), duration_s=0.2)
+    rows = run_bench(plan, workload, make_engine, tmp_path)
+    assert read_rows(tmp_path / "results.jsonl", ResultRow) == rows
+    records = read_rows(tmp_path / "requests.jsonl", RequestRecord)
+    total, *classes = rows
+    assert total.slo_class == "all" and {c.slo_class for c in classes} == {"free", "loose", "tight"}
+    assert total.requests == len(records) == sum(c.requests for c in classes) > 3
+    assert total.output_tokens == sum(r.output_tokens for r in records)
+    assert total.throughput_tps == pytest.approx(total.output_tokens / total.wall_s)
+    assert not any(r.request_id.startswith("warmup") for r in records)
+    assert (total.attainment, total.valid, total.invalid_reason) == (1.0, True, None)
+    assert (total.workload, total.workload_hash) == ("w.jsonl", workload.sha256)
+    assert (total.target_params, total.draft_params, total.arrival_process) == (1234, None, "poisson")
+
+
+def test_no_text_of_a_request_is_written(make_engine, workload, tmp_path: Path):
+    run_bench(BenchPlan(("ar",), (60.0,), duration_s=0.2), workload, make_engine, tmp_path)
+    for file in tmp_path.glob("re*.jsonl"):
+        assert "secret" not in file.read_text() and "words" not in file.read_text()
+
+
+def test_a_relative_target_is_judged_against_the_measured_baseline(make_engine, workload, tmp_path: Path):
+    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, lambda p: make_engine(p, tpot_s=0.007), tmp_path)
+    by_class = {row.slo_class: row for row in rows}
+    assert by_class["tight"].attainment == 0.0  # 1.5 x 4 ms < 7 ms
+    assert by_class["loose"].attainment == 1.0
+    assert by_class["free"].attainment is None
+
+
+def test_a_late_client_makes_the_row_invalid(make_engine, workload, tmp_path: Path):
+    plan = BenchPlan(("ar",), (100.0,), duration_s=0.3, max_late_s=0.02, warmup_requests=0)
+    rows = run_bench(plan, workload, lambda policy: make_engine(policy, submit_s=0.03), tmp_path)
+    assert not rows[0].valid
+    assert rows[0].invalid_reason is not None and "client was late: p99" in rows[0].invalid_reason
+
+
+def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_engine, workload, tmp_path: Path):
+    engine = make_engine()
+    real_submit = engine.submit
+
+    def submit(request, sink):
+        if request.request_id == "ar@50-2":
+            raise KeyboardInterrupt
+        real_submit(request, sink)
+
+    engine.submit = submit
+    rows = run_bench(BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0), workload, lambda _: engine, tmp_path)
+    assert {row.policy for row in rows} == {"ar"}
+    assert (rows[0].valid, rows[0].invalid_reason, rows[0].requests) == (False, "interrupted", 3)
+    assert len(read_rows(tmp_path / "requests.jsonl", RequestRecord)) == 3
+    assert engine.closed
+
+
+def test_a_dead_engine_is_reported_and_ends_the_run(make_engine, workload, tmp_path: Path):
+    plan = BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0)
+    rows = run_bench(plan, workload, lambda p: make_engine(p, dies_after=2), tmp_path)
+    assert (rows[0].policy, rows[0].valid, rows[0].invalid_reason) == ("ar", False, "engine died")
+    assert rows[0].cause_failed == 1 or rows[0].failed == 1
+
+
+def test_points_rotate_the_first_policy():
+    plan = BenchPlan(("a", "b", "c"), (1.0, 2.0, None), 1.0)
+    firsts = [plan.points[i][0] for i in (0, 3, 6)]
+    assert firsts == ["a", "b", "c"]
+    assert len(set(plan.points)) == 9
+
+
+def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path: Path):
+    def never(policy: str):
+        raise AssertionError("opened")
+
+    with pytest.raises(ConfigError, match="rate 'trace' needs arrival_s"):
+        run_bench(BenchPlan(("ar",), (None,), 1.0), workload, never, tmp_path)
+
+
+def test_the_table_has_a_line_per_row(make_engine, workload, tmp_path: Path):
+    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, make_engine, tmp_path)
+    table = result_table(rows)
+    assert table.row_count == len(rows)
+    assert "scripted" in str(table.title)
+    assert result_table([]).row_count == 0

@@ -1,0 +1,265 @@
+"""The command line: options from one source, errors as one line, no jax before it is needed. No model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from adaserve_jax.cli import app as cli_app
+from adaserve_jax.cli import bench as bench_module
+from adaserve_jax.cli import generate as generate_module
+from adaserve_jax.cli.options import comma_list, takes
+from adaserve_jax.cli.reference import render
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, RequestError
+from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+
+
+def options_of(command: str) -> set[str]:
+    group = typer.main.get_command(cli_app.app)
+    return {name for p in group.commands[command].params for name in p.opts}  # type: ignore[attr-defined]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli_app.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+def test_every_engine_field_is_an_option():
+    fields = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(EngineConfig)}
+    assert fields <= options_of("serve")
+    assert fields - {"--seed"} <= options_of("generate")
+    assert fields - {"--policy"} <= options_of("bench")
+
+
+def test_every_server_setting_is_an_option():
+    assert {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(ServerSettings)} <= options_of("serve")
+    assert "--in-process" in options_of("serve")
+
+
+@pytest.mark.parametrize(("kind", "texts"), [(EngineConfig, FIELD_HELP), (ServerSettings, SERVER_HELP)])
+def test_every_field_has_help(kind: type, texts: dict[str, str]):
+    assert set(texts) == {f.name for f in dataclasses.fields(kind)}
+
+
+def test_the_reference_is_what_the_commands_say():
+    message = "docs/cli.md is out of date; run: python -m adaserve_jax.cli.reference > docs/cli.md"
+    assert (ROOT / "docs" / "cli.md").read_text() == render(), message
+
+
+def test_help_needs_neither_jax_nor_the_servers_packages():
+    program = (
+        "import sys; sys.argv = ['adaserve', '--help']\n"
+        "from adaserve_jax.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "loaded = {'jax', 'flax', 'transformers', 'fastapi', 'uvicorn', 'msgspec', 'zmq'} & sys.modules.keys()\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "serve" in done.stdout and "bench" in done.stdout
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    name: str | None = None
+    size: int = 3
+    fast: bool = False
+    edges: tuple[int, ...] = (1, 2)
+    words: tuple[str, ...] = ()
+    share: float = 0.5
+
+
+def settings_from(*arguments: str, env: dict[str, str] | None = None) -> tuple[Settings, str]:
+    got: list[tuple[Settings, str]] = []
+    app = typer.Typer()
+
+    @app.command()
+    @takes("settings", Settings, {f.name: f.name for f in dataclasses.fields(Settings)})
+    def command(settings: Settings, extra: str = "none given") -> None:
+        got.append((settings, extra))
+
+    result = CliRunner().invoke(app, list(arguments), env=env, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return got[0]
+
+
+def test_without_options_the_dataclass_has_its_defaults():
+    assert settings_from() == (Settings(), "none given")
+
+
+def test_options_reach_their_fields():
+    given = [
+        "--name",
+        "x",
+        "--size",
+        "7",
+        "--fast",
+        "--edges",
+        "4, 8",
+        "--words",
+        "a,b",
+        "--share",
+        "1",
+        "--extra",
+        "e",
+    ]
+    assert settings_from(*given) == (Settings("x", 7, True, (4, 8), ("a", "b"), 1.0), "e")
+    assert settings_from("--name", "none", "--edges", "")[0] == Settings(None, edges=())
+
+
+def test_options_are_read_from_the_environment_and_the_command_line_wins():
+    env = {"ADASERVE_NAME": "secret", "ADASERVE_SIZE": "9"}
+    assert settings_from("--size", "1", env=env)[0] == Settings("secret", 1)
+
+
+def test_a_wrong_list_names_option_and_part():
+    with pytest.raises(ConfigError, match="--token-edges must be a comma-separated list of int values, got 'x'"):
+        comma_list("token_edges", "1,x", int)
+
+
+@pytest.mark.parametrize("error", [CheckpointError("no\nsuch folder"), RequestError("bad prompt", param="prompt")])
+def test_errors_are_one_line_on_stderr_and_status_2(monkeypatch, capsys, error: AdaServeError):
+    def fail(config: EngineConfig):
+        raise error
+
+    monkeypatch.setattr(generate_module, "open_llm", fail)
+    assert run_main(monkeypatch, "generate", "hello") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.strip() == "adaserve: error: " + " ".join(str(error).split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--slo-tpot-ms", "-1"], "slo_tpot_ms must be a finite number above 0, got -1.0"),
+        (["generate", "x", "--temperature", "nan"], "temperature must be a number from 0 to 100, got nan"),
+        (["generate", "x", "--page-size", "7"], "page_size must be one of 8, 16, 32, 64, 128, got 7"),
+        (["bench", "--policies", "ar", "--rates", "0", "--duration", "1", "--out", "o"], "--rates must be numbers"),
+        (["bench", "--policies", ",", "--rates", "1", "--duration", "1", "--out", "o"], "at least one policy"),
+        (
+            ["bench", "--policies", "ar", "--rates", "1", "--duration", "1", "--out", "o", "--workload", "nope.jsonl"],
+            "cannot read workload nope.jsonl: No such file",
+        ),
+    ],
+)
+def test_wrong_values_are_one_line(monkeypatch, capsys, arguments: list[str], message: str):
+    assert run_main(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_serve_says_how_to_install_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "adaserve_jax.server.serve", None)
+
+    class Missing:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "adaserve_jax.server.serve":
+                raise ModuleNotFoundError("No module named 'fastapi'", name="fastapi")
+
+    monkeypatch.delitem(sys.modules, "adaserve_jax.server.serve")
+    monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
+    assert run_main(monkeypatch, "serve") == 2
+    assert "'fastapi', which is not installed; run: pip install 'adaserve-jax[server]'" in capsys.readouterr().err
+
+
+class FakeLLM:
+    """Streams a scripted answer; notes what was asked."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.asked: tuple[str, SamplingParams, SLO] | None = None
+        self.closed = False
+
+    def stream(self, prompt: str, sampling: SamplingParams, *, slo: SLO):
+        self.asked = (prompt, sampling, slo)
+        metrics = RequestMetrics(
+            0.0, 0.1, 1.0, 2.0, output_tokens=11, verify_steps=4, accepted_tokens=6, tpot_slo_s=slo.tpot_s(0.0)
+        )
+        yield OutputChunk("g", 0, "a + ", [1, 2])
+        yield OutputChunk("g", 0, "b", [3], "length", metrics)
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+
+def test_generate_streams_text_and_says_what_it_cost(monkeypatch, capsys):
+    made: list[FakeLLM] = []
+    monkeypatch.setattr(generate_module, "open_llm", lambda config: made.append(FakeLLM(config)) or made[-1])
+    arguments = ["--max-tokens", "11", "--temperature", "0", "--top-p", "0.9", "--top-k", "5", "--seed", "7"]
+    targets = ["--slo-tpot-ms", "120", "--policy", "spec:2", "--draft", "none"]
+    assert run_main(monkeypatch, "generate", "def f", *arguments, *targets) == 0
+    out, err = capsys.readouterr()
+    assert out == "a + b\n"
+    line = " ".join(err.split())
+    assert "11 tokens, 5.5 tokens/s, first token after 1000 ms, 100.0 ms per token, 1.50 accepted per step" in line
+    assert "SLO met (TPOT 120 ms), seed 7" in line
+    (llm,) = made
+    sampling = SamplingParams(max_tokens=11, temperature=0, top_p=0.9, top_k=5, seed=7)
+    assert llm.asked == ("def f", sampling, SLO(tpot_ms=120))
+    assert (llm.config.policy, llm.config.draft, llm.closed) == ("spec:2", None, True)
+
+
+def test_generate_draws_and_shows_a_seed(monkeypatch, capsys):
+    made: list[FakeLLM] = []
+    monkeypatch.setattr(generate_module, "open_llm", lambda config: made.append(FakeLLM(config)) or made[-1])
+    run_main(monkeypatch, "generate", "x", "--slo-tpot-ms", "50")
+    assert made[0].asked is not None
+    line = " ".join(capsys.readouterr().err.split())
+    assert f"SLO missed (TPOT 50 ms), seed {made[0].asked[1].seed}" in line
+
+
+def test_bench_passes_its_plan_on_and_prints_a_table(monkeypatch, capsys, tmp_path: Path):
+    seen = {}
+
+    def run_bench(plan, workload, open_engine, out, on_point):
+        seen.update(plan=plan, workload=workload, engine=open_engine("spec:4"), out=out)
+        return []
+
+    workload = tmp_path / "w.jsonl"
+    workload.write_text(json.dumps({"prompt": "x"}) + "\n")
+    monkeypatch.setattr(bench_module, "run_bench", run_bench)
+    monkeypatch.setattr(bench_module, "open_bench_engine", lambda config: config)
+    arguments = ["--policies", "adaserve, spec:4", "--rates", "1.5,trace", "--duration", "9", "--seed", "4"]
+    status = run_main(
+        monkeypatch,
+        "bench",
+        *arguments,
+        "--out",
+        str(tmp_path / "o"),
+        "--workload",
+        str(workload),
+        "--max-requests",
+        "3",
+    )
+    assert status == 0
+    plan = seen["plan"]
+    assert (plan.policies, plan.rates, plan.duration_s) == (("adaserve", "spec:4"), (1.5, None), 9.0)
+    assert plan.max_late_s == pytest.approx(0.05)
+    assert seen["engine"] == EngineConfig(policy="spec:4", seed=4, max_requests=3)
+    assert "0 rows in" in " ".join(capsys.readouterr().err.split())
+
+
+def test_version_names_package_python_and_jax(monkeypatch, capsys):
+    run_main(monkeypatch, "version")
+    assert capsys.readouterr().out.startswith("adaserve-jax 0.1.0, Python 3.")
