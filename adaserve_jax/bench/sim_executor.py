@@ -220,7 +220,7 @@ def _uniform(*parts: np.ndarray | int) -> np.ndarray:
 
 
 def _lookup(samples: dict[tuple[int, int], float], first: int, second: int) -> float:
-    """The sample of the smallest keys that are at least `first` and `second`, else of the largest; 0 without samples."""
+    """The sample of the smallest keys not below `first` and `second`, else of the largest; 0 without samples."""
     if not samples:
         return 0.0
     firsts = sorted({key[0] for key in samples})

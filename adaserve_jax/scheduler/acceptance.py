@@ -32,7 +32,7 @@ class AcceptanceTable:
         self._expected = np.full_like(self._prior, PRIOR_TOKENS)
 
     def expected(self) -> np.ndarray:
-        """f64[max_depth, max_width], chance that the node of this depth and rank is accepted; non-increasing in depth."""
+        """f64[max_depth, max_width], chance that a node is accepted, by depth and rank; non-increasing in depth."""
         chance = np.clip(self._mean_f * self._accepted / self._expected, 0.0, 1.0)
         return np.minimum.accumulate(chance, axis=0)
 

@@ -16,7 +16,10 @@ from adaserve_jax.types import DraftPlan, StepPlan
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """What the targets of the decode rows are judged by. first_token_s, tpot_slo_s: f64[R]; num_decoded, horizon: i64[R]."""
+    """What the targets of the decode rows are judged by.
+
+    first_token_s, tpot_slo_s: f64[R]; num_decoded, horizon: i64[R], tokens.
+    """
 
     first_token_s: np.ndarray
     tpot_slo_s: np.ndarray
@@ -30,7 +33,10 @@ class Pace:
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A plan with what selection and commit need to know of its rows. remaining: i64[num_decode], tokens to max_total."""
+    """A plan with what selection and commit need to know of its rows.
+
+    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned.
+    """
 
     plan: StepPlan
     rows: list[RequestState]
@@ -101,8 +107,8 @@ class Planner:
     def _plan_draft(
         self, decision: Decision, rows: list[RequestState], load: Load, chunks: list[int]
     ) -> DraftPlan | None:
-        """Who speculates and what the draft is fed: first those that speculate, shortest lag first; then half of what is
-        left to the lagging rows, and the prefill chunks."""
+        """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows, with
+        half of what is left when prompts wait too; then the prefill chunks."""
         num_decode = len(rows) - len(chunks)
         counts = np.zeros(len(rows), np.int64)
         speculates = np.zeros(num_decode, bool)
@@ -165,9 +171,7 @@ class Planner:
             step=step,
             slots=slots,
             num_decode=num_decode,
-            root_token=np.array(
-                [state.tokens(state.num_tokens - 1, state.num_tokens)[0] for state in decode], np.int32
-            ),
+            root_token=np.array([state.last_token for state in decode], np.int32),
             ctx_len=np.array([state.num_computed for state in rows], np.int32),
             page_table=self._batch.table.page_table[slots],
             sampling=self._batch.table.row_sampling(slots),

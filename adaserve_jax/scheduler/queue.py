@@ -19,7 +19,7 @@ Ordering = Literal["deadline", "arrival"]
 AGEING_S = 30.0
 """Seconds of waiting that outweigh one step of priority."""
 PATIENCE_S = 10.0
-"""Seconds to the first token assumed of a request without a TTFT target; also the longest target that the order sees."""
+"""TTFT target assumed of a request without one, and the longest that the order sees, seconds."""
 MAX_PRIORITY = 100
 PROMOTION_PERIOD = 8
 

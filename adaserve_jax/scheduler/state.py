@@ -81,6 +81,10 @@ class RequestState:
         """i32[stop - start], a view of prompt and output tokens."""
         return self._buffer[start:stop]
 
+    @property
+    def last_token(self) -> int:
+        return int(self._buffer[self.num_tokens - 1])
+
     def append(self, token_ids: list[int], now: float) -> None:
         """Add output tokens, emitted together at `now` (seconds)."""
         end = self.num_tokens + len(token_ids)

@@ -106,7 +106,7 @@ class JointController:
         return edges, draft_s[:, None] + verify_s[None, :] + self._cost.overhead_s
 
     def _catchup_s(self, load: Load, most_tokens: int) -> float:
-        """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps it serves."""
+        """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         usual += min(load.prefill_tokens, max(most_tokens - load.num_decode, 0))
