@@ -109,6 +109,27 @@ def test_links_between_documents_lead_somewhere():
     assert broken == []
 
 
+def test_symbols_are_named_where_the_equations_say():
+    lines = (ROOT / "docs" / "equations.md").read_text().splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("|")]
+    named = [(name, re.findall(r"`(\S+\.py)`", row[3])) for row in rows for name in re.findall(r"`(\w+)`", row[1])]
+    assert len(named) > 30
+    wrong = [(name, *file) for name, file in named if len(file) != 1 or name not in (PACKAGE / file[0]).read_text()]
+    assert wrong == []
+
+
+def test_documents_that_the_code_names_exist():
+    code = [path for path in repository_files() if path.suffix == ".py" and path != Path(__file__)]
+    named = {name for path in code for name in re.findall(r"docs/[\w./-]*\.md", path.read_text())}
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_every_document_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    documents = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]
+    assert [path.name for path in documents if f"({path.relative_to(ROOT / 'docs').as_posix()})" not in index] == []
+
+
 def test_files_that_make_names_exist():
     named = re.findall(r"\$\(BIN\)/python ([\w./]+\.py)", MAKEFILE)
     assert [name for name in named if not (ROOT / name).exists()] == []
