@@ -1,0 +1,95 @@
+"""The training text of the demo pair: the Python standard library's source and GSM8K, split by hash.
+
+Knows files and text, nothing of tokens or models. Only text whose licence lets us ship weights trained on it is
+read here: the running interpreter's standard library (PSF-2.0) and GSM8K's training questions (MIT).
+"""
+
+import ast
+import dataclasses
+import gzip
+import hashlib
+import json
+import random
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
+HELD_OUT_PERCENT = 3
+SKIPPED_FOLDERS = {"site-packages", "__pycache__", "idlelib", "turtledemo", "pydoc_data", "encodings", "lib2to3"}
+MAX_FILE_CHARS = 400_000
+SYSTEM_TURNS = ("You are a helpful assistant.", "Answer step by step.", "You solve school maths problems.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text of the corpus. kind: lib, test, maths, maths_chat or code_chat; held_out: never trained on."""
+
+    kind: str
+    text: str
+    held_out: bool
+
+
+def is_held_out(key: str) -> bool:
+    """Return whether the document of this key (a path, a question) is held out: decided by its hash alone."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % 100 < HELD_OUT_PERCENT
+
+
+def documents(gsm8k: Path) -> list[Document]:
+    """Return every document, in a fixed order. gsm8k: path of train.jsonl.gz."""
+    return [*stdlib_documents(), *gsm8k_documents(gsm8k)]
+
+
+def stdlib_documents() -> Iterator[Document]:
+    """Yield each standard library file, and its documented functions as chat turns, under the file's split."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if SKIPPED_FOLDERS.intersection(parts):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if not text.strip() or len(text) > MAX_FILE_CHARS or "\0" in text:
+            continue
+        held_out = is_held_out("/".join(parts))
+        is_test = bool({"test", "tests"}.intersection(parts))
+        yield Document("test" if is_test else "lib", text, held_out)
+        if not is_test:
+            yield from (Document("code_chat", turn, held_out) for turn in function_turns(text))
+
+
+def function_turns(source: str) -> Iterator[str]:
+    """Yield a chat turn for each short documented function: the docstring's first sentence asks, the source answers."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or not (doc := ast.get_docstring(node)):
+            continue
+        wish = " ".join(doc.split("\n\n")[0].split()).rstrip(".")
+        code = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
+        if 10 < len(wish) < 200 and 60 < len(code) < 1500:
+            yield chat(f"Write a Python function {node.name}: {wish}.", f"```python\n{code}\n```")
+
+
+def gsm8k_documents(path: Path) -> Iterator[Document]:
+    """Yield each GSM8K question twice, as plain text and as a chat turn, without the calculator annotations."""
+    chooser = random.Random(0)
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            question, answer = row["question"].strip(), re.sub(r"<<[^>]*>>", "", row["answer"]).strip()
+            held_out = is_held_out(question)
+            yield Document("maths", f"Question: {question}\nAnswer: {answer}", held_out)
+            system = chooser.choice(SYSTEM_TURNS) if chooser.random() < 0.15 else None
+            yield Document("maths_chat", chat(question, answer, system), held_out)
+
+
+def chat(user: str, assistant: str, system: str | None = None) -> str:
+    """Return one exchange as the chat template renders it, without the final end-of-text token."""
+    return (f"{USER}{system}" if system else "") + f"{USER}{user}{ASSISTANT}{assistant}"
