@@ -119,7 +119,7 @@ class ProcessEngine:
     def _check(self, request: GenerateRequest) -> None:
         """Raise at once, without asking the engine, what can be known here."""
         if not request.prompt_ids:
-            raise RequestError("prompt must have at least one token, got none", param="prompt")
+            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
         tokens, limit = len(request.prompt_ids), self.info.max_context
         if tokens >= limit:
             raise RequestError(

@@ -25,6 +25,7 @@ _TYPES = {
 CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
     "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the model's context",
+    "empty_prompt": "400: a prompt without a token",
     "engine_dead": "503: the engine process ended; the server must be restarted",
     "engine_error": "500: the engine failed on this request and goes on with the others",
     "internal_error": "500: a bug in the server; it goes on",
@@ -122,6 +123,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:80] + "..."
     code = "invalid_slo" if param.startswith("slo_") else "invalid_value"
+    code = "invalid_text" if any(error["type"] == "invalid_text" for error in errors) else code
     return ApiError(400, f"{param} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
 
 

@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-Ids = Annotated[list[int], FailFast()]
-Prompt = str | Annotated[list[str], FailFast()] | Ids | Annotated[list[Ids], FailFast()]
+
+def _valid_unicode(text: str) -> str:
+    """JSON can spell half of a surrogate pair, which no tokenizer and no encoder takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "invalid_text", "valid Unicode without half of a surrogate pair at character {at}", {"at": error.start}
+        ) from None
+    return text
+
+
+ValidText = Annotated[str, AfterValidator(_valid_unicode)]
+FIRST_ERROR = Field(fail_fast=True)  # a list of a million wrong items is one error, not a million
+Ids = Annotated[list[int], FIRST_ERROR]
+Prompt = ValidText | Annotated[list[ValidText], FIRST_ERROR] | Ids | Annotated[list[Ids], FIRST_ERROR]
 INT32 = 2**31
 
 
@@ -57,7 +72,7 @@ class GenerationBody(Body):
     )
     n: int | None = Field(None, description="Choices per prompt; default 1.")
     seed: int | None = Field(None, description="Same seed, same text; left out: one is drawn.")
-    stop: str | list[str] | None = Field(None, description="Texts that end the output; not part of it.")
+    stop: ValidText | list[ValidText] | None = Field(None, description="Texts that end the output; not part of it.")
     stop_token_ids: Ids | None = Field(None, description="Token ids that end the output.")
     ignore_eos: bool | None = Field(None, description="Go on after the end-of-text token.")
     stream: bool | None = Field(None, description="Send server-sent events instead of one body.")
@@ -120,14 +135,14 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str = Field(description="Only text.")
-    text: str | None = None
+    text: ValidText | None = None
 
 
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart] = Field(description="A text, or parts of type text.")
+    content: ValidText | list[TextPart] = Field(description="A text, or parts of type text.")
 
 
 class ChatBody(GenerationBody):
@@ -161,7 +176,7 @@ class ChatBody(GenerationBody):
 
 class TokenizeBody(Body):
     model: str | None = None
-    prompt: str | None = Field(None, description="A text; either this or messages.")
+    prompt: ValidText | None = Field(None, description="A text; either this or messages.")
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
 
 

@@ -43,7 +43,14 @@ def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool 
         client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
         client = ProcessEngine(engine_config, bar.update)
-    serve(settings, client, tokenizer_folder(engine_config.target), bar)
+    serve(settings, client, lambda: load_tokenizer(tokenizer_folder(engine_config.target)), bar)
+
+
+def load_tokenizer(folder: Path) -> TextCodec:
+    """The target's tokenizer. Raises CheckpointError."""
+    from adaserve_jax.models.tokenizer import Tokenizer  # a second of imports, paid after the port is open
+
+    return Tokenizer.from_folder(folder)
 
 
 def tokenizer_folder(target: str) -> Path:
@@ -53,7 +60,7 @@ def tokenizer_folder(target: str) -> Path:
     )
 
 
-def serve(settings: ServerSettings, client: EngineClient, tokenizer: Path, bar: WarmUpBar) -> None:
+def serve(settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar) -> None:
     """Start `client` behind an open port and serve it until a signal; closes it in any case."""
     listener = listen(settings)
     try:
@@ -92,7 +99,9 @@ def listen(settings: ServerSettings) -> socket.socket:
     return listener
 
 
-async def _serve(server: DrainingServer, listener: socket.socket, tokenizer: Path, bar: WarmUpBar) -> None:
+async def _serve(
+    server: DrainingServer, listener: socket.socket, tokenizer: Callable[[], TextCodec], bar: WarmUpBar
+) -> None:
     """Run the HTTP server and the engine's start together. Raises what the start raised."""
     state = server.state
     loading = in_thread(lambda: _load(state.client, tokenizer))
@@ -113,13 +122,11 @@ async def _serve(server: DrainingServer, listener: socket.socket, tokenizer: Pat
         raise error
 
 
-def _load(client: EngineClient, folder: Path) -> TextCodec:
-    """Load the tokenizer while the engine starts. Returns the tokenizer; raises what either raised."""
-    from adaserve_jax.models.tokenizer import Tokenizer  # a second of imports, after the port is open
-
-    tokenizer = Tokenizer.from_folder(folder)
+def _load(client: EngineClient, tokenizer: Callable[[], TextCodec]) -> TextCodec:
+    """Load the tokenizer, then start the engine. Returns the tokenizer; raises what either raised."""
+    loaded = tokenizer()
     client.start()
-    return tokenizer
+    return loaded
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:

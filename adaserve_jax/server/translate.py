@@ -39,9 +39,9 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     for index, one in enumerate(prompts):
         if not one:
             where = "prompt" if single else f"prompt[{index}]"
-            raise invalid(f"{where} must not be empty", "prompt")
+            raise invalid(f"{where} must not be empty", "prompt", "empty_prompt")
     if not prompts:
-        raise invalid("prompt must not be empty, got an empty list", "prompt")
+        raise invalid("prompt must not be empty, got an empty list", "prompt", "empty_prompt")
     return prompts
 
 
@@ -128,7 +128,7 @@ def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_
     Raises RequestError(code="context_length_exceeded").
     """
     if prompt_tokens == 0:
-        raise RequestError("prompt must have at least one token, got none", param="prompt", code="invalid_value")
+        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
     room = max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if room < 1 or (asked is not None and asked > room):

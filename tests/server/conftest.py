@@ -1,0 +1,66 @@
+"""A real HTTP server on a loopback port over the scripted engine, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import uvicorn
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.server.app import create_app
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.state import ServerState
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
+
+
+@dataclass(frozen=True)
+class Running:
+    """One server: its URL, engine, state, and a client."""
+
+    url: str
+    engine: ScriptedEngine
+    state: ServerState
+    http: httpx.Client
+
+    def post(self, path: str = "/v1/completions", **body) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+
+@contextlib.contextmanager
+def running(settings: ServerSettings | None = None, *, ready: bool = True) -> Iterator[Running]:
+    engine = ScriptedEngine(EngineConfig(target="models/scripted"))
+    engine.start()
+    app = create_app(engine, ByteTokenizer() if ready else None, settings or ServerSettings())
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    with httpx.Client(base_url=url, timeout=10) as http:
+        while not server.started:
+            time.sleep(0.005)
+        yield Running(url, engine, app.state.server, http)
+    server.should_exit = True
+    thread.join()
+    listener.close()
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with running() as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def start_server():
+    """The context manager that starts one more server, with settings of its own."""
+    return running

@@ -1,0 +1,222 @@
+"""Every way to ask wrongly gets one clear error in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from adaserve_jax.server.errors import CODES
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def check(response, status: int, code: str, param: str | None, text: str = "") -> None:
+    assert response.status_code == status, response.text
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (code, param), error
+    assert text in error["message"]
+    assert len(error["message"]) < 1100
+    assert CODES[code].startswith(f"{status}:")
+    assert response.headers["x-request-id"]
+
+
+@pytest.fixture(autouse=True)
+def goes_on(server):
+    """Whatever a test did, the next request is served and no room is lost."""
+    yield
+    assert server.post(prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+    assert server.state.slots.used == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param", "text"),
+    [
+        ({"model": "gpt-9"}, 404, "model_not_found", "model", "'gpt-9' is not served here; this server has 'scripted'"),
+        ({"prompt": ""}, 400, "empty_prompt", "prompt", "prompt must not be empty"),
+        ({"prompt": []}, 400, "empty_prompt", "prompt", "empty list"),
+        ({"prompt": ["a", ""]}, 400, "empty_prompt", "prompt", "prompt[1] must not be empty"),
+        ({"prompt": [[]]}, 400, "empty_prompt", "prompt", "prompt[0] must not be empty"),
+        ({"prompt": None}, 400, "invalid_value", "prompt", "prompt must be a valid string or"),
+        ({"prompt": 5}, 400, "invalid_value", "prompt", "got 5"),
+        ({"prompt": [1, "a"]}, 400, "invalid_value", "prompt", ""),
+        ({"prompt": [True]}, 400, "invalid_value", "prompt", ""),
+        ({"prompt": [1.5]}, 400, "invalid_value", "prompt", ""),
+        ({"prompt": [256]}, 400, "invalid_value", "prompt", "token ids from 0 to 255, got 256"),
+        ({"prompt": [5, -1]}, 400, "invalid_value", "prompt", "got -1"),
+        ({"prompt": [10**30]}, 400, "invalid_value", "prompt", "got 10000"),
+        ({"prompt": "x" * 512}, 400, "context_length_exceeded", "prompt", "holds 512 tokens, got a prompt of 512"),
+        ({"prompt": "x" * 100_000}, 400, "context_length_exceeded", "prompt", "got a prompt of 100000"),
+        ({"max_tokens": 509}, 400, "context_length_exceeded", "max_tokens", "prompt of 4 and max_tokens 509; lower"),
+        ({"max_tokens": 0}, 400, "invalid_value", "max_tokens", "got 0"),
+        ({"max_tokens": "5"}, 400, "invalid_value", "max_tokens", "valid integer, got '5'"),
+        ({"max_tokens": True}, 400, "invalid_value", "max_tokens", "got True"),
+        ({"max_tokens": 2**31}, 400, "invalid_value", "max_tokens", ""),
+        ({"n": 10**9}, 400, "invalid_value", "n", "from 1 to 64, got 1000000000"),
+        ({"n": 0}, 400, "invalid_value", "n", "got 0"),
+        ({"n": 64, "prompt": ["a"] * 3}, 400, "invalid_value", "n", "at most 128, got 3 times 64"),
+        ({"prompt": ["a"] * 200}, 400, "invalid_value", "n", "at most 128, got 200 times 1"),
+        ({"temperature": -1}, 400, "invalid_value", "temperature", "from 0 to 100, got -1"),
+        ({"temperature": "hot"}, 400, "invalid_value", "temperature", "got 'hot'"),
+        ({"top_p": 0}, 400, "invalid_value", "top_p", "(0, 1]"),
+        ({"top_k": -2}, 400, "invalid_value", "top_k", ""),
+        ({"min_p": 2}, 400, "invalid_value", "min_p", ""),
+        ({"seed": -1}, 400, "invalid_value", "seed", ""),
+        ({"seed": 2**64}, 400, "invalid_value", "seed", ""),
+        ({"stop": [""]}, 400, "invalid_value", "stop", "non-empty strings"),
+        ({"stop": ["x"] * 17}, 400, "invalid_value", "stop", "at most 16"),
+        ({"stop": 4}, 400, "invalid_value", "stop", ""),
+        ({"stop_token_ids": [-3]}, 400, "invalid_value", "stop_token_ids", ""),
+        ({"priority": 2**31}, 400, "invalid_value", "priority", ""),
+        ({"stream": "yes"}, 400, "invalid_value", "stream", ""),
+        ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options", "unless stream is true"),
+        ({"slo_tpot_ms": -1}, 400, "invalid_slo", "slo_tpot_ms", "a finite number above 0, got -1"),
+        ({"slo_tpot_ms": 0}, 400, "invalid_slo", "slo_tpot_ms", "got 0"),
+        ({"slo_tpot_ms": "fast"}, 400, "invalid_slo", "slo_tpot_ms", "got 'fast'"),
+        ({"slo_tpot_ms": True}, 400, "invalid_slo", "slo_tpot_ms", ""),
+        ({"slo_ttft_ms": -5}, 400, "invalid_slo", "slo_ttft_ms", ""),
+        ({"slo_relative": 0}, 400, "invalid_slo", "slo_relative", ""),
+        ({"slo_relative": 2, "slo_tpot_ms": 3}, 400, "invalid_slo", "slo_relative", "absent when slo_tpot_ms is given"),
+        ({"slo_class": "vip"}, 400, "invalid_slo", "slo_class", "batch, chat, default, interactive, got 'vip'"),
+        ({"service_tier": "vip"}, 400, "invalid_slo", "service_tier", ""),
+        ({"presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty", "only 0 is accepted"),
+        ({"frequency_penalty": -1}, 400, "unsupported_parameter", "frequency_penalty", ""),
+        ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", ""),
+        ({"min_tokens": 3}, 400, "unsupported_parameter", "min_tokens", ""),
+        ({"logit_bias": {"5": 1}}, 400, "unsupported_parameter", "logit_bias", ""),
+        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format", ""),
+        ({"logprobs": 0}, 400, "unsupported_parameter", "logprobs", ""),
+        ({"echo": True}, 400, "unsupported_parameter", "echo", ""),
+        ({"best_of": 2}, 400, "unsupported_parameter", "best_of", ""),
+        ({"suffix": "end"}, 400, "unsupported_parameter", "suffix", ""),
+    ],
+    ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_completions(server, fields, status, code, param, text):
+    check(server.post(**{"prompt": "good"} | fields), status, code, param, text)
+    streamed = server.post(**{"prompt": "good", "stream": True} | fields)
+    if "stream" not in fields and "stream_options" not in fields:
+        check(streamed, status, code, param, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "text"),
+    [
+        ({"messages": []}, "invalid_value", "messages", "at least 1 item"),
+        ({"messages": "hello"}, "invalid_value", "messages", "valid list"),
+        ({"messages": [{"role": "user"}]}, "missing_field", "messages", "messages.0.content must be given"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "invalid_value", "messages", "'system'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "invalid_value", "messages", ""),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+         "unsupported_content", "messages", "type 'image_url'"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "context_length_exceeded", "messages", ""),
+        ({"max_completion_tokens": 0}, "invalid_value", "max_completion_tokens", "max_completion_tokens must be"),
+        ({"max_completion_tokens": 505}, "context_length_exceeded", "max_completion_tokens", ""),
+        ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools", "not implemented"),
+        ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice", ""),
+        ({"logprobs": True}, "unsupported_parameter", "logprobs", ""),
+        ({"top_logprobs": 2}, "unsupported_parameter", "top_logprobs", ""),
+        ({"modalities": ["audio"]}, "unsupported_parameter", "modalities", ""),
+        ({"prompt": "x", "messages": None}, "invalid_value", "messages", ""),
+    ],
+)  # fmt: skip
+def test_bad_chats(server, fields, code, param, text):
+    check(server.post(CHAT, **{"messages": MESSAGES} | fields), 400, code, param, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b"", "invalid_json", None),
+        (b"{", "invalid_json", None),
+        (b'{"prompt": "x"', "invalid_json", None),
+        (b"\xff\xfe", "invalid_json", None),
+        (b"[]", "invalid_json", None),
+        (b'"text"', "invalid_json", None),
+        (b"null", "invalid_json", None),
+        (b"{}", "missing_field", "prompt"),
+        (b'{"prompt": "x", "slo_tpot_ms": NaN}', "invalid_slo", "slo_tpot_ms"),
+        (b'{"prompt": "x", "slo_tpot_ms": Infinity}', "invalid_slo", "slo_tpot_ms"),
+        (b'{"prompt": "x", "slo_ttft_ms": -Infinity}', "invalid_slo", "slo_ttft_ms"),
+        (b'{"prompt": "x", "slo_relative": 1e999}', "invalid_slo", "slo_relative"),
+        (b'{"prompt": "x", "temperature": NaN}', "invalid_value", "temperature"),
+        (b'{"prompt": "x", "top_p": NaN}', "invalid_value", "top_p"),
+        (b'{"prompt": "\\ud800"}', "invalid_text", "prompt"),
+        (b'{"prompt": ["x", "\\ud800"]}', "invalid_text", "prompt"),
+        (b'{"prompt": "x", "stop": "\\udfff"}', "invalid_text", "stop"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"}", "invalid_json", None),
+        (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", "invalid_json", None),
+    ],
+    ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else None,
+)
+def test_bad_bytes(server, body, code, param):
+    response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    check(response, 400, code, param)
+
+
+def test_an_error_may_quote_what_is_not_unicode(server):
+    body = b'{"prompt": "x", "model": "\\ud800"}'
+    response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    check(response, 404, "model_not_found", "model", "\\ud800")
+
+
+def test_a_body_that_is_not_declared_as_json(server):
+    response = server.http.post(COMPLETIONS, data={"prompt": "x"})
+    check(response, 400, "invalid_json", None, "content-type application/json")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+    ],
+)
+def test_wrong_routes(server, method, path, status, code):
+    check(server.http.request(method, path), status, code, "model" if code == "model_not_found" else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("/tokenize", {}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": 3}, "invalid_value", "prompt"),
+        ("/detokenize", {"tokens": [999]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": "x"}, "invalid_value", "tokens"),
+        ("/detokenize", {}, "missing_field", "tokens"),
+    ],
+)
+def test_bad_tokens(server, path, body, code, param):
+    check(server.post(path, **body), 400, code, param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "status", "code", "param"),
+    [
+        ("refuse this", 400, "invalid_value", "prompt"),
+        ("full queue", 429, "queue_full", None),
+        ("bug here", 500, "internal_error", None),
+    ],
+)
+def test_what_the_engine_refuses(server, prompt, status, code, param, stream):
+    response = server.post(prompt=prompt, stream=stream)
+    check(response, status, code, param)
+    assert ("retry-after" in response.headers) == (status == 429)
+    assert "ZeroDivision" not in response.text
+    several = server.post(prompt=["slow but good", prompt], max_tokens=400, stream=stream)
+    check(several, status, code, param)
+
+
+def test_an_engine_error_ends_one_request(server):
+    check(server.post(prompt="fail now"), 500, "engine_error", None, "the scripted failure")
+    check(server.post(prompt=["slow one", "fail now"], max_tokens=400), 500, "engine_error", None)
+    raw = server.post(prompt="fail now", stream=True).text.split("\n\n")
+    assert raw[-2] == "data: [DONE]"
+    assert json.loads(raw[-3].removeprefix("data: "))["error"]["code"] == "engine_error"

@@ -1,0 +1,213 @@
+"""Completions and chat through the real openai client and plain HTTP: texts, choices, streams, metrics, concurrency."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+TEXT = "naïve 漢字 🙂 text; "
+
+
+def repeated(prompt: str, tokens: int) -> str:
+    """What the scripted engine answers: the prompt's bytes over and over; a cut character becomes U+FFFD."""
+    data = prompt.encode()
+    return bytes(data[i % len(data)] for i in range(tokens)).decode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def sse(server, path="/v1/completions", **body) -> list[dict]:
+    """The decoded events of a stream; checks their framing and the end."""
+    with server.http.stream("POST", path, json=body | {"stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        raw = response.read().decode()
+    events = raw.split("\n\n")
+    assert events[-1] == "" and events[-2] == "data: [DONE]"
+    assert all(event.startswith("data: ") for event in events[:-1])
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+def test_a_completion_through_the_openai_client(client):
+    made = client.completions.create(model="scripted", prompt=TEXT, max_tokens=40, seed=3)
+    assert made.object == "text_completion" and made.id.startswith("cmpl-") and made.model == "scripted"
+    assert made.choices[0].text == repeated(TEXT, 40)
+    assert made.choices[0].finish_reason == "length"
+    prompt_tokens = len(TEXT.encode())
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (prompt_tokens, 40)
+    assert made.usage.total_tokens == prompt_tokens + 40
+
+
+def test_a_streamed_completion_through_the_openai_client_keeps_characters_whole(client):
+    parts = list(client.completions.create(model="scripted", prompt=TEXT, max_tokens=60, stream=True))
+    assert len(parts) > 5
+    texts = [part.choices[0].text for part in parts]
+    assert "".join(texts) == repeated(TEXT, 60)
+    assert not any("�" in text for text in texts[:-1])
+    assert [part.choices[0].finish_reason for part in parts][:-1] == [None] * (len(parts) - 1)
+    assert parts[-1].choices[0].finish_reason == "length"
+    assert len({part.id for part in parts}) == 1
+
+
+def test_a_chat_through_the_openai_client(client, server):
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "ü"}]},
+    ]
+    made = client.chat.completions.create(model="scripted", messages=messages, max_completion_tokens=12)
+    prompt = "system: be kind\nuser: ü\nassistant:"
+    assert made.choices[0].message.content == repeated(prompt, 12)
+    assert made.choices[0].message.role == "assistant"
+    parts = list(client.chat.completions.create(
+        model="scripted", messages=messages, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    ))  # fmt: skip
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == repeated(prompt, 12)
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 12
+    assert all(part.usage is None for part in parts[:-1])
+
+
+def test_the_default_limits(server):
+    assert server.post(prompt="abc").json()["usage"]["completion_tokens"] == 16
+    assert server.post(prompt=[1] * 505).json()["usage"]["completion_tokens"] == 7
+    chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 400}])
+    prompt_tokens = len("user: \nassistant:") + 400
+    assert chat.json()["usage"] == {
+        "prompt_tokens": prompt_tokens, "completion_tokens": 512 - prompt_tokens, "total_tokens": 512
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_and_choices_are_kept_apart(server, stream):
+    prompts = ["one ", "zwei ", "trois "]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 13, "stream": stream}
+    texts = dict.fromkeys(range(6), "")
+    if stream:
+        for event in sse(server, **body):
+            for choice in event["choices"]:
+                texts[choice["index"]] += choice["text"]
+    else:
+        answer = server.post(**body).json()
+        texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
+        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
+        assert answer["usage"]["completion_tokens"] == 6 * 13
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert texts == {2 * p + c: repeated(prompt, 13) for p, prompt in enumerate(prompts) for c in range(2)}
+
+
+@pytest.mark.parametrize(
+    "prompt", ["ab", ["ab"], [97, 98], [[97, 98]]], ids=["text", "texts", "token ids", "lists of token ids"]
+)
+def test_every_form_of_prompt(server, prompt):
+    assert server.post(prompt=prompt, max_tokens=5).json()["choices"][0]["text"] == "ababa"
+
+
+def test_a_long_prompt_is_tokenised_too(server):
+    answer = server.post("/tokenize", prompt="ä" * 9000)
+    assert answer.json()["count"] == 18000
+
+
+def test_sampling_fields_reach_the_engine(server):
+    fields = {"temperature": 0.5, "top_p": 0.9, "min_p": 0.1, "seed": 2**64 - 1, "stop": "END", "n": 2}
+    server.post(
+        prompt="to the engine", max_tokens=3, top_k=-1, stop_token_ids=[7], ignore_eos=True, priority=-4, **fields
+    )
+    request = server.engine.submitted[-1]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.5, 0.9, 0.1)
+    assert (sampling.seed, sampling.n, sampling.top_k, sampling.max_tokens) == (2**64 - 1, 2, 0, 3)
+    assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (("END",), (7,), True)
+    assert request.priority == -4
+    server.post(prompt="nulls are defaults", temperature=None, top_p=None, n=None, stop=None, seed=None, stream=None)
+    assert server.engine.submitted[-1].sampling == type(sampling)()
+
+
+def test_neutral_values_of_unimplemented_fields_are_accepted(server):
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
+    assert server.post(prompt="x", echo=False, best_of=1, suffix=None, logprobs=None, **neutral).status_code == 200
+    neutral |= {"logprobs": False, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=2, **neutral)
+    assert chat.status_code == 200 and "x-adaserve-warning" not in chat.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_metrics_object(server, stream):
+    body = {"prompt": "measure", "max_tokens": 10, "slo_tpot_ms": 1000, "slo_ttft_ms": 5000}
+    if stream:
+        events = sse(server, **body)
+        assert all("metrics" not in event for event in events[:-1])
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        metrics = events[-1]["metrics"]
+    else:
+        metrics = server.post(**body).json()["metrics"]
+    assert set(metrics) == {"time_to_first_token_ms", "queue_time_ms", "tokens_per_second", "speculative", "slo"}
+    assert metrics["speculative"] == {"verify_steps": 4, "accepted_tokens": 6, "mean_accepted": 1.5}
+    assert metrics["queue_time_ms"] == pytest.approx(1.0)
+    assert metrics["time_to_first_token_ms"] >= 0 and metrics["tokens_per_second"] > 0
+    slo = metrics["slo"]
+    assert (slo["tpot_target_ms"], slo["ttft_target_ms"], slo["met"]) == (1000.0, 5000.0, True)
+    assert 0 < slo["tpot_ms"] < 1000
+
+
+def test_usage_comes_last_and_carries_the_metrics(server):
+    events = sse(server, prompt="x", n=2, max_tokens=5, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 10
+    assert "metrics" in events[-1]
+    assert all(event["usage"] is None and "metrics" not in event for event in events[:-1])
+    assert all("usage" not in event for event in sse(server, prompt="x", max_tokens=5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "tpot_ms", "ttft_ms", "slo_class"),
+    [
+        ({}, None, None, "default"),
+        ({"slo_tpot_ms": 25}, 25.0, None, "default"),
+        ({"slo_tpot_ms": 1e-6, "slo_ttft_ms": 1e9}, 0.1, 600_000.0, "default"),
+        ({"slo_tpot_ms": 1e300}, 60_000.0, None, "default"),
+        ({"slo_relative": 1.5}, 15.0, None, "default"),
+        ({"slo_relative": 1e-6}, 0.1, None, "default"),
+        ({"slo_class": "interactive"}, 50.0, None, "interactive"),
+        ({"slo_class": "chat", "slo_tpot_ms": 70}, 70.0, None, "chat"),
+        ({"slo_class": "chat", "slo_relative": 3}, 30.0, None, "chat"),
+        ({"service_tier": "priority"}, 50.0, None, "interactive"),
+        ({"service_tier": "flex", "slo_ttft_ms": 9}, None, 9.0, "batch"),
+        ({"service_tier": "auto"}, None, None, "default"),
+    ],
+)
+def test_targets_are_clamped_classed_and_told(server, fields, tpot_ms, ttft_ms, slo_class):
+    slo = server.post(prompt="x", max_tokens=4, **fields).json()["metrics"]["slo"]
+    expected = [None if value is None else pytest.approx(value) for value in (tpot_ms, ttft_ms)]
+    assert [slo["tpot_target_ms"], slo["ttft_target_ms"]] == expected
+    assert (slo["met"] is None) == (tpot_ms is None and ttft_ms is None)
+    assert server.engine.submitted[-1].slo_class == slo_class
+
+
+def test_unknown_fields_are_ignored_and_named(server):
+    body = json.dumps({"prompt": "x", "colour": 1, "zoom\n€": 2, "a" * 999: 3})
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200
+    assert answer.headers["x-adaserve-warning"] == f"ignored unknown fields: {'a' * 40}, colour, zoom??"
+    many = server.post(prompt="x", **{f"f{i:03}": i for i in range(100)}).headers["x-adaserve-warning"]
+    assert many.endswith("f015 and 84 more")
+    streamed = server.post(prompt="x", stream=True, colour=1)
+    assert streamed.headers["x-adaserve-warning"] == "ignored unknown fields: colour"
+
+
+def test_32_concurrent_streams_lose_and_mix_nothing(server):
+    def one(i: int) -> tuple[str, dict]:
+        events = sse(server, prompt=f"{TEXT}{i} ", max_tokens=90 + i, slo_tpot_ms=20 + 10 * (i % 3))
+        return "".join(c["text"] for e in events for c in e["choices"]), events[-1]["metrics"]
+
+    with ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(one, range(32)))
+    for i, (text, metrics) in enumerate(results):
+        assert text == repeated(f"{TEXT}{i} ", 90 + i)
+        assert metrics["slo"]["tpot_target_ms"] == pytest.approx(20 + 10 * (i % 3))
+    assert server.state.slots.used == 0 and not server.state.in_flight

@@ -1,0 +1,97 @@
+"""The Prometheus exposition: names, what is counted, and that it parses."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineStats
+from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.server.metrics import ServerMetrics
+from adaserve_jax.types import SLO, RequestMetrics, StepStats
+from tests.server.scripted import ScriptedEngine
+
+
+def samples(metrics: ServerMetrics) -> dict[tuple, float]:
+    families = text_string_to_metric_families(metrics.text().decode())
+    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def test_the_totals_of_the_engine_are_read_at_each_scrape():
+    engine = ScriptedEngine(EngineConfig())
+    stats = StepStats(
+        steps=9, running=2, waiting=3, pages_used=4, pages_total=16, prompt_tokens=100, generation_tokens=50,
+        preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
+        finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
+    )  # fmt: skip
+    engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, draft_resident=True, step_age_s=0.5)
+    found = samples(ServerMetrics(engine))
+    expected = {
+        ("adaserve_requests_running",): 2,
+        ("adaserve_requests_waiting",): 3,
+        ("adaserve_kv_cache_usage_ratio",): 0.25,
+        ("adaserve_kv_pages", ("slab", "base"), ("state", "used")): 4,
+        ("adaserve_kv_pages", ("slab", "base"), ("state", "free")): 12,
+        ("adaserve_prompt_tokens_total",): 100,
+        ("adaserve_generation_tokens_total",): 50,
+        ("adaserve_preemptions_total",): 1,
+        ("adaserve_spec_drafts_total",): 7,
+        ("adaserve_spec_draft_tokens_total",): 40,
+        ("adaserve_spec_accepted_tokens_total",): 30,
+        ("adaserve_spec_accepted_tokens_per_position_total", ("position", "2")): 10,
+        ("adaserve_requests_finished_total", ("reason", "length")): 6,
+        ("adaserve_step_seconds_total", ("phase", "verify")): 1.5,
+        ("adaserve_step_seconds_total", ("phase", "wait")): 1.25,
+        ("adaserve_compiles_after_ready_total",): 0,
+        ("adaserve_draft_resident",): 1,
+        ("adaserve_step_age_seconds",): 0.5,
+    }
+    assert {key: found[key] for key in expected} == expected
+    stats.running = 8
+    assert samples(ServerMetrics(engine))[("adaserve_requests_running",)] == 8
+
+
+def test_requests_are_observed_as_they_end():
+    engine = ScriptedEngine(EngineConfig())
+    metrics = ServerMetrics(engine)
+    done = RequestMetrics(
+        arrival_s=1.0, first_scheduled_s=1.5, first_token_s=2.0, last_token_s=3.0, output_tokens=11,
+        tpot_slo_s=0.2, ttft_slo_s=0.5, slo_class="chat",
+    )  # fmt: skip
+    metrics.observe_end(done)
+    metrics.observe_tokens(0.03, 4)
+    metrics.observe_rejected(SLO(relative=2, ttft_ms=1), "chat", 3)
+    found = samples(metrics)
+
+    def slo(kind: str, outcome: str) -> float:
+        return found[("adaserve_slo_requests_total", ("class", "chat"), ("metric", kind), ("outcome", outcome))]
+
+    assert (slo("tpot", "met"), slo("ttft", "missed")) == (1, 1)
+    assert (slo("tpot", "rejected"), slo("ttft", "rejected")) == (3, 3)
+    sums = {"queue": 0.5, "time_to_first_token": 1.0, "prefill": 0.5, "decode": 1.0, "e2e": 2.0}
+    for name, value in sums.items():
+        assert found[(f"adaserve_{name}_seconds_sum",)] == pytest.approx(value)
+    assert found[("adaserve_tpot_over_target_sum",)] == pytest.approx(0.5)
+    assert found[("adaserve_tpot_over_target_bucket", ("le", "1.0"))] == 1
+    assert found[("adaserve_inter_token_latency_seconds_count",)] == 4
+    assert found[("adaserve_inter_token_latency_seconds_sum",)] == pytest.approx(0.03)
+
+
+def test_without_an_engine_there_are_still_metrics():
+    engine = ScriptedEngine(EngineConfig())
+
+    def dead() -> EngineStats:
+        raise EngineDeadError("not started")
+
+    engine.stats = dead
+    assert ("adaserve_e2e_seconds_count",) in samples(ServerMetrics(engine))
+
+
+def test_the_route_serves_what_requests_did(server):
+    before = server.http.get("/metrics")
+    assert before.headers["content-type"].startswith("text/plain; version=")
+    server.post(prompt="count me", max_tokens=7, slo_class="chat", user="secret-user")
+    text = server.http.get("/metrics").text
+    assert 'adaserve_slo_requests_total{class="chat",metric="tpot",outcome="met"}' in text
+    assert "secret-user" not in text and "count me" not in text
