@@ -34,9 +34,10 @@ def limits_for(requests: int) -> Limits:
 
 def simulated_costs(limits: Limits) -> CostSamples:
     rows = sorted({1, 4, 16, limits.max_requests})
-    verify = {(edge, r): 0.016 * (1 + max(0, edge - 3 * limits.max_requests) / 96) for edge in limits.token_edges for r in rows}
-    levels = {(r, width): 0.001 + 2e-5 * r * width for r in rows for width in (1, 2, 4)}
-    return CostSamples(verify, {size: 0.002 + 2e-5 * size for size in (16, 64, 256, 512)}, levels)
+    knee = 3 * limits.max_requests
+    verify = {(edge, r): 0.016 * (1 + max(0, edge - knee) / 96) for edge in limits.token_edges for r in rows}
+    levels = {(r, width): 0.0005 + 2e-6 * r * width for r in rows for width in (1, 2, 4)}
+    return CostSamples(verify, {size: 0.001 + 2e-6 * size for size in (16, 64, 256, 512)}, levels)
 
 
 def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:

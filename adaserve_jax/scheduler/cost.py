@@ -41,6 +41,8 @@ class CostTable:
         """Seconds of one token of one request, without speculation, as measured at warm-up."""
         self._catchup_tokens = sorted(samples.catchup_s)
         self._catchup_s = [samples.catchup_s[tokens] for tokens in self._catchup_tokens]
+        self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
+        """Widths that were timed; a width between them costs what the next wider one costs."""
         self._level_rows = sorted({rows for rows, _ in samples.draft_level_s})
         self._level_s = _level_grid(samples, self._level_rows, max(limits.max_width, 1))
         self._refresh()
@@ -83,7 +85,7 @@ class CostTable:
         if plan.draft is not None and outcome.draft_s > 0:
             width = max(plan.draft.width, 1)
             predicted = self.catchup_s(int(plan.draft.catchup_counts.sum()))
-            predicted += plan.draft.depth * float(self.level_s(plan.num_decode)[width - 1])
+            predicted += plan.draft.depth * float(self.level_s(plan.num_rows)[width - 1])
             if predicted > 0:
                 ratio = min(max(outcome.draft_s / predicted, 1 / OUTLIER), OUTLIER)
                 self._draft_drift *= 1 + ENTRY_RATE * (ratio - 1)
@@ -123,7 +125,7 @@ def _verify_grid(samples: CostSamples, edges: tuple[int, ...], row_buckets: list
 
 
 def _level_grid(samples: CostSamples, row_buckets: list[int], max_width: int) -> np.ndarray:
-    """f64[row buckets, max_width]; a width that was not timed costs what the next wider one costs."""
+    """f64[row buckets, max_width], from the next wider width that was timed."""
     grid = np.zeros((len(row_buckets), max_width))
     for index, rows in enumerate(row_buckets):
         timed = {width: seconds for (r, width), seconds in samples.draft_level_s.items() if r == rows}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.scheduler.selection import nodes_needed
 from adaserve_jax.scheduler.slo import HORIZON_TOKENS
 
 
@@ -70,11 +71,8 @@ def choose_budget(objective: Objective, path_prob: np.ndarray, question: BudgetQ
     if len(budget) == 1:
         return int(budget[0]), need[0]
 
-    reached = np.cumsum(path_prob, axis=1)
-    before = reached - path_prob
-    wanted = (before < (need - 1.0)[:, :, None]).sum(axis=2)
-    cost = np.where(reached[:, -1] >= need - 1.0, wanted, q.max_budget + 1)
-    cost[:, np.isinf(q.need_rate)] = q.max_budget + 1
+    wanted, met = nodes_needed(path_prob, need)
+    cost = np.where(met & np.isfinite(q.need_rate), wanted, q.max_budget + 1)
     cost.sort(axis=1)
     on_pace = (np.cumsum(cost, axis=1) <= (budget - rows)[:, None]).sum(axis=1)
 

@@ -107,8 +107,8 @@ class Planner:
     def _plan_draft(
         self, decision: Decision, rows: list[RequestState], load: Load, chunks: list[int]
     ) -> DraftPlan | None:
-        """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows, with
-        half of what is left when prompts wait too; then the prefill chunks."""
+        """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
+        with half of what is left when prompts wait too; then the prefill chunks."""
         num_decode = len(rows) - len(chunks)
         counts = np.zeros(len(rows), np.int64)
         speculates = np.zeros(num_decode, bool)

@@ -57,7 +57,7 @@ def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
         fine = is_root_child & (log_f == log_f) | (log_f <= above)
         if fine.all():
             return log_f
-        bounded = np.where(is_root_child, log_f, np.fmin(log_f, above))
+        bounded = np.where(is_root_child, log_f, np.minimum(log_f, above))
         log_f = np.where(np.isnan(bounded), -np.inf, bounded).astype(np.float32)
 
 
@@ -87,14 +87,16 @@ def slo_phase(
 
 
 def nodes_needed(path_prob: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """i64[R], candidates until the expected tokens, 1 for the root included, reach `need`; bool[R], whether they do."""
-    reached = np.cumsum(path_prob, axis=1)
-    reached += 1.0
-    before = reached - path_prob
-    before[:, 1:] = reached[:, :-1]
-    wanted = np.count_nonzero((before < need[:, None]) & (path_prob > 0), axis=1)
-    total = reached[:, -1] if path_prob.shape[1] else 1.0
-    return wanted, total >= need
+    """Candidates until the expected tokens, 1 for the root included, reach `need`, and whether they do.
+
+    path_prob: f64[R, C], as in slo_phase; need: f64[..., R]. Returns i64[..., R] and bool[..., R].
+    """
+    rows, columns = path_prob.shape
+    reached = np.ones((rows, columns + 1))
+    np.cumsum(path_prob, axis=1, out=reached[:, 1:])
+    reached[:, 1:] += 1.0
+    wanted = np.count_nonzero((reached[:, :-1] < need[..., None]) & (path_prob > 0), axis=-1)
+    return wanted, reached[:, -1] >= need
 
 
 def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:

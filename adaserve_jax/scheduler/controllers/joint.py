@@ -37,9 +37,8 @@ class Shapes:
     mask: np.ndarray
 
     @classmethod
-    def of(cls, limits: Limits) -> Shapes:
-        widths = sorted({1, 2, limits.max_width // 2, limits.max_width} - {0})
-        widths = [width for width in widths if width <= limits.max_width]
+    def of(cls, limits: Limits, widths: tuple[int, ...]) -> Shapes:
+        widths = tuple(width for width in widths if width <= limits.max_width)
         pairs = [(0, 0)] + [(depth, width) for depth in range(1, limits.max_depth + 1) for width in widths]
         depth = np.array([pair[0] for pair in pairs])
         width = np.array([pair[1] for pair in pairs])
@@ -57,7 +56,7 @@ class JointController:
         self._cost = cost
         self._acceptance = acceptance
         self._objective = objective
-        self._shapes = Shapes.of(limits)
+        self._shapes = Shapes.of(limits, cost.draft_widths)
         self._edges = np.array(limits.token_edges)
 
     def decide(self, load: Load) -> Decision:
@@ -99,9 +98,10 @@ class JointController:
         low, high = np.searchsorted(self._edges, [least, max(tree, rows) + load.prefill_tokens])
         high = min(int(high), len(self._edges) - 1)
         edges = self._edges[low : high + 1]
-        verify_s = self._cost.verify_s(rows + load.num_prefill)[low : high + 1]
+        all_rows = rows + load.num_prefill
+        verify_s = self._cost.verify_s(all_rows)[low : high + 1]
         depth, width = self._shapes.depth[:options], self._shapes.width[:options]
-        draft_s = depth * self._cost.level_s(rows)[np.maximum(width, 1) - 1]
+        draft_s = depth * self._cost.level_s(all_rows)[np.maximum(width, 1) - 1]
         draft_s = draft_s + np.where(depth > 0, self._catchup_s(load, int(edges[-1])), 0.0)
         return edges, draft_s[:, None] + verify_s[None, :] + self._cost.overhead_s
 

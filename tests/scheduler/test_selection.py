@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adaserve_jax.errors import BudgetError
+from adaserve_jax.scheduler import selection
+from adaserve_jax.types import CandidateTrees
+from tests.oracles import selection as oracle
+
+PROBABILITIES = (1.0, 0.9, 0.75, 0.5, 0.4, 0.25, 0.1)  # repeated values make ties
+ORDERS = ("cheapest-first", "slowest-first", "fastest-first")
+
+
+def trees_of(requests, root_token, need, budget, **kwargs):
+    """Selection over oracle-style candidate sets; returns the packed trees."""
+    columns = max((len(nodes) for nodes in requests), default=0)
+    shape = (len(requests), columns)
+    depth = np.ones(columns, np.int32)
+    parent, log_f = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    for row, nodes in enumerate(requests):
+        for column, (f, level, above) in enumerate(nodes):
+            depth[column], parent[row, column] = level, above
+            log_f[row, column] = np.log(f) if f > 0 else -np.inf
+    token = np.arange(columns * len(requests), dtype=np.int32).reshape(shape)
+    candidates = CandidateTrees(token, parent, log_f, depth)
+    ranked = selection.rank(candidates)
+    trees = selection.select_slo(candidates, root_token, ranked, np.array(need), budget=budget, **kwargs)
+    for node in np.flatnonzero(trees.candidate >= 0):
+        row, column = trees.row[node], trees.candidate[node]
+        assert trees.token[node] == token[row, column]
+        above = trees.parent[node]
+        assert trees.candidate[above] == parent[row, column]
+        assert trees.path_prob[node] == pytest.approx(requests[row][column][0], rel=1e-6)
+    assert oracle.is_connected(trees)
+    return trees
+
+
+def chosen_sets(trees, rows):
+    return [set(trees.candidate[(trees.row == row) & (trees.candidate >= 0)].tolist()) for row in range(rows)]
+
+
+@st.composite
+def candidate_sets(draw, max_requests=4, max_levels=3, max_width=2):
+    """Requests over one (depth, width) grid, beam order, f the product along the path; some nodes absent."""
+    levels, width = draw(st.integers(1, max_levels)), draw(st.integers(1, max_width))
+    requests = []
+    for _ in range(draw(st.integers(1, max_requests))):
+        nodes = []
+        for level in range(1, levels + 1):
+            for _ in range(width):
+                above = -1 if level == 1 else (level - 2) * width + draw(st.integers(0, width - 1))
+                f = (1.0 if above < 0 else nodes[above][0]) * draw(st.sampled_from((*PROBABILITIES, 0.0)))
+                nodes.append((f, level, above))
+        requests.append(nodes)
+    need = [draw(st.sampled_from((-1.0, 0.3, 1.0, 1.45, 1.83, 2.62, 4.0))) for _ in requests]
+    spare = draw(st.integers(0, 8))
+    return requests, need, len(requests) + spare
+
+
+@settings(max_examples=120, deadline=None)
+@given(candidate_sets(), st.sampled_from(ORDERS), st.sampled_from((0, 1, 2)))
+def test_equals_algorithm_2_written_as_loops(case, order, n_max):
+    requests, need, budget = case
+    rows = len(requests)
+    trees = trees_of(requests, np.arange(rows), need, budget, order=order, max_slo_nodes=n_max)
+
+    def nodes_to_need(i):
+        ranked = sorted((node[0] for node in requests[i]), reverse=True)
+        reached, nodes = 1.0, 0
+        while reached < need[i] and nodes < len(ranked) and ranked[nodes] > 0:
+            reached += ranked[nodes]
+            nodes += 1
+        capped = min(nodes, n_max) if n_max else nodes
+        return (reached < need[i], capped)
+
+    sort_key = {"cheapest-first": nodes_to_need, "slowest-first": lambda i: -need[i], "fastest-first": need.__getitem__}
+    expected = oracle.algorithm_2(requests, need, budget, n_max, sorted(range(rows), key=sort_key[order]))
+    assert chosen_sets(trees, rows) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(candidate_sets(max_requests=2, max_levels=3), st.sampled_from(ORDERS))
+def test_is_optimal_whenever_all_needs_can_be_met(case, order):
+    requests, need, budget = case
+    optimum = oracle.algorithm_1(requests, need, budget)
+    trees = trees_of(requests, np.arange(len(requests)), need, budget, order=order)
+    assert trees.num_nodes <= budget
+    if optimum is not None:
+        reached = np.bincount(trees.row, trees.path_prob)
+        assert reached.sum() == pytest.approx(optimum, rel=1e-5)
+        assert (reached >= np.array(need) - 1e-6).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(candidate_sets(max_requests=3, max_levels=2))
+def test_cheapest_first_meets_as_many_needs_as_possible(case):
+    requests, need, budget = case
+    trees = trees_of(requests, np.arange(len(requests)), need, budget, order="cheapest-first")
+    reached = np.bincount(trees.row, trees.path_prob)
+    assert (reached >= np.array(need) - 1e-6).sum() == oracle.most_met(requests, need, budget)
+
+
+def test_figure_5():
+    """Read as A = 1.6 and 1.8, B = 8: two roots, 1 + 2 nodes for the targets, 3 for throughput."""
+    first = [(0.7, 1, -1), (0.2, 1, -1), (0.3, 2, 0), (0.15, 2, 0), (0.25, 3, 2), (0.05, 3, 2)]
+    second = [(0.5, 1, -1), (0.4, 1, -1), (0.35, 2, 0), (0.1, 2, 1), (0.08, 3, 2), (0.02, 3, 2)]
+    requests, need = [first, second], [1.6, 1.8]
+    taken = selection.slo_phase(np.sort([[f for f, *_ in r] for r in requests])[:, ::-1], np.array(need), budget=8)
+    assert taken.tolist() == [1, 2]
+    trees = trees_of(requests, np.array([7, 8]), need, 8)
+    assert trees.num_nodes == 8
+    assert chosen_sets(trees, 2) == [{0, 2, 4}, {0, 1, 2}]
+    assert trees.token[trees.candidate < 0].tolist() == [7, 8]
+
+
+def test_budget_of_one_root_each_takes_nothing_else():
+    trees = trees_of([[(0.9, 1, -1)], [(0.8, 1, -1)]], np.array([3, 4]), [2.0, 2.0], 2)
+    assert trees.candidate.tolist() == [-1, -1]
+    assert trees.path_prob.tolist() == [1.0, 1.0]
+
+
+def test_budget_below_one_root_each_is_refused():
+    with pytest.raises(BudgetError, match="at least 2 tokens, one root per request, got 1"):
+        trees_of([[(0.9, 1, -1)], [(0.8, 1, -1)]], np.array([3, 4]), [2.0, 2.0], 1)
+
+
+def test_no_requests():
+    trees = trees_of([], np.zeros(0, np.int32), [], 0)
+    assert trees.num_nodes == 0
+
+
+def test_no_candidates():
+    trees = trees_of([[], []], np.array([3, 4]), [2.0, 2.0], 9)
+    assert (trees.row.tolist(), trees.token.tolist(), trees.parent.tolist()) == ([0, 1], [3, 4], [-1, -1])
+    absent = trees_of([[(0.0, 1, -1)], [(0.5, 1, -1)]], np.array([3, 4]), [2.0, 2.0], 9)
+    assert chosen_sets(absent, 2) == [set(), {0}]
+
+
+def test_need_of_one_or_less_takes_the_root_only():
+    path_prob = np.array([[0.9, 0.5], [0.9, 0.5], [0.9, 0.5]])
+    assert selection.slo_phase(path_prob, np.array([1.0, 0.2, -3.0]), budget=20).tolist() == [0, 0, 0]
+
+
+def test_certain_chain_keeps_parents_before_children():
+    chain = [(1.0, level + 1, level - 1) for level in range(5)]
+    trees = trees_of([chain, chain], np.array([1, 2]), [3.0, 1.0], 7)
+    assert chosen_sets(trees, 2) == [{0, 1, 2}, {0, 1}]
+    assert trees.parent.tolist() == [-1, 0, 1, 2, -1, 4, 5]
+
+
+def test_child_likelier_than_its_parent_never_comes_alone():
+    parent = np.array([[-1, -1, 0, 1]], np.int32)
+    log_f = np.array([[-np.inf, -1.0, -0.1, np.nan]], np.float32)
+    closed = selection.close_over_parents(log_f, parent)
+    assert closed.tolist() == [[-np.inf, -1.0, -np.inf, -np.inf]]
+    unlikely_parent = selection.close_over_parents(np.array([[-3.0, -1.0, -0.1, -2.0]], np.float32), parent)
+    assert unlikely_parent.tolist() == [[-3.0, -1.0, -3.0, -2.0]]
+
+
+def test_equal_share_fills_level_by_level():
+    chain = np.log(np.array([[0.9, 0.8, 0.7], [0.5, 0.3, 0.0], [0.2, 0.1, 0.05]]) + 1e-300).astype(np.float32)
+    chain[1, 2] = -np.inf
+    parent = np.broadcast_to(np.array([-1, 0, 1], np.int32), (3, 3))
+    candidates = CandidateTrees(np.zeros((3, 3), np.int32), parent, chain, np.array([1, 2, 3], np.int32))
+    ranked = selection.rank(candidates)
+    counts = [selection.equal_share(ranked, left).sum(axis=1).tolist() for left in (-1, 0, 2, 5, 7, 99)]
+    assert counts == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [2, 2, 1], [3, 2, 2], [3, 2, 3]]
+
+
+def test_nodes_of_vanishing_probability_stay_connected():
+    chain = [(1e-30, 1, -1), (1e-60, 2, 0), (1e-90, 3, 1)]
+    trees = trees_of([chain], np.array([0]), [1.0], 4)
+    assert chosen_sets(trees, 1) == [{0, 1, 2}]
