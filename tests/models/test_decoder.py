@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,20 @@ def test_attend_gets_rotated_queries_and_keys_and_plain_values() -> None:
         assert np.abs(rotated[..., 0] - rotated[..., 1]).max() > 0.1
         lengths = np.linalg.norm(rotated, axis=1)
         np.testing.assert_allclose(lengths[:, 0], lengths[:, 2], rtol=1e-5)
+
+
+def test_products_keep_tokens_last_whatever_their_neighbours_do() -> None:
+    """A transpose folded into a product makes it many times slower on a CPU: see decoder._as_laid_out."""
+    config = ModelConfig(512, 128, 256, 2, 4, 2, 32, 1e4, 1e-5, True, 128)
+
+    def token_major(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = [x.reshape(-1, 4).T for x in (q, jnp.concatenate([k, k]), jnp.concatenate([v, v]))]
+        return jax.nn.softmax(rows[0] * rows[1] + rows[2], axis=-1).T.reshape(q.shape)
+
+    def run(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        return jax.nn.softmax(logits(params, config, decode(params, config, tokens, tokens, token_major)), axis=-1)
+
+    program = jax.jit(run).lower(init_params(config, seed=0), np.arange(4, dtype=np.int32)).compile().as_text()
+    products = re.findall(r"= (f32\[\S+) dot\(", program)
+    assert len(products) == 4 * config.num_layers + 1
+    assert all(re.fullmatch(r"f32\[\d+,4\]\{1,0\}", product) for product in products), products
