@@ -147,6 +147,7 @@ def test_bad_chats(server, fields, code, param, text):
         (b'{"prompt": "\\ud800"}', "invalid_text", "prompt"),
         (b'{"prompt": ["x", "\\ud800"]}', "invalid_text", "prompt"),
         (b'{"prompt": "x", "stop": "\\udfff"}', "invalid_text", "stop"),
+        (b'{"prompt": "x", "\\ud800": 1}', "invalid_json", None),
         (b'{"prompt": ' + b"[" * 100_000 + b"}", "invalid_json", None),
         (b'{"prompt": "x", "n": ' + b"9" * 5000 + b"}", "invalid_json", None),
     ],

@@ -1,0 +1,119 @@
+"""docs/http.md and the OpenAPI document are complete: no route, field, header, code, setting or metric is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.server import errors, protocol, responses
+from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
+
+TEXT = (Path(__file__).resolve().parent.parent.parent / "docs" / "http.md").read_text()
+NAMED = set(re.findall(r"`([^`\s]+)`", TEXT)) | set(re.findall(r'"(\w+)"', TEXT))
+METHODS = ("get", "post", "put", "delete", "patch")
+
+
+def models() -> Iterator[type[BaseModel]]:
+    for module in (protocol, responses):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__:
+                yield value
+
+
+@pytest.mark.parametrize("model", list(models()), ids=lambda model: model.__name__)
+def test_every_field_is_documented(model):
+    ignored = {"Health": {"status", "detail"}, "Version": {"version", "engine"}, "ModelList": {"data"},
+               "ModelCard": {"owned_by"}}.get(model.__name__, set())  # fmt: skip
+    assert set(model.model_fields) - ignored <= NAMED
+
+
+def test_every_metric_is_documented_and_no_other(server):
+    server.post(prompt="x", slo_tpot_ms=5)
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    exposed = {name for name in exposed if not name.endswith("_created")}  # each counter's start, by the library
+    assert exposed == {name for name in NAMED if name.startswith("adaserve_")}
+
+
+def test_every_code_and_setting_is_documented_in_its_words():
+    for code, meaning in errors.CODES.items():
+        assert f"| `{code}` | {meaning} |" in TEXT
+    for name, meaning in FIELD_HELP.items():
+        assert f"| `{name}` | {meaning} |" in TEXT
+    assert set(FIELD_HELP) == {field.name for field in fields(ServerSettings)}
+
+
+def test_every_code_in_the_source_is_one_of_the_table():
+    source = "".join(path.read_text() for path in Path(errors.__file__).parent.glob("*.py"))
+    used = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'unavailable\([^()]*"(\w+)"\)', source))
+    assert used and used <= set(errors.CODES)
+
+
+def test_every_route_is_documented(server):
+    for path, operations in server.http.get("/openapi.json").json()["paths"].items():
+        for method in operations:
+            assert f"`{method.upper()} {path}`" in TEXT
+
+
+def references(node) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "$ref":
+                yield value
+            yield from references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from references(value)
+
+
+def test_the_openapi_document_is_complete(server):
+    document = server.http.get("/openapi.json").json()
+    assert document["openapi"].startswith("3.1")
+    known = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
+    assert set(references(document)) <= known
+    operations = [op for path in document["paths"].values() for method, op in path.items() if method in METHODS]
+    assert len({op["operationId"] for op in operations}) == len(operations) == 10
+    for operation in operations:
+        assert operation["summary"] and operation["tags"]
+        assert "422" not in operation["responses"]
+        assert "200" in operation["responses"]
+    assert not known & {f"#/components/schemas/{name}" for name in ("HTTPValidationError", "ValidationError")}
+    stream = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(stream) == {"application/json", "text/event-stream"}
+    assert "ChatChunk" in document["components"]["schemas"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"port": 70000}, "port must be an integer from 0 to 65535, got 70000"),
+        ({"max_inflight": 0}, "max_inflight must be an integer >= 1, got 0"),
+        ({"min_slo_tpot_ms": 0.0}, "min_slo_tpot_ms must be a finite number above 0"),
+        ({"max_slo_ttft_ms": 0.5}, "max_slo_ttft_ms must be a finite number >= min_slo_ttft_ms"),
+        ({"shutdown_timeout": -1.0}, "shutdown_timeout must be"),
+        ({"log_level": "loud"}, "log_level must be one of critical"),
+        ({"api_key": ""}, "api_key must be not empty, got an empty one"),
+        ({"slo_classes": ("fast",)}, "slo_classes must be like name=tpot_ms"),
+        ({"slo_classes": ("fast=-4",)}, "got 'fast=-4'"),
+        ({"slo_classes": ("a b=4",)}, "got 'a b=4'"),
+        ({"colour": 3}, "unknown option 'colour'; known options are api_key"),
+    ],
+)
+def test_wrong_settings_are_refused(values, text):
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings.from_dict(values)
+    assert text in str(caught.value)
+
+
+def test_settings_keep_the_key_out_of_their_text():
+    settings = ServerSettings(api_key="secret", slo_classes=["fast=5:100", "slow="])
+    assert "secret" not in repr(settings)
+    classes = settings.classes()
+    assert (classes["fast"].tpot_ms, classes["fast"].ttft_ms, classes["slow"].tpot_ms) == (5.0, 100.0, None)

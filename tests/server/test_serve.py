@@ -1,0 +1,144 @@
+"""The whole front end as a program: port at once, progress, ready, drain on SIGTERM, errors of loading, no jax."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.server.serve import example, listen, tokenizer_folder
+from adaserve_jax.server.settings import ServerSettings
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROGRAM = """
+import sys
+from rich.console import Console
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.server.serve import serve
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.warm_up import WarmUpBar
+from tests.server.scripted import ByteTokenizer
+bar = WarmUpBar(Console(stderr=True))
+config = EngineConfig(target=sys.argv[1], policy="process")
+engine = ProcessEngine(config, bar.update, factory="tests.server.scripted:ScriptedEngine")
+settings = ServerSettings(port=int(sys.argv[2]), shutdown_timeout=float(sys.argv[3]))
+serve(settings, engine, ByteTokenizer, bar)
+assert "jax" not in sys.modules, "the front end imported jax"
+"""
+
+
+def wait_until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.02)
+
+
+class Program:
+    def __init__(self, target: str = "scripted", timeout: float = 10.0):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        command = [sys.executable, "-c", PROGRAM, target, str(self.port), str(timeout)]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.http.close()
+        self.process.kill()
+        self.process.communicate()
+
+    def status(self, path: str) -> int | None:
+        try:
+            return self.http.get(path).status_code
+        except httpx.TransportError:
+            return None
+
+    def end(self, seconds: float = 10.0) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+
+def test_it_starts_serves_and_drains():
+    with Program() as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        request = program.http.build_request(
+            "POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 30, "stream": True}
+        )
+        streaming = program.http.send(request, stream=True)
+        program.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: program.status("/ready") == 503)
+        refused = program.http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.json()["error"]["code"] == "shutting_down"
+        text = streaming.read().decode()
+        assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
+        code, out, err = program.end()
+    assert code == 0, err
+    first, second = out.strip().splitlines()
+    assert first.startswith(f"adaserve serves scripted on http://127.0.0.1:{program.port}")
+    assert "slo_tpot_ms" in second and second.startswith("curl http://")
+    assert "programs" in err and "3/3" in err
+
+
+def test_a_drain_that_takes_too_long_ends_the_requests():
+    with Program(timeout=0.2) as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        request = program.http.build_request(
+            "POST", "/v1/completions", json={"prompt": "slow", "max_tokens": 500, "stream": True}
+        )
+        streaming = program.http.send(request, stream=True)
+        program.process.send_signal(signal.SIGINT)
+        assert '"code": "aborted"' in streaming.read().decode()
+        code, _, err = program.end()
+    assert code == 0, err
+
+
+def test_it_answers_while_the_engine_starts_and_can_be_stopped_then():
+    with Program("hang") as program:
+        wait_until(lambda: program.status("/health") == 200)
+        assert program.status("/ready") == 503
+        program.process.send_signal(signal.SIGTERM)
+        code, out, err = program.end()
+    assert code == 0, err
+    assert out == ""
+
+
+def test_an_engine_that_cannot_load_ends_the_program_with_its_error():
+    with Program("missing") as program:
+        code, out, err = program.end()
+    assert code == 1 and out == ""
+    assert "CheckpointError: expected model.safetensors in missing, found nothing" in err
+
+
+def test_a_taken_port_is_told():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}: .*choose another with --port"):
+            listen(ServerSettings(port=port))
+
+
+def test_the_example_is_one_shell_command(server):
+    command = example("http://h:1", server.state)
+    assert re.fullmatch(r"curl http://h:1/v1/completions -H 'Content-Type: application/json' -d '\{.*\}'", command)
+    assert '"slo_tpot_ms": 8.0' in command
+
+
+def test_the_tokenizer_folder():
+    assert tokenizer_folder("demo").parts[-3:] == ("models", "demo", "target")
+    assert tokenizer_folder("/a/b") == Path("/a/b")
