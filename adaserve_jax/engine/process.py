@@ -29,6 +29,7 @@ LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
 HEARTBEAT_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 15.0
 MAX_SOCKET_PATH = 100
+SEND_LIMIT_MS = 2000
 _log = logging.getLogger(__name__)
 
 
@@ -112,8 +113,9 @@ class ProcessEngine:
                 raise QueueFullError(
                     f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
                 )
+            if not self._send(wire.Submit(request)):
+                raise EngineDeadError("the engine process does not take messages; restart the server")
             self._open[request.request_id] = _Open(sink, set(range(choices)))
-            self._send(wire.Submit(request))
             self._submitted += choices
 
     def _check(self, request: GenerateRequest) -> None:
@@ -128,17 +130,18 @@ class ProcessEngine:
                 code="context_length_exceeded",
             )
 
-    def _send(self, message: wire.ToEngine) -> None:
+    def _send(self, message: wire.ToEngine) -> bool:
+        """False: the child's end of the socket is gone. The socket has no limit, so that nothing else makes it wait."""
         try:
-            self._requests.send(wire.encode(message), zmq.NOBLOCK)
+            self._requests.send(wire.encode(message))
         except zmq.Again:
-            self._open.pop(getattr(getattr(message, "request", None), "request_id", ""), None)
-            raise QueueFullError("the engine process does not take messages; retry in a moment") from None
+            return False
+        return True
 
     def abort(self, request_id: str) -> None:
         with self._lock:
             if request_id in self._open and self.is_alive():
-                self._send(wire.Abort(request_id))
+                self._send(wire.Abort(request_id))  # when the child is gone, its end stops the request anyway
 
     def stats(self) -> EngineStats:
         """The numbers of the last step, at most a heartbeat old."""
@@ -258,5 +261,6 @@ def _bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
     socket.bind(f"ipc://{folder}/{name}")
     return socket

@@ -130,6 +130,8 @@ class Inbox:
         while engine.is_alive() and not stop.is_set():
             if self._socket.poll(100):
                 self._handle(wire.decode_to_engine(self._socket.recv()), engine, outbox)
+
+    def close(self) -> None:
         self._socket.close(linger=0)
 
     def _handle(self, message: wire.ToEngine, engine: EngineClient, outbox: Outbox) -> None:
@@ -164,6 +166,7 @@ def main(folder: str) -> int:
     threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder), daemon=True).start()
     with zmq.Context() as context:
         outbox = Outbox(context, f"ipc://{folder}/from_engine")
+        inbox = Inbox(context, f"ipc://{folder}/to_engine")
         try:
             engine = load_factory(start.factory)(start.config, lambda *part: outbox.post(wire.Loading(*part)))
             engine.start()
@@ -172,12 +175,14 @@ def main(folder: str) -> int:
                 traceback.print_exc()
             outbox.post(wire.Failed(wire.to_fault(error)))
             outbox.close()
+            inbox.close()
             return 1
         outbox.post(wire.Ready(engine.info))
         outbox.start_steps(engine)
-        Inbox(context, f"ipc://{folder}/to_engine").serve(engine, outbox, stop)
+        inbox.serve(engine, outbox, stop)
         engine.close()
         outbox.close()
+        inbox.close()
     if not stop.is_set():
         return 1
     shutil.rmtree(folder, ignore_errors=True)
