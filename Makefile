@@ -51,7 +51,7 @@ format: $(STAMP).test ## format the code and mend what ruff can mend
 bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
 	@$(BIN)/python benchmarks/host_step.py $(ARGS)
 
-demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k path/to/train.jsonl"
+demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
 readme: $(STAMP).serve ## write the measured table of README.md from benchmarks/results

@@ -40,7 +40,14 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_requests", "max_context", "num_pages", "max_batch_tokens", "max_tree_tokens", "max_slo_nodes"):
+        for name in (
+            "max_requests",
+            "max_context",
+            "num_pages",
+            "max_batch_tokens",
+            "max_tree_tokens",
+            "max_slo_nodes",
+        ):
             self._check(isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, "an integer >= 0")
         self._check(self.max_waiting >= 1, "max_waiting", "an integer >= 1")
         self._check(self.page_size in (8, 16, 32, 64, 128), "page_size", "one of 8, 16, 32, 64, 128")
