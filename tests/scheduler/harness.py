@@ -1,0 +1,130 @@
+"""What the scheduler's tests share: a small machine, a load, and a loop that runs it to its end on a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, RequestUpdate, SamplingParams
+
+VOCAB = 1000
+
+
+def limits_of(**changes) -> Limits:
+    values = {
+        "max_requests": 8,
+        "token_edges": (1, 2, 4, 8, 16, 32, 64),
+        "max_tree_tokens": 48,
+        "max_context": 256,
+        "page_size": 8,
+        "num_pages": 256,
+        "max_depth": 4,
+        "max_width": 4,
+    }
+    return Limits(**{**values, **changes})
+
+
+def costs_of(limits: Limits, knee: int = 16) -> CostSamples:
+    """16 ms up to `knee` tokens, then 1 ms a token; a draft of about a tenth of that."""
+    verify = {(e, r): 0.016 + 0.001 * max(0, e - knee) for e in limits.token_edges for r in (1, 8)}
+    if not limits.max_depth:
+        return CostSamples(verify, {}, {})
+    levels = {(r, w): 0.001 for r in (1, 8) for w in (1, limits.max_width)}
+    return CostSamples(verify, {16: 0.001, 64: 0.003}, levels)
+
+
+def request_of(name: str, prompt: int = 10, tokens: int = 20, **changes) -> Request:
+    sampling = SamplingParams(max_tokens=tokens)
+    values = {"sampling": sampling, "seed": sum(name.encode()), "arrival_s": 0.0}
+    return Request(name, np.arange(1, prompt + 1, dtype=np.int32), **{**values, **changes})
+
+
+def random_load(seed: int, count: int, rate: float) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    return [
+        Request(
+            f"r{index}",
+            rng.integers(0, VOCAB, int(rng.integers(1, 90))).astype(np.int32),
+            SamplingParams(max_tokens=int(rng.integers(1, 60))),
+            seed=int(rng.integers(0, 2**63)),
+            choice=int(rng.integers(0, 3)),
+            arrival_s=float(arrival),
+            tpot_slo_s=[None, 0.015, 0.03, 0.2][int(rng.integers(0, 4))],
+            ttft_slo_s=[None, 0.3, 2.0][int(rng.integers(0, 3))],
+            priority=int(rng.integers(-1, 2)),
+            stop_token_ids=frozenset(rng.integers(0, VOCAB, 12).tolist()),
+        )
+        for index, arrival in enumerate(arrivals)
+    ]
+
+
+def expected_text(request: Request, max_context: int) -> tuple[list[int], str]:
+    """What plain decoding emits, from the definition of the simulated target alone."""
+    start = len(request.prompt_ids)
+    end = min(start + request.sampling.max_tokens, max_context)
+    text = token_at(request.seed, request.choice, np.arange(start, end), VOCAB).tolist()
+    for index, token in enumerate(text):
+        if token in request.stop_token_ids:
+            return text[: index + 1], "stop"
+    return text, "length"
+
+
+@dataclass
+class Run:
+    """A scheduler and its simulated machine. text, last: what each request was given, by id."""
+
+    scheduler: Scheduler
+    executor: SimExecutor
+    clock: VirtualClock
+    text: dict[str, list[int]] = field(default_factory=dict)
+    last: dict[str, RequestUpdate] = field(default_factory=dict)
+    steps: int = 0
+
+    @classmethod
+    def of(cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, **config) -> Run:
+        clock, costs = VirtualClock(), costs_of(limits, knee)
+        executor = SimExecutor(limits, costs, acceptance, clock, vocab_size=VOCAB)
+        return cls(build_scheduler(EngineConfig(**config), limits, costs), executor, clock)
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            assert update.request_id not in self.last, "tokens after the end"
+            self.text.setdefault(update.request_id, []).extend(update.token_ids)
+            if update.finish_reason is not None:
+                assert update.metrics is not None
+                self.last[update.request_id] = update
+
+    def step(self, in_flight: Callable[[], None] | None = None):
+        """One step; `in_flight` runs between speculation and selection. Returns the plan and the trees."""
+        plan = self.scheduler.plan(self.clock.now())
+        if plan is None:
+            return None, None
+        candidates = CandidateTrees.empty(plan.num_decode)
+        if plan.draft is not None:
+            candidates = self.executor.speculate(plan)
+        if in_flight is not None:
+            in_flight()
+        trees = self.scheduler.select(plan, candidates, self.clock.now())
+        outcome = self.executor.verify(plan, trees)
+        self.take(self.scheduler.commit(plan, trees, candidates, outcome, self.clock.now()))
+        self.scheduler.check_integrity()
+        self.steps += 1
+        return plan, trees
+
+    def serve(self, load: list[Request], before_step: Callable[[int], None] | None = None) -> None:
+        """Run `load`, in order of arrival, to its end."""
+        waiting = list(load)
+        while waiting or self.scheduler.has_work:
+            while waiting and waiting[0].arrival_s <= self.clock.now():
+                self.scheduler.add(waiting.pop(0))
+            if before_step is not None:
+                before_step(self.steps)
+            plan, _ = self.step()
+            if plan is None and waiting:
+                self.clock.advance(max(waiting[0].arrival_s - self.clock.now(), 1e-3))

@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+
+from adaserve_jax.scheduler.queue import AGEING_S, PROMOTION_PERIOD, WaitingQueue, order_key, wait_ratio
+from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.types import Request, SamplingParams
+
+
+def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="deadline"):
+    request = Request(
+        f"r{sequence}",
+        np.ones(4, np.int32),
+        SamplingParams(),
+        seed=0,
+        arrival_s=arrival_s,
+        ttft_slo_s=ttft_slo_s,
+        priority=priority,
+    )
+    return RequestState(request, max_total=20, order_key=order_key(request, ordering), sequence=sequence)
+
+
+def drain(queue, now=0.0):
+    names = []
+    while (state := queue.peek(now)) is not None:
+        queue.take(state)
+        names.append(state.sequence)
+    return names
+
+
+def test_priority_then_deadline_then_arrival():
+    queue = WaitingQueue("deadline")
+    queue.add(state_of(0, arrival_s=0.0))
+    queue.add(state_of(1, arrival_s=0.1, ttft_slo_s=2.0))
+    queue.add(state_of(2, arrival_s=0.2, ttft_slo_s=0.5))
+    queue.add(state_of(3, arrival_s=0.3, priority=-1))
+    queue.add(state_of(4, arrival_s=0.4, priority=1, ttft_slo_s=0.1))
+    assert drain(queue, 0.4) == [3, 2, 1, 0, 4]
+
+
+def test_arrival_ordering_ignores_deadlines():
+    queue = WaitingQueue("arrival")
+    for sequence, ttft_slo_s in enumerate((None, 5.0, 0.1)):
+        queue.add(state_of(sequence, arrival_s=sequence / 10, ttft_slo_s=ttft_slo_s, ordering="arrival"))
+    assert drain(queue, 100.0) == [0, 1, 2]
+
+
+def test_preempted_requests_come_first_and_late_ones_last():
+    queue = WaitingQueue("deadline")
+    queue.add(state_of(0, ttft_slo_s=0.5))
+    queue.add(state_of(1, arrival_s=0.9, ttft_slo_s=0.5))
+    queue.put_back(state_of(2, arrival_s=0.95))
+    assert queue.most_urgent_wait(1.0) == pytest.approx(2.0)
+    assert drain(queue, 1.0) == [2, 1, 0]
+    assert queue.most_urgent_wait(1.0) == 0.0
+
+
+def test_a_late_request_is_admitted_while_hopeful_ones_keep_coming():
+    """Every PROMOTION_PERIOD-th admission takes the longest-waiting request, so its wait is bounded in admissions."""
+    queue = WaitingQueue("deadline")
+    late = [state_of(sequence, arrival_s=sequence / 100, ttft_slo_s=0.1) for sequence in range(3)]
+    for state in late:
+        queue.add(state)
+    admitted = []
+    for step in range(3 * PROMOTION_PERIOD):
+        now = 10.0 + step
+        queue.add(state_of(100 + step, arrival_s=now, ttft_slo_s=1.0))
+        admitted.append(queue.peek(now))
+        queue.take(admitted[-1])
+    assert [admitted.index(state) for state in late] == [PROMOTION_PERIOD * (i + 1) - 1 for i in range(3)]
+
+
+def test_low_priority_is_overtaken_for_a_bounded_time():
+    queue = WaitingQueue("arrival")
+    queue.add(state_of(0, arrival_s=0.0, priority=2, ordering="arrival"))
+    overtaken = 0
+    for step in range(1000):
+        queue.add(state_of(1 + step, arrival_s=float(step), ordering="arrival"))
+        state = queue.peek(float(step))
+        queue.take(state)
+        if state.sequence == 0:
+            break
+        overtaken += 1
+    assert overtaken == 2 * AGEING_S  # one arrival a second; on a tie the earlier request goes first
+
+
+def test_remove_and_wait_ratio():
+    queue = WaitingQueue("deadline")
+    first, second = state_of(0), state_of(1, ttft_slo_s=4.0)
+    queue.add(first)
+    queue.add(second)
+    queue.remove(first)
+    assert len(queue) == 1
+    with pytest.raises(ValueError, match="'r0' does not wait"):
+        queue.remove(first)
+    assert wait_ratio(second, 2.0) == pytest.approx(0.5)

@@ -1,0 +1,292 @@
+"""The scheduler's contract, step by step: limits, ends of requests, draft lag, preemption, errors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError, IntegrityError, QueueFullError, RequestError
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import CandidateTrees, SamplingParams, StepOutcome
+from tests.scheduler.harness import Run, costs_of, expected_text, limits_of, request_of
+
+
+def scheduler_of(limits=None, **config):
+    limits = limits or limits_of()
+    return build_scheduler(EngineConfig(**config), limits, costs_of(limits))
+
+
+def outcome_for(plan, trees, tokens):
+    """An outcome in which every row emits `tokens` (a list per row)."""
+    table = np.zeros((plan.num_rows, 8), np.int32)
+    for row, ids in enumerate(tokens):
+        table[row, : len(ids)] = ids
+    counts = np.array([len(ids) for ids in tokens], np.int32)
+    return StepOutcome(table, counts, trees.parent < 0, 0.0, 0.01, 0.0, 8)
+
+
+def run_step(scheduler, tokens, now=1.0, stop_check=None):
+    plan = scheduler.plan(now)
+    candidates = CandidateTrees.empty(plan.num_decode)
+    trees = scheduler.select(plan, candidates, now)
+    return scheduler.commit(plan, trees, candidates, outcome_for(plan, trees, tokens), now, stop_check)
+
+
+@pytest.mark.parametrize("policy", ["ar", "spec:4", "adaserve"])
+def test_every_plan_keeps_the_limits(policy):
+    run = Run.of(limits_of(max_tree_tokens=20), policy=policy)
+    for index in range(14):
+        run.scheduler.add(request_of(f"q{index}", prompt=1 + 11 * index, tokens=30))
+    seen_mixed = False
+    while run.scheduler.has_work:
+        plan, trees = run.step()
+        limits = run.executor.limits
+        assert plan.num_rows <= limits.max_requests
+        assert trees.num_nodes + plan.num_prefill_tokens <= limits.max_tokens
+        assert trees.num_nodes + plan.prefill_final.sum() <= limits.max_tree_tokens
+        assert trees.num_nodes <= plan.budget
+        assert len(plan.prefill_counts) == plan.num_rows - plan.num_decode
+        seen_mixed |= plan.num_decode > 0 and plan.num_prefill_tokens > 0
+        if policy == "ar":
+            assert plan.draft is None
+        if policy == "spec:4" and plan.draft is not None:
+            assert (plan.draft.depth, plan.draft.width) in ((4, 1), (0, 1))
+    assert seen_mixed
+
+
+def test_adaserve_fills_the_bucket_it_pays_for():
+    run = Run.of(limits_of(), policy="adaserve", knee=32)
+    for index in range(5):
+        run.scheduler.add(request_of(f"q{index}", tokens=50, tpot_slo_s=0.01))
+    sizes = set()
+    for _ in range(15):
+        plan, trees = run.step()
+        if plan.draft is not None and plan.draft.depth:
+            sizes.add(trees.num_nodes + plan.num_prefill_tokens)
+    assert sizes
+    assert sizes <= {8, 16, 32, 64}
+
+
+def test_stop_token_ends_the_text_and_is_part_of_it():
+    scheduler = scheduler_of(policy="ar")
+    scheduler.add(request_of("a", prompt=1, tokens=20, stop_token_ids=frozenset({7})))
+    assert run_step(scheduler, [[5]])[0].token_ids == (5,)
+    update = run_step(scheduler, [[6, 7, 8]], now=2.0)[0]
+    assert (update.token_ids, update.finish_reason) == ((6, 7), "stop")
+    metrics = update.metrics
+    assert (metrics.first_token_s, metrics.last_token_s, metrics.output_tokens) == (1.0, 2.0, 3)
+    assert (metrics.verify_steps, metrics.prompt_tokens) == (2, 1)
+    assert not scheduler.has_work
+
+
+def test_length_limits_cut_what_one_step_emits():
+    scheduler = scheduler_of(limits_of(max_context=6), policy="ar")
+    scheduler.add(request_of("a", prompt=1, tokens=2))
+    scheduler.add(request_of("b", prompt=1, tokens=100))
+    first, second = run_step(scheduler, [[1, 2, 3, 4], [1, 2, 3, 4]])
+    assert (first.token_ids, first.finish_reason) == ((1, 2), "length")
+    assert (second.token_ids, second.finish_reason) == ((1, 2, 3, 4), None)
+    assert run_step(scheduler, [[5, 6]])[0].finish_reason == "length"
+
+
+def test_stop_check_decides_how_many_tokens_stay():
+    calls = []
+
+    def stop_check(request_id, token_ids):
+        calls.append((request_id, list(token_ids)))
+        return 1 if 9 in token_ids else None
+
+    scheduler = scheduler_of(policy="ar")
+    scheduler.add(request_of("a", prompt=1, tokens=20))
+    run_step(scheduler, [[1, 2]], stop_check=stop_check)
+    update = run_step(scheduler, [[3, 9, 4]], stop_check=stop_check)[0]
+    assert (update.token_ids, update.finish_reason) == ((3,), "stop")
+    assert calls == [("a", [1, 2]), ("a", [3, 9, 4])]
+
+
+def test_need_is_read_after_drafting():
+    """The same step, the clock read later: the request that fell behind gets nodes that it did not get before."""
+    wanted = {}
+    for delay_s in (0.0, 0.25):
+        run = Run.of(limits_of(token_edges=(5,), max_tree_tokens=5), policy="adaserve")
+        run.scheduler.add(request_of("loose", prompt=1, tokens=100))
+        run.scheduler.add(request_of("tight", prompt=1, tokens=100, tpot_slo_s=0.018))
+        run.step()
+        plan = run.scheduler.plan(run.clock.now())
+        chain = np.tile(np.log([0.9, 0.8, 0.7, 0.6]).astype(np.float32), (2, 1))
+        chain[1] = np.log([0.6, 0.4, 0.3, 0.2])
+        assert plan.draft is not None and plan.draft.depth
+        depth = plan.draft.depth
+        parent = np.tile(np.arange(-1, depth - 1, dtype=np.int32), (2, 1))
+        candidates = CandidateTrees(parent, parent, chain[:, :depth], np.arange(1, depth + 1, dtype=np.int32))
+        trees = run.scheduler.select(plan, candidates, run.clock.now() + delay_s)
+        wanted[delay_s] = int((trees.row == 1).sum())
+    assert wanted[0.25] > wanted[0.0]
+
+
+def test_draft_follows_the_prompt_chunks_and_what_was_accepted():
+    run = Run.of(limits_of(), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=100, tokens=30))
+    fed = 0
+    while run.scheduler.has_work:
+        plan, _ = run.step()
+        if plan.draft is not None:
+            assert plan.draft.draft_ctx[0] == fed
+            fed += int(plan.draft.catchup_counts[0])
+            if plan.num_decode and plan.draft.speculates.any():
+                assert fed == plan.ctx_len[0] + 1
+                assert plan.draft.catchup_counts[0] <= 4, "the draft follows prefill, so that nothing is left to repair"
+
+
+def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
+    run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=200, tokens=40))
+    while "a" not in run.text:
+        run.step()
+    state = run.scheduler._requests["a"]
+    state.draft_computed = 0  # as after a reload of the draft
+    counts = []
+    for _ in range(6):
+        plan, _ = run.step()
+        counts.append((int(plan.draft.catchup_counts[0]), bool(plan.draft.speculates[0]), plan.draft.depth))
+    assert counts[:3] == [(64, False, 0)] * 3
+    assert counts[3][1:] == counts[4][1:] == (True, 2)
+
+
+def test_a_failed_drafter_is_fed_again():
+    run = Run.of(limits_of(), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=4, tokens=30))
+    run.step()
+    plan = run.scheduler.plan(run.clock.now())
+    candidates = CandidateTrees.empty(1)
+    trees = run.scheduler.select(plan, candidates, run.clock.now())
+    assert trees.num_nodes == 1
+    outcome = run.executor.verify(plan, trees)
+    run.take(run.scheduler.commit(plan, trees, candidates, outcome, run.clock.now()))
+    again = run.scheduler.plan(run.clock.now())
+    assert again.draft.draft_ctx.tolist() == plan.draft.draft_ctx.tolist()
+    assert again.draft.catchup_counts[0] == plan.draft.catchup_counts[0] + 1
+
+
+def test_nodes_beyond_the_last_token_are_not_verified():
+    run = Run.of(limits_of(), policy="spec:4")
+    run.scheduler.add(request_of("a", prompt=4, tokens=9))
+    while run.scheduler.has_work:
+        state = run.scheduler._requests["a"]
+        remaining = state.max_total - state.num_tokens
+        _, trees = run.step()
+        if trees.num_nodes:
+            assert trees.depth.max() <= remaining - 1
+
+
+def test_preemption_keeps_arrival_tokens_and_text():
+    limits = limits_of(num_pages=8, max_context=64)
+    run = Run.of(limits, policy="ar")
+    load = [request_of("early", prompt=8, tokens=50), request_of("late", prompt=8, tokens=50, arrival_s=0.001)]
+    run.serve(load)
+    early, late = run.last["early"].metrics, run.last["late"].metrics
+    assert (early.preemptions, late.preemptions) == (0, 1)
+    assert late.arrival_s == 0.001
+    for request in load:
+        assert run.text[request.request_id] == expected_text(request, 64)[0]
+
+
+def test_lower_priority_is_preempted_first():
+    run = Run.of(limits_of(num_pages=8, max_context=64), policy="ar")
+    run.serve([request_of("low", prompt=8, tokens=50, priority=3), request_of("high", prompt=8, tokens=50)])
+    assert run.last["high"].metrics.preemptions == 0
+    assert run.last["low"].metrics.preemptions == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "param", "code", "text"),
+    [
+        (request_of("a", prompt=0), "prompt", "empty_prompt", "at least one token, got none"),
+        (request_of("a", prompt=256), "prompt", "prompt_too_long", "shorter than the context of 256 tokens, got 256"),
+        (
+            request_of("a", prompt=200, tokens=57),
+            "max_tokens",
+            "prompt_too_long",
+            r"cache of 240 tokens, got 200 \+",
+        ),
+        (request_of("taken"), "request_id", "duplicate_id", "'taken' is in use"),
+    ],
+)
+def test_requests_that_can_never_be_served(request_, param, code, text):
+    scheduler = scheduler_of(limits_of(num_pages=30))
+    scheduler.add(request_of("taken"))
+    with pytest.raises(RequestError, match=text) as caught:
+        scheduler.add(request_)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert scheduler.stats.waiting == 1
+
+
+def test_max_tokens_is_clipped_to_the_context():
+    run = Run.of(limits_of(max_context=32), policy="adaserve")
+    request = request_of("a", prompt=20, sampling=SamplingParams(max_tokens=10**9))
+    run.serve([request])
+    assert (len(run.text["a"]), run.last["a"].finish_reason) == (12, "length")
+
+
+def test_full_queue():
+    scheduler = scheduler_of(max_waiting=2)
+    scheduler.add(request_of("a"))
+    scheduler.add(request_of("b"))
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        scheduler.add(request_of("c"))
+
+
+def test_abort_of_waiting_running_and_unknown():
+    scheduler = scheduler_of(limits_of(max_requests=1), policy="ar")
+    scheduler.add(request_of("running", prompt=1))
+    scheduler.add(request_of("waiting"))
+    run_step(scheduler, [[1]])
+    for name in ("waiting", "running"):
+        update = scheduler.abort(name)
+        assert (update.request_id, update.token_ids, update.finish_reason) == (name, (), "abort")
+        scheduler.check_integrity()
+    assert scheduler.abort("running") is None
+    assert not scheduler.has_work
+    assert scheduler.plan(2.0) is None
+
+
+def test_steps_out_of_turn_are_refused():
+    scheduler = scheduler_of(policy="ar")
+    scheduler.add(request_of("a", prompt=1))
+    old, plan = scheduler.plan(0.0), scheduler.plan(0.0)
+    with pytest.raises(IntegrityError, match="step 0 is not the one in flight"):
+        scheduler.select(old, CandidateTrees.empty(1), 0.0)
+    trees = scheduler.select(plan, CandidateTrees.empty(1), 0.0)
+    scheduler.commit(plan, trees, CandidateTrees.empty(1), outcome_for(plan, trees, [[3]]), 0.0)
+    with pytest.raises(IntegrityError, match="step 1 is not"):
+        scheduler.commit(plan, trees, CandidateTrees.empty(1), outcome_for(plan, trees, [[3]]), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("fast", "unknown policy 'fast'; known policies are adaserve, spec:<k>, ar"),
+        ("adaserve:3", "unknown policy 'adaserve:3'"),
+        ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
+        ("spec:-1", "needs an integer k"),
+        ("spec:9", "needs a draft and max_depth of at least 9"),
+    ],
+)
+def test_unknown_policies(policy, text):
+    with pytest.raises(ConfigError, match=text):
+        scheduler_of(policy=policy)
+
+
+def test_speculative_policy_without_a_draft():
+    with pytest.raises(ConfigError, match="needs a draft and max_depth of at least 4"):
+        scheduler_of(limits_of(max_depth=0, max_width=0), policy="spec:4")
+
+
+def test_importing_the_scheduler_does_not_import_jax():
+    code = (
+        "import sys, adaserve_jax.scheduler.scheduler, adaserve_jax.bench.sim_executor; "
+        "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'torch')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
