@@ -96,26 +96,30 @@ def test_logits_equal_transformers(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_demo_pair_equals_the_oracle(role: Any) -> None:
     folder = resolve_folder("demo", role)
-    tokens = np.random.default_rng(4).integers(0, ModelConfig.from_folder(folder).vocab_size, 96)
-    ours = model_logits(folder, tokens, np.arange(96), _causal(96))
-    assert np.abs(ours - oracle_logits(folder, tokens)).max() < 1e-4
+    config = ModelConfig.from_folder(folder)
+    tokens = np.random.default_rng(4).integers(0, config.vocab_size, 96)
+    positions = np.concatenate([np.arange(48), config.max_position - 48 + np.arange(48)])
+    ours = model_logits(folder, tokens, positions, _causal(96))
+    assert np.abs(ours - oracle_logits(folder, tokens, positions)).max() < 1e-4
 
 
 @pytest.mark.torch
 def test_the_demo_target_equals_transformers() -> None:
     folder = resolve_folder("demo", "target")
-    _check_against_torch(folder, np.random.default_rng(5).integers(0, ModelConfig.from_folder(folder).vocab_size, 96))
+    config = ModelConfig.from_folder(folder)
+    tokens = np.random.default_rng(5).integers(0, config.vocab_size, 96)
+    _check_against_torch(folder, tokens, start=config.max_position - 96)
 
 
-def _check_against_torch(folder: Path, tokens: np.ndarray) -> None:
+def _check_against_torch(folder: Path, tokens: np.ndarray, start: int = 0) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    positions = start + np.arange(len(tokens))
     with torch.no_grad():
-        theirs = model(torch.as_tensor(tokens)[None]).logits[0].numpy()
-    count = len(tokens)
-    assert np.abs(model_logits(folder, tokens, np.arange(count), _causal(count)) - theirs).max() < 1e-4
+        theirs = model(torch.as_tensor(tokens)[None], position_ids=torch.as_tensor(positions)[None]).logits[0].numpy()
+    assert np.abs(model_logits(folder, tokens, positions, _causal(len(tokens))) - theirs).max() < 1e-4
 
 
 def test_bf16_stays_near_the_oracle(tmp_path: Path) -> None:

@@ -71,8 +71,12 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _rope(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """Multiply the complex numbers x[i] + 1j * x[i + D/2] by exp(1j * position * theta^(-2i/D)). x: [T, heads, D]."""
+    """Multiply the complex numbers x[i] + 1j * x[i + D/2] by exp(1j * position * theta^(-2i/D)). x: [T, heads, D].
+
+    The angles are f32 numbers, as in transformers: that rounding is part of what a checkpoint was trained with.
+    """
     half = x.shape[-1] // 2
-    turn = np.exp(1j * positions[:, None] * theta ** (-np.arange(half) / half))
+    frequency = 1 / np.array([theta ** float(np.float32(i / half)) for i in range(half)], np.float32)
+    turn = np.exp(1j * (positions.astype(np.float32)[:, None] * frequency).astype(np.float64))
     turned = (x[..., :half] + 1j * x[..., half:]) * turn[:, None, :]
     return np.concatenate([turned.real, turned.imag], axis=-1)
