@@ -71,6 +71,8 @@ def run_bench(
     engine = open_engine(plan.points[0][0])
     rows: list[ResultRow] = []
     try:
+        for policy in plan.policies:
+            engine.set_policy(policy)  # an unknown name is refused before anything is measured
         bench = _Bench(plan, workload, engine, _provenance(plan, workload, engine))
         for done, (policy, rate) in enumerate(plan.points, 1):
             point_rows, records, stop = bench.measure(policy, schedules[rate])

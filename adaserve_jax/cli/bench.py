@@ -53,7 +53,7 @@ def bench(
         plan, loaded, lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed)), out, _note
     )
     _print_table(rows)
-    notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False)
+    notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)
 
 
 def _print_table(rows: list[ResultRow]) -> None:
@@ -85,4 +85,5 @@ def _note(done: int, total: int, rows: list[ResultRow]) -> None:
         f"{done}/{total} {row.policy} at {row.rate_rps:g}/s: {row.requests} requests, {met}, "
         f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s{invalid}",
         highlight=False,
+        soft_wrap=True,
     )

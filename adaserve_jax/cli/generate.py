@@ -37,7 +37,7 @@ def generate(
     with open_llm(config) as llm:
         metrics = show(llm.stream(prompt, sampling, slo=slo))
     if metrics is not None:
-        notes().print(f"{summary(metrics)}, seed {chosen_seed}", style="dim", highlight=False)
+        notes().print(f"{summary(metrics)}, seed {chosen_seed}", style="dim", highlight=False, soft_wrap=True)
 
 
 def show(chunks: Iterable[OutputChunk]) -> RequestMetrics | None:
