@@ -78,7 +78,7 @@ class IncrementalDetokenizer:
         for token in reversed(prompt_ids[-_MOST_CONTEXT:]):
             if not self._tokenizer.has_text(token):
                 break
-            context = (token, *context)
+            context = (int(token), *context)
             text = self._tokenizer.decode(context)
             if text and _REPLACEMENT not in text:
                 return _Window(context, text)
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
 
     def _advance(self, window: _Window, token_ids: Sequence[int]) -> tuple[_Window, str]:
         """The window after more tokens, and the text that became certain. Independent of how tokens are grouped."""
-        added = tuple(token for token in token_ids if self._tokenizer.has_text(token))
+        added = tuple(int(token) for token in token_ids if self._tokenizer.has_text(token))
         if not added:
             return window, ""
         pending = window.pending + added

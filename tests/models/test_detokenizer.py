@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -143,6 +144,11 @@ def test_a_prompt_that_ends_inside_a_character_is_left_alone(bytewise: Tokenizer
     emoji = bytewise.encode("x😀")
     detokenizer = IncrementalDetokenizer(bytewise, emoji[:-1])
     assert detokenizer.push([emoji[-1]])[0] + detokenizer.finish() == REPLACEMENT
+
+
+def test_numpy_tokens_are_tokens(bytewise: Tokenizer) -> None:
+    prompt, tokens = (np.array(bytewise.encode(text), np.int32) for text in ("the", " cat"))
+    assert IncrementalDetokenizer(bytewise, prompt).push(tokens)[0] == " cat"
 
 
 def test_a_possible_stop_string_is_held_back_and_released(bytewise: Tokenizer) -> None:
