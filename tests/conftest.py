@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from adaserve_jax.engine.local import LocalEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,3 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, absent in missing.items():
             if absent and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> Iterator[LocalEngine]:
+    """The embedded pair in the thread mode, few buckets; shared by all tests, so leave it idle and on `adaserve`."""
+    from adaserve_jax.config import EngineConfig
+    from adaserve_jax.engine.local import LocalEngine
+
+    config = EngineConfig(
+        max_requests=16, max_context=512, num_pages=96, max_depth=4, max_width=3, max_tree_tokens=64,
+        token_edges=(16, 64), row_edges=(16,),
+    )  # fmt: skip
+    engine = LocalEngine(config)
+    engine.start()
+    yield engine
+    assert engine.stats().compiles_after_ready == 0
+    engine.close()

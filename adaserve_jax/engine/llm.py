@@ -77,9 +77,20 @@ class LLM:
         **options: Any,
     ) -> None:
         values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
-        self._engine = LocalEngine(EngineConfig.from_dict(values), progress)
-        self._engine.start()
-        self.tokenizer = Tokenizer.from_folder(resolve_folder(target, "target"))
+        engine = LocalEngine(EngineConfig.from_dict(values), progress)
+        engine.start()
+        self._use(engine)
+
+    @classmethod
+    def over(cls, engine: LocalEngine) -> LLM:
+        """An LLM over an engine that runs already; `close` closes that engine."""
+        llm = cls.__new__(cls)
+        llm._use(engine)
+        return llm
+
+    def _use(self, engine: LocalEngine) -> None:
+        self._engine = engine
+        self.tokenizer = Tokenizer.from_folder(resolve_folder(engine.info.target, "target"))
 
     @property
     def info(self) -> EngineInfo:

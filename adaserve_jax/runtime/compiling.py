@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -66,22 +67,26 @@ def compile_all(programs: Sequence[Declared], progress: Progress | None = None) 
 
 
 class CompileCounter:
-    """Counts compilations in this process while it is armed. A compile after ready is a bug."""
+    """Counts compilations that happen inside its `with` blocks, on the thread of the block: those of serving steps.
+
+    A compile after ready is a bug. Other engines of the process, and other users of jax, are not counted.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        self._armed = False
+        self._here = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def arm(self) -> None:
-        self.count = 0
-        self._armed = True
+    def __enter__(self) -> None:
+        self._here.counting = True
+
+    def __exit__(self, *_: object) -> None:
+        self._here.counting = False
 
     def close(self) -> None:
         """Stop listening."""
-        self._armed = False
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration: float, **_: Any) -> None:
-        if self._armed and event == COMPILE_EVENT:
+        if event == COMPILE_EVENT and getattr(self._here, "counting", False):
             self.count += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.loading import load_params, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
@@ -49,7 +49,7 @@ class ModelExecutor:
         return self._counter.count
 
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        """Compile everything, run and time each program once, and start counting compilations."""
+        """Compile everything, then run and time each program."""
         verify = partial(self.target.programs.verify, max_depth=self.limits.max_depth)
         declared = self.target.declare_forward(verify)
         if self.local_drafter is not None:
@@ -58,15 +58,14 @@ class ModelExecutor:
         self.target.compiled = compiled
         if self.local_drafter is not None:
             self.local_drafter.model.compiled = compiled
-        samples = measure(self, progress)
-        self._counter.arm()
-        return samples
+        return measure(self, progress)
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         if self.drafter is None:
             raise ConfigError("this engine was built without a draft; plan steps with draft=None")
         started = time.perf_counter()
-        candidates = self.drafter.propose(plan)
+        with self._counter:
+            candidates = self.drafter.propose(plan)
         self._draft_s = time.perf_counter() - started
         return candidates
 
@@ -74,10 +73,11 @@ class ModelExecutor:
         started = time.perf_counter()
         total = trees.num_nodes + plan.num_prefill_tokens
         bucket = self.target.buckets.pick(total, plan.num_rows)
-        result = self.target.run(pack_verify(bucket, self.target.programs.max_pages, plan, trees))
-        result.copy_to_host_async()
-        dispatched = time.perf_counter()
-        host = np.asarray(result)
+        with self._counter:
+            result = self.target.run(pack_verify(bucket, self.target.programs.max_pages, plan, trees))
+            result.copy_to_host_async()
+            dispatched = time.perf_counter()
+            host = np.asarray(result)
         done = time.perf_counter()
         depth = self.limits.max_depth
         draft_s, self._draft_s = self._draft_s, 0.0
@@ -104,6 +104,12 @@ def load_executor(config: EngineConfig) -> ModelExecutor:
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     target_folder = resolve_folder(config.target, "target")
     target_config = ModelConfig.from_folder(target_folder)
+    tokenizer = Tokenizer.from_folder(target_folder)
+    if tokenizer.vocab_size > target_config.vocab_size:
+        raise CheckpointError(
+            f"{target_folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only "
+            f"{target_config.vocab_size}; use the tokenizer that belongs to the model"
+        )
     if config.draft is None:
         resolved = resolve(config, target_config, None)
         return ModelExecutor(
@@ -111,7 +117,7 @@ def load_executor(config: EngineConfig) -> ModelExecutor:
         )
     draft_folder = resolve_folder(config.draft, "draft")
     draft_config = ModelConfig.from_folder(draft_folder)
-    check_same_vocabulary(Tokenizer.from_folder(target_folder), Tokenizer.from_folder(draft_folder))
+    check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     resolved = resolve(config, target_config, draft_config)
     target = _device_model("target", target_folder, target_config, resolved)
     drafter = LocalDrafter(

@@ -39,15 +39,16 @@ class _State(NamedTuple):
 def _children(
     logits: jax.Array, sampler: Sampler, position: jax.Array, table: AcceptanceTable, level: jax.Array, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The `width` best children of each of N nodes: tokens i32[N, width], log chances f32[N, width]."""
+    """The `width` best children of the nodes of a level. logits: f32[R, N, V]; position: i32[R], of the children.
+    Returns tokens i32[R, N, width] and log chances f32[R, N, width]."""
     best, token = lax.top_k(perturbed_scores(logits, sampler, position), width + 1)
-    first, others = best[:, :1], best[:, 1:width]
-    gap = jnp.concatenate([first - best[:, 1:2], others - first], axis=1)
-    log_q = best[:, :width] - jax.nn.logsumexp(logits, axis=-1)[:, None]
-    coupled = sampler.temperature > 0
-    feature = jnp.where(coupled[:, None], gap, log_q)
+    first, others = best[..., :1], best[..., 1:width]
+    gap = jnp.concatenate([first - best[..., 1:2], others - first], axis=-1)
+    log_q = best[..., :width] - jax.nn.logsumexp(logits, axis=-1)[..., None]
+    coupled = jnp.broadcast_to((sampler.temperature > 0)[:, None], logits.shape[:2])
+    feature = jnp.where(coupled[..., None], gap, log_q)
     chance = table.log_chance_of(feature, coupled, level)
-    return token[:, :width].astype(jnp.int32), jnp.where(jnp.isfinite(best[:, :width]), chance, -jnp.inf)
+    return token[..., :width].astype(jnp.int32), jnp.where(jnp.isfinite(best[..., :width]), chance, -jnp.inf)
 
 
 def beam_search(
@@ -71,14 +72,14 @@ def beam_search(
     """
     num_rows = root_logits.shape[0]
     rank = jnp.arange(width)
-    token, log_f = _children(root_logits, sampler, root_position + 1, table, jnp.int32(1), width)
+    token, log_f = _children(root_logits[:, None], sampler, root_position + 1, table, jnp.int32(1), width)
+    token, log_f = token[:, 0], log_f[:, 0]
     log_f = jnp.where(active[:, None] & (rank < width_limit)[None, :], log_f, -jnp.inf)
     shape = (num_rows, max_depth, width)
     beam = Beam(jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
     beam = Beam(beam.token.at[:, 0].set(token), beam.parent, beam.log_f.at[:, 0].set(log_f))
     keys = jnp.arange(max_depth * width)
     own = jnp.broadcast_to(keys[None, None, :] == rank[None, :, None], (num_rows, width, max_depth * width))
-    per_node = sampler.take(jnp.repeat(jnp.arange(num_rows), width))
 
     def level(index: jax.Array, state: _State) -> _State:
         """Feed level `index` (from 1) and choose level index + 1."""
@@ -86,9 +87,8 @@ def beam_search(
         above_f = lax.dynamic_index_in_dim(state.beam.log_f, index - 1, axis=1, keepdims=False)
         position = jnp.broadcast_to((root_position + index)[:, None], (num_rows, width))
         logits, new_carry = forward(state.carry, index - 1, above, position, state.visible)
-        flat = logits.reshape(num_rows * width, -1)
-        tokens, chances = _children(flat, per_node, position.reshape(-1) + 1, table, index + 1, width)
-        paths = (above_f.reshape(-1, 1) + chances).reshape(num_rows, width * width)
+        tokens, chances = _children(logits, sampler, root_position + index + 1, table, index + 1, width)
+        paths = (above_f[..., None] + chances).reshape(num_rows, width * width)
         best, choice = lax.top_k(paths, width)
         best = jnp.where((rank < width_limit)[None, :], best, -jnp.inf)
         parent_rank = choice // width

@@ -17,7 +17,7 @@ MASKED = float("-inf")
 
 
 class Sampler(NamedTuple):
-    """Sampling parameters of N positions. seed: u32[N, 2]; choice, top_k: i32[N]; the others f32[N]."""
+    """Sampling parameters of R rows. seed: u32[R, 2]; choice, top_k: i32[R]; the others f32[R]."""
 
     seed: jax.Array
     choice: jax.Array
@@ -32,29 +32,30 @@ class Sampler(NamedTuple):
 
 
 def _filtered(scaled: jax.Array, sampler: Sampler) -> jax.Array:
-    """Mask what top-k, then top-p of the rest, and min-p exclude; ties at a threshold are kept. f32[N, V]."""
+    """Mask what top-k, then top-p of the rest, and min-p exclude; ties at a threshold are kept. f32[R, W, V]."""
     descending = -jnp.sort(-scaled, axis=-1)
     vocab_size = scaled.shape[-1]
     top_k = jnp.where(sampler.top_k > 0, jnp.minimum(sampler.top_k, vocab_size), vocab_size)
-    in_top_k = jnp.arange(vocab_size)[None, :] < top_k[:, None]
+    in_top_k = jnp.arange(vocab_size) < top_k[:, None, None]
     kept = jnp.where(in_top_k, descending, MASKED)
     probs = jax.nn.softmax(kept, axis=-1)
     mass_before = jnp.cumsum(probs, axis=-1) - probs
-    in_nucleus = in_top_k & (mass_before < sampler.top_p[:, None])
-    in_nucleus = in_nucleus.at[:, 0].set(True)
+    in_nucleus = in_top_k & (mass_before < sampler.top_p[:, None, None])
+    in_nucleus = in_nucleus.at[..., 0].set(True)
     floor = jnp.min(jnp.where(in_nucleus, descending, jnp.inf), axis=-1)
-    floor = jnp.maximum(floor, descending[:, 0] + jnp.log(sampler.min_p))
-    return jnp.where(scaled >= floor[:, None], scaled, MASKED)
+    floor = jnp.maximum(floor, descending[..., 0] + jnp.log(sampler.min_p)[:, None])
+    return jnp.where(scaled >= floor[..., None], scaled, MASKED)
 
 
 def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """Scores whose argmax is the drawn token: log p' + g up to a constant per row.
+    """Scores whose argmax is the drawn token: log p' + g up to a constant per distribution.
 
-    logits: f32[N, V]; position: i32[N], of the token drawn. At temperature 0 the scores are the logits.
-    Steps in which no row filters, or none samples, skip that work.
+    logits: f32[R, W, V], W distributions of one row for the same position i32[R] (that of the token drawn), which
+    share one noise vector. At temperature 0 the scores are the logits. Steps in which no row filters, or none
+    samples, skip that work.
     """
-    greedy = (sampler.temperature <= 0)[:, None]
-    scaled = jnp.where(greedy, logits, logits / jnp.maximum(sampler.temperature, 1e-6)[:, None])
+    greedy = (sampler.temperature <= 0)[:, None, None]
+    scaled = jnp.where(greedy, logits, logits / jnp.maximum(sampler.temperature, 1e-6)[:, None, None])
     filters = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
     filters = filters & (sampler.temperature > 0)
     exact = sampler._replace(
@@ -63,16 +64,16 @@ def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -
         min_p=jnp.where(filters, sampler.min_p, 0.0),
     )
     filtered = lax.cond(
-        jnp.any(filters), lambda s: jnp.where(filters[:, None], _filtered(s, exact), s), lambda s: s, scaled
+        jnp.any(filters), lambda s: jnp.where(filters[:, None, None], _filtered(s, exact), s), lambda s: s, scaled
     )
 
     def with_noise(scores: jax.Array) -> jax.Array:
         noise = gumbel_noise(sampler.seed, sampler.choice, position, scores.shape[-1])
-        return jnp.where(greedy, scores, scores + noise)
+        return jnp.where(greedy, scores, scores + noise[:, None, :])
 
     return lax.cond(jnp.any(~greedy), with_noise, lambda scores: scores, filtered)
 
 
 def draw(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """The drawn tokens, i32[N]. `lax.top_k` is several times faster than argmax at large V."""
-    return lax.top_k(perturbed_scores(logits, sampler, position), 1)[1][:, 0].astype(jnp.int32)
+    """The tokens drawn from logits f32[R, V], i32[R]. `lax.top_k` is several times faster than argmax at large V."""
+    return lax.top_k(perturbed_scores(logits[:, None, :], sampler, position)[:, 0], 1)[1][:, 0].astype(jnp.int32)

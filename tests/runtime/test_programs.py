@@ -69,7 +69,8 @@ def plan_of(contexts: list[int], chunks: list[list[int]]) -> StepPlan:
         step=0, slots=np.arange(rows), num_decode=decoding, root_token=zeros[:decoding],
         ctx_len=np.asarray(contexts, np.int32), page_table=table,
         sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
-        prefill_tokens=np.asarray(sum(chunks, []), np.int32), prefill_counts=np.array([len(c) for c in chunks], np.int32),
+        prefill_tokens=np.asarray([token for chunk in chunks for token in chunk], np.int32),
+        prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32),
         prefill_final=np.zeros(len(chunks), bool), draft=None, budget=TOKENS,
     )  # fmt: skip
 

@@ -47,7 +47,9 @@ def test_equals_the_walk_of_each_tree() -> None:
             token, row = [*token, 1], [*row, 2]
             parent, depth = [*parent, -1 if offset == 0 else chunk + offset - 1], [*depth, PREFILL if offset < 2 else 0]
         pad = 24 - len(token)
-        arrays = [np.asarray(a + [f] * pad, np.int32) for a, f in ((token, 0), (parent, -1), (depth, PADDING), (row, 4))]
+        arrays = [
+            np.asarray(a + [f] * pad, np.int32) for a, f in ((token, 0), (parent, -1), (depth, PADDING), (row, 4))
+        ]
         drawn = rng.integers(0, 3, 24).astype(np.int32)
         result = jax.tree.map(np.asarray, walk_all(*arrays, drawn))
         expected_nodes = set()

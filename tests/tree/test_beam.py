@@ -55,7 +55,7 @@ def oracle_level(parents: list[tuple[tuple[int, ...], float]], width: int, seed:
             gap = scores[order[0]] - scores[order[1]] if rank == 0 else scores[token] - scores[order[0]]
             feature = gap if mode else log_q[token]
             column = int((feature >= edges[mode]).sum())
-            extensions.append((path + (int(token),), log_f + chance[mode, min(level - 1, 1), min(rank, 2), column]))
+            extensions.append(((*path, int(token)), log_f + chance[mode, min(level - 1, 1), min(rank, 2), column]))
     return sorted(extensions, key=lambda item: -item[1])[:width]
 
 

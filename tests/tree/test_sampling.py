@@ -41,12 +41,19 @@ def oracle_support(logits: np.ndarray, temperature: float, top_k: int, top_p: fl
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
-    [(1.0, 5, 1.0, 0.0), (0.7, 0, 0.6, 0.0), (1.3, 0, 1.0, 0.2), (0.9, 7, 0.5, 0.05), (1.0, 0, 1e-6, 0.0), (1, 99, 1, 0)],
+    [
+        (1.0, 5, 1.0, 0.0),
+        (0.7, 0, 0.6, 0.0),
+        (1.3, 0, 1.0, 0.2),
+        (0.9, 7, 0.5, 0.05),
+        (1.0, 0, 1e-6, 0.0),
+        (1, 99, 1, 0),
+    ],
 )
 def test_filters_equal_the_oracle(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     logits = np.random.default_rng(1).normal(size=(6, VOCAB)).astype(np.float32) * 2
     params = sampler(6, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    scores = np.asarray(jax.jit(perturbed_scores)(logits, params, np.arange(6, dtype=np.int32)))
+    scores = np.asarray(jax.jit(perturbed_scores)(logits[:, None], params, np.arange(6, dtype=np.int32)))[:, 0]
     for row in range(6):
         assert set(np.flatnonzero(np.isfinite(scores[row]))) == oracle_support(
             logits[row], temperature, top_k, top_p, min_p
@@ -63,7 +70,9 @@ def test_temperature_zero_is_greedy_and_ignores_filters() -> None:
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     rows = 20_000
     logits = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32)
-    drawn = jax.jit(draw)(np.tile(logits, (rows, 1)), sampler(rows, temperature=temperature), np.full(rows, 7, np.int32))
+    drawn = jax.jit(draw)(
+        np.tile(logits, (rows, 1)), sampler(rows, temperature=temperature), np.full(rows, 7, np.int32)
+    )
     probs = np.exp(logits.astype(np.float64) / temperature)
     probs /= probs.sum()
     assert stats.chisquare(np.bincount(drawn, minlength=VOCAB), probs * rows).pvalue > 1e-3

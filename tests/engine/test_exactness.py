@@ -1,0 +1,124 @@
+"""The text does not depend on the policy, the tree, or the load; and it follows the target's distribution.
+
+The full size (64 prompts x 64 tokens) is `make bench-exactness`; here the same claims on fewer tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.models.loading import resolve_folder
+from tests.oracles.llama import oracle_logits
+
+PROMPTS = [
+    "def add(a, b):\n",
+    "import os\n",
+    "Question: Tom has 3 apples.",
+    "class Node:\n    def",
+    "for i in",
+    "x = [",
+    "# Sort the list",
+    "Sara buys 4 pens for $2 each.",
+]
+POLICIES = ("ar", "spec:4", "adaserve")
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def deterministic() -> Iterator[LLM]:
+    with LLM(deterministic=True, max_requests=8, max_context=128, max_batch_tokens=32, max_depth=4, max_width=3) as llm:
+        yield llm
+        assert llm.stats().compiles_after_ready == 0
+
+
+def texts(llm: LLM, temperature: float, at_once: int) -> list[list[int]]:
+    params = [
+        SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+    # A target that is hard to meet makes `adaserve` spend its budget on trees.
+    slo = SLO(tpot_ms=0.5)
+    tokens = []
+    for start in range(0, len(PROMPTS), at_once):
+        batch = slice(start, start + at_once)
+        tokens += [output.token_ids for output in llm.generate(PROMPTS[batch], params[batch], slo=slo)]
+    return tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
+def test_deterministic_mode_is_bitwise_the_same_under_every_policy_and_load(
+    deterministic: LLM, temperature: float
+) -> None:
+    results = {}
+    for policy in POLICIES:
+        deterministic.set_policy(policy)
+        before = deterministic.stats().scheduler.accepted_tokens
+        for at_once in (1, len(PROMPTS)) if temperature == 0.8 else (len(PROMPTS),):
+            results[policy, at_once] = texts(deterministic, temperature, at_once)
+        accepted = deterministic.stats().scheduler.accepted_tokens - before
+        assert (accepted > 0) == (policy != "ar")
+    first = results["ar", len(PROMPTS)]
+    assert all(len(tokens) == TOKENS for tokens in first)
+    assert all(result == first for result in results.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_default_mode_gives_the_same_text_but_for_near_ties(demo_engine: LocalEngine, temperature: float) -> None:
+    llm = LLM.over(demo_engine)
+    results = []
+    for policy in POLICIES:
+        llm.set_policy(policy)
+        results.append(texts(llm, temperature, len(PROMPTS)))
+    llm.set_policy("adaserve")
+    differing = sum(a != b for result in results[1:] for a, b in zip(result, results[0], strict=True))
+    assert differing <= 1  # expected: at most 1 token in 10,000; these are 576
+
+
+def test_greedy_text_is_the_oracles_argmax(demo_engine: LocalEngine) -> None:
+    llm = LLM.over(demo_engine)
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))
+    sequence = output.prompt_token_ids + output.token_ids
+    scores = oracle_logits(resolve_folder("demo", "target"), sequence[:-1])[len(output.prompt_token_ids) - 1 :]
+    top2 = np.sort(scores, axis=1)[:, -2:]
+    clear = top2[:, 1] - top2[:, 0] > 1e-3
+    assert clear.sum() >= 8
+    assert scores.argmax(1)[clear].tolist() == np.asarray(output.token_ids)[clear].tolist()
+
+
+def test_frequencies_follow_the_targets_softmax_with_speculation(demo_engine: LocalEngine) -> None:
+    """The second token is sampled at a tree node whenever the first was drafted. Its frequencies, given the first,
+    pass a chi-square test."""
+    llm = LLM.over(demo_engine)
+    llm.set_policy("spec:4")
+    prompt = llm.tokenizer.encode("def add(a, b):\n    return")
+    samples = [
+        choice.token_ids
+        for block in range(16)
+        for choice in llm.generate(
+            [prompt], SamplingParams(max_tokens=2, temperature=0.8, seed=1000 + block, n=64, ignore_eos=True)
+        )[0].choices
+    ]
+    llm.set_policy("adaserve")
+    folder = resolve_folder("demo", "target")
+    assert chi_square_p([tokens[0] for tokens in samples], oracle_logits(folder, prompt)[-1] / 0.8) > 1e-3
+    likeliest = int(np.bincount([tokens[0] for tokens in samples]).argmax())
+    seconds = [tokens[1] for tokens in samples if tokens[0] == likeliest]
+    assert len(seconds) >= 150
+    assert chi_square_p(seconds, oracle_logits(folder, [*prompt, likeliest])[-1] / 0.8) > 1e-3
+
+
+def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
+    """Tokens expected fewer than 5 times are counted together."""
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    counts, expected = np.bincount(tokens, minlength=len(probs)), probs * len(tokens)
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
