@@ -8,15 +8,17 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.state import ServerState, TextCodec
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
 
@@ -25,7 +27,7 @@ class Running:
     """One server: its URL, engine, state, and a client."""
 
     url: str
-    engine: ScriptedEngine
+    engine: Any
     state: ServerState
     http: httpx.Client
 
@@ -35,23 +37,31 @@ class Running:
 
 @contextlib.contextmanager
 def running(settings: ServerSettings | None = None, *, ready: bool = True) -> Iterator[Running]:
+    """A server over a scripted engine of its own."""
     engine = ScriptedEngine(EngineConfig(target="models/scripted"))
     engine.start()
-    app = create_app(engine, ByteTokenizer() if ready else None, settings or ServerSettings())
+    with serving(engine, ByteTokenizer() if ready else None, settings or ServerSettings()) as server:
+        yield server
+    engine.close()
+
+
+@contextlib.contextmanager
+def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> Iterator[Running]:
+    """A server over an engine that the caller owns, in a thread of this process."""
+    app = create_app(engine, tokenizer, settings)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="off"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
-    with httpx.Client(base_url=url, timeout=10) as http:
+    with httpx.Client(base_url=url, timeout=30) as http:
         while not server.started:
             time.sleep(0.005)
         yield Running(url, engine, app.state.server, http)
     server.should_exit = True
     thread.join()
     listener.close()
-    engine.close()
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +74,9 @@ def server() -> Iterator[Running]:
 def start_server():
     """The context manager that starts one more server, with settings of its own."""
     return running
+
+
+@pytest.fixture(scope="session")
+def serve_engine():
+    """The context manager that serves an engine which the test owns."""
+    return serving

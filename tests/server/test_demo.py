@@ -1,0 +1,113 @@
+"""End to end: HTTP, SSE and targets on the embedded pair."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from adaserve_jax.server.serve import load_tokenizer, tokenizer_folder
+from adaserve_jax.server.settings import ServerSettings
+
+PROMPT = "def add(a, b):"
+
+
+@pytest.fixture(scope="module")
+def demo(demo_engine, serve_engine) -> Iterator:
+    tokenizer = load_tokenizer(tokenizer_folder("demo"))
+    with serve_engine(demo_engine, tokenizer, ServerSettings()) as server:
+        yield server
+
+
+def wait_idle(demo) -> None:
+    end = time.monotonic() + 20
+    while (steps := demo.engine.stats().scheduler).running or steps.waiting or steps.pages_used:
+        assert time.monotonic() < end, f"{steps.running} running, {steps.pages_used} pages used"
+        time.sleep(0.02)
+    assert demo.state.slots.used == 0
+
+
+def stream(demo, **body) -> tuple[str, dict]:
+    """The joined text and the last event."""
+    with demo.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    decoded = [json.loads(event) for event in events[:-1]]
+    return "".join(c["text"] for e in decoded for c in e["choices"]), decoded[-1]
+
+
+def test_a_stream_and_a_body_are_the_same_text_and_tell_of_the_target(demo):
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0.8, "seed": 7, "slo_tpot_ms": 500, "ignore_eos": True}
+    text, last = stream(demo, **body)
+    whole = demo.post(**body).json()
+    assert text == whole["choices"][0]["text"] and len(text) > 10
+    assert whole["usage"]["completion_tokens"] == 24
+    for metrics in (last["metrics"], whole["metrics"]):
+        assert metrics["slo"]["tpot_target_ms"] == 500
+        assert metrics["slo"]["met"] == (metrics["slo"]["tpot_ms"] <= 500)
+        spoken = metrics["speculative"]
+        assert spoken["verify_steps"] >= 1
+        assert spoken["accepted_tokens"] + spoken["verify_steps"] >= 23
+        assert metrics["time_to_first_token_ms"] >= metrics["queue_time_ms"] >= 0
+    wait_idle(demo)
+
+
+def test_a_relative_target_is_a_multiple_of_the_baseline(demo):
+    with openai.OpenAI(base_url=f"{demo.url}/v1", api_key="x", max_retries=0) as client:
+        (model,) = client.models.list().data
+        made = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": "Tom has 3 apples and eats one."}],
+            max_tokens=8, temperature=0, extra_body={"slo_relative": 5},
+        )  # fmt: skip
+    assert model.id == "demo" and model.draft == "demo"
+    assert made.choices[0].message.content
+    assert made.metrics["slo"]["tpot_target_ms"] == pytest.approx(5 * model.baseline_ms)
+
+
+def test_stop_texts_end_the_output_and_are_not_shown(demo):
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    full, _ = stream(demo, **body)
+    stop = full[6:9]
+    text, last = stream(demo, **body, stop=[stop])
+    assert text == full[: full.index(stop)]
+    assert last["choices"][0]["finish_reason"] == "stop"
+
+
+def test_concurrent_streams_with_mixed_targets_give_their_own_texts(demo):
+    bodies = [
+        {
+            "prompt": f"{PROMPT} # {i}\n",
+            "max_tokens": 12 + i,
+            "seed": i,
+            "slo_tpot_ms": (5, 50, 5000)[i % 3],
+            "n": 1 + i % 2,
+        }
+        for i in range(12)
+    ]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda body: demo.post(**body, ignore_eos=True).json(), bodies))
+    for body, answer in zip(bodies, answers, strict=True):
+        assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * body["n"]
+        assert answer["usage"]["completion_tokens"] == body["max_tokens"] * body["n"]
+        assert answer["metrics"]["slo"]["tpot_target_ms"] == body["slo_tpot_ms"]
+    wait_idle(demo)
+
+
+def test_a_client_that_goes_away_frees_its_pages(demo):
+    body = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with demo.http.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert demo.engine.stats().scheduler.running == 1
+    wait_idle(demo)
+    assert demo.engine.stats().compiles_after_ready == 0
+
+
+def test_a_prompt_beyond_the_context_is_refused(demo):
+    response = demo.post(prompt="x = 1\n" * 2000)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert demo.post("/tokenize", prompt=PROMPT).json()["count"] > 1
