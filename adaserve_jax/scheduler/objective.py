@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.selection import nodes_needed
-from adaserve_jax.scheduler.slo import HORIZON_TOKENS
+from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_capped
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BudgetQuestion:
 
 def capped_need(need_rate: np.ndarray, step_time_s: float | np.ndarray, depth: int) -> np.ndarray:
     """A_cap in its horizon form, f64[..., R]; a hopeless request needs nothing: it is served best-effort."""
-    return np.minimum(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth + 1.0)
+    return need_capped(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth)
 
 
 def choose_budget(objective: Objective, path_prob: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:

@@ -101,8 +101,11 @@ class Scheduler:
         self._requests[request.request_id] = state
         self._batch.queue.add(state)
 
-    def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request now; its last update, or None for an unknown id. Safe while its step is in flight."""
+    def abort(self, request_id: str, now: float | None = None) -> RequestUpdate | None:
+        """End a request; its last update, or None for an unknown id. Safe while its step is in flight.
+
+        now: taken for the callers' convenience, as by plan, select and commit; an abort stamps no time.
+        """
         state = self._requests.pop(request_id, None)
         return None if state is None else finish(self._batch, state, "abort", [], self._stats)
 
