@@ -47,14 +47,18 @@ class PlannedStep:
 
 
 class Planner:
-    """Plans one step after another; max_catchup: most tokens that the draft is fed in a step."""
+    """Plans one step after another.
 
-    def __init__(self, batch: Batch, controller: Controller, *, max_catchup: int, horizon: int):
+    max_catchup: most tokens that the draft is fed in a step. horizon: h, tokens. uses_draft: False for no plan with one.
+    """
+
+    def __init__(self, batch: Batch, controller: Controller, *, max_catchup: int, horizon: int, uses_draft: bool):
         self._batch = batch
         self._limits = batch.limits
         self._controller = controller
         self._max_catchup = max_catchup
         self._horizon = horizon
+        self._uses_draft = uses_draft
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""
@@ -71,7 +75,7 @@ class Planner:
         load = Load(
             need_rate=pace.need_rate(now),
             draft_lag=lag,
-            can_speculate=can_speculate if self._limits.max_depth else np.zeros(len(decode), bool),
+            can_speculate=can_speculate & self._uses_draft,
             num_prefill=len(prefill),
             prefill_tokens=sum(state.pending for state in prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
@@ -82,7 +86,7 @@ class Planner:
         for state in rows:
             if state.first_scheduled_s is None:
                 state.first_scheduled_s = now
-        draft = self._plan_draft(decision, rows, load, chunks)
+        draft = self._plan_draft(decision, rows, load, chunks) if self._uses_draft else None
         plan = self._assemble(step, rows, chunks, draft, decision)
         return PlannedStep(plan, rows, pace, remaining, load.wait_ratio, now)
 

@@ -36,7 +36,7 @@ class Parts:
 class Policy:
     """Controller (depth, width, budget) x selector (which nodes) x ordering (which requests) x memory rule.
 
-    needs_draft: refuses to start without a draft; uses_draft: keeps one resident when there is one.
+    uses_draft: whether the draft is fed and searched at all, when one is loaded.
     search_budget: whether the verify budget is chosen again, over the bucket edges, once the candidates are known.
     """
 
@@ -46,7 +46,6 @@ class Policy:
     slo_order: SloOrder = "cheapest-first"
     search_budget: bool = False
     uses_draft: bool = True
-    needs_draft: bool = False
 
 
 def _adaserve(parts: Parts) -> Controller:
@@ -71,7 +70,7 @@ def _no_speculation(parts: Parts) -> Controller:
 
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(_adaserve, selector="slo", ordering="deadline", search_budget=True),
-    "spec:<k>": Policy(_chain, selector="equal", ordering="arrival", needs_draft=True),
+    "spec:<k>": Policy(_chain, selector="equal", ordering="arrival"),
     "ar": Policy(_no_speculation, selector="equal", ordering="arrival", uses_draft=False),
 }
 

@@ -19,7 +19,7 @@ from adaserve_jax.scheduler.commit import apply_outcome, finish
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
-from adaserve_jax.scheduler.policies import Parts, Policy, find_policy
+from adaserve_jax.scheduler.policies import Parts, find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import (
@@ -56,6 +56,7 @@ class Scheduler:
             self._policy.controller(parts),
             max_catchup=costs.max_catchup_tokens,
             horizon=self._objective.horizon,
+            uses_draft=self._policy.uses_draft and limits.max_depth > 0,
         )
         self._edges = np.array(limits.token_edges)
         self._requests: dict[str, RequestState] = {}
@@ -63,15 +64,6 @@ class Scheduler:
         self._added = 0
         self._steps = 0
         self._stats = StepStats(pages_total=limits.num_pages)
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy
-
-    @property
-    def baseline_s(self) -> float:
-        """Seconds per token of one request alone, without speculation; what relative targets multiply."""
-        return self._cost.baseline_s
 
     @property
     def has_work(self) -> bool:
