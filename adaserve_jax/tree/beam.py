@@ -41,7 +41,10 @@ def _children(
 ) -> tuple[jax.Array, jax.Array]:
     """The `width` best children of the nodes of a level. logits: f32[R, N, V]; position: i32[R], of the children.
     Returns tokens i32[R, N, width] and log chances f32[R, N, width]."""
-    best, token = lax.top_k(perturbed_scores(logits, sampler, position), width + 1)
+    scores = perturbed_scores(logits, sampler, position)
+    # XLA on CPU has a fast top-k for matrices only; with more axes it sorts the whole vocabulary.
+    best, token = lax.top_k(scores.reshape(-1, scores.shape[-1]), width + 1)
+    best, token = (x.reshape(*scores.shape[:2], width + 1) for x in (best, token))
     first, others = best[..., :1], best[..., 1:width]
     gap = jnp.concatenate([first - best[..., 1:2], others - first], axis=-1)
     log_q = best[..., :width] - jax.nn.logsumexp(logits, axis=-1)[..., None]
