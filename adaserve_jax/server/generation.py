@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
@@ -137,9 +137,9 @@ def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
     return ResponseMetrics(
         time_to_first_token_ms=_slowest_ms(c.ttft_s for c in choices),
         queue_time_ms=_slowest_ms(c.queue_s for c in choices),
-        tokens_per_second=sum(c.output_tokens for c in choices) / (end - begin) if end > begin else None,
+        tokens_per_second=round(sum(c.output_tokens for c in choices) / (end - begin), 3) if end > begin else None,
         speculative=SpeculativeMetrics(
-            verify_steps=steps, accepted_tokens=accepted, mean_accepted=accepted / steps if steps else 0.0
+            verify_steps=steps, accepted_tokens=accepted, mean_accepted=round(accepted / steps, 4) if steps else 0.0
         ),
         slo=SloMetrics(
             tpot_target_ms=_slowest_ms(c.tpot_slo_s for c in choices),
@@ -150,6 +150,7 @@ def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
     )
 
 
-def _slowest_ms(values) -> float | None:
+def _slowest_ms(values: Iterable[float | None]) -> float | None:
+    """The largest of the known values, seconds, in milliseconds to the microsecond."""
     known = [value * 1e3 for value in values if value is not None]
-    return max(known) if known else None
+    return round(max(known), 3) if known else None

@@ -278,6 +278,8 @@ def test_the_wire_is_typed():
     assert wire.decode_from_engine(wire.encode(step)) == step
     submit = wire.Submit(GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4)))
     assert wire.decode_to_engine(wire.encode(submit)) == submit
+    start = wire.Start(EngineConfig(draft=None, token_edges=(16, 64), seed=3), FACTORY)
+    assert wire.decode_start(wire.encode(start)) == start
     for bad in (b"\x80", wire.encode({"type": "Submit", "request": 3}), wire.encode({"type": "Exec"}), b""):
         with pytest.raises(msgspec.DecodeError):
             wire.decode_to_engine(bad)

@@ -109,7 +109,7 @@ def test_a_client_that_goes_away_aborts_its_request(server, stream):
         wait_until(lambda: server.state.slots.used == 2)
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: len(server.engine.aborted) == before + 2, seconds=2)
+    wait_until(lambda: len(server.engine.aborted) == before + 2)
     wait_until(lambda: server.state.slots.used == 0 and not server.state.in_flight)
     assert server.post(prompt="next", max_tokens=4).json()["choices"][0]["text"] == "next"
 

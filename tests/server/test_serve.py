@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.serve import example, listen, tokenizer_folder
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.warm_up import WarmUpBar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
@@ -26,6 +29,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.server.serve import serve
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.warm_up import WarmUpBar
 from adaserve_jax.server.warm_up import WarmUpBar
 from tests.server.scripted import ByteTokenizer
 bar = WarmUpBar(Console(stderr=True))
@@ -91,7 +95,7 @@ def test_it_starts_serves_and_drains():
     first, second = out.strip().splitlines()
     assert first.startswith(f"adaserve serves scripted on http://127.0.0.1:{program.port}")
     assert "slo_tpot_ms" in second and second.startswith("curl http://")
-    assert "programs" in err and "3/3" in err
+    assert err.splitlines() == ["programs 1/3", "programs 2/3", "programs 3/3"]
 
 
 def test_a_drain_that_takes_too_long_ends_the_requests():
@@ -142,3 +146,16 @@ def test_the_example_is_one_shell_command(server):
 def test_the_tokenizer_folder():
     assert tokenizer_folder("demo").parts[-3:] == ("models", "demo", "target")
     assert tokenizer_folder("/a/b") == Path("/a/b")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_progress_of_warm_up_is_shown(terminal):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    bar = WarmUpBar(console)
+    for done in range(101):
+        bar.update("compiling", done, 100)
+    bar.close()
+    bar.update("too late", 1, 2)
+    text = console.file.getvalue()
+    assert "compiling" in text and "100/100" in text and "too late" not in text
+    assert terminal or len(text.splitlines()) == 11
