@@ -49,7 +49,7 @@ class PlannedStep:
 class Planner:
     """Plans one step after another.
 
-    max_catchup: most tokens that the draft is fed in a step. horizon: h, tokens. uses_draft: False for no plan with one.
+    max_catchup: most tokens that the draft is fed in a step. horizon: h, tokens. uses_draft: whether plans have one.
     """
 
     def __init__(self, batch: Batch, controller: Controller, *, max_catchup: int, horizon: int, uses_draft: bool):
