@@ -87,6 +87,6 @@ class CompileCounter:
         """Stop listening."""
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == COMPILE_EVENT and getattr(self._here, "counting", False):
             self.count += 1

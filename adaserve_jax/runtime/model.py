@@ -55,8 +55,8 @@ class DeviceModel:
 
     def _abstract_in_flight(self, tokens: int) -> InFlight:
         shape = (self.config.num_layers, tokens, self.config.num_kv_heads, self.config.head_dim)
-        new = jax.ShapeDtypeStruct(shape, self.pools.k.dtype)
-        index = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        new: Any = jax.ShapeDtypeStruct(shape, self.pools.k.dtype)
+        index: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
         return InFlight(new, new, index, index)
 
     def close(self) -> None:

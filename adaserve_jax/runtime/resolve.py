@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*edges[1::2], edges[-1]}))
 
 
-def _auto_pages(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, device: jax.Device) -> int:
+def _auto_pages(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, device: Any) -> int:
     """Pages for every request at full length, capped by memory."""
     page_bytes = sum(2 * m.num_layers * m.kv_size * config.page_size * dtype.itemsize for m in models)
     wanted = config.max_requests * -(-config.max_context // config.page_size)
