@@ -39,7 +39,7 @@ test-slow: $(STAMP).test ## run everything, the slow tests too
 lint: $(STAMP).test ## formatting, lint rules, direction of imports
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-cache
 
 type: $(STAMP).test ## static types of the package
 	@$(BIN)/pyright --pythonpath $(BIN)/python

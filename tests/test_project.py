@@ -151,7 +151,7 @@ def test_imports_go_downward():
     if not tool.exists():
         pytest.skip("import-linter is not installed; `make test` installs it")
     environment = {**os.environ, "NO_COLOR": "1"}
-    done = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
