@@ -7,7 +7,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host demo-pair readme clean
+.PHONY: help serve test test-slow lint type format bench-host demo-pair docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -54,8 +54,10 @@ bench-host: $(STAMP).serve ## host time of one step, with an executor that costs
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
-readme: $(STAMP).serve ## write the measured table of README.md from benchmarks/results
+docs: $(STAMP).serve ## write what documents have from the code and from benchmarks/results
 	@$(BIN)/python scripts/readme_table.py
+	@$(BIN)/python scripts/options_table.py
+	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
 clean: ## remove what was installed, built and cached here
 	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

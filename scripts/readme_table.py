@@ -83,7 +83,7 @@ def main() -> int:
     new = with_tables(old, [read_rows(file, ResultRow) for file in files])
     if arguments.check:
         if new != old:
-            print("README.md does not show benchmarks/results; run `make readme`", file=sys.stderr)
+            print("README.md does not show benchmarks/results; run `make docs`", file=sys.stderr)
         return int(new != old)
     path.write_text(new)
     return 0
