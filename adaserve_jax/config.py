@@ -86,7 +86,7 @@ FIELD_HELP: dict[str, str] = {
     "num_pages": "pages in the KV pool; 0: auto by memory and max_requests",
     "max_batch_tokens": "largest packed length of one target step, tree and prefill tokens; 0: auto by device",
     "token_edges": "packed lengths that are compiled; empty: powers of two up to max_batch_tokens",
-    "row_edges": "numbers of requests that are compiled; empty: 1, 4, 16, ... up to max_requests",
+    "row_edges": "numbers of requests that are compiled; empty: 1, 8, 32, ... up to max_requests",
     "max_tree_tokens": "most tree tokens of one step, roots included; 0: auto by device",
     "max_depth": "deepest beam search of the draft",
     "max_width": "widest beam search of the draft",

@@ -5,7 +5,9 @@ For tests, notebooks, offline work, and as what the engine process runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import statistics
 import threading
 import time
 from collections import deque
@@ -21,9 +23,10 @@ from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, Que
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import CostSamples, Progress, StepStats
+from adaserve_jax.types import Progress, SamplingParams, StepStats
 
 _log = logging.getLogger(__name__)
+BASELINE_TOKENS = 33  # measured to find the baseline latency
 STALL_S = 0.001  # pause when work waits but nothing can run
 
 
@@ -61,8 +64,10 @@ class LocalEngine:
         self._executor = load_executor(self._config)
         self._tokenizer = Tokenizer.from_folder(self._executor.target_folder)
         self._samples = self._executor.warm_up(self._progress)
-        self._core = self._build_core(self._executor.resolved.config)
-        self._info = self._describe(self._executor.resolved.config, self._samples)
+        config = self._executor.resolved.config
+        self._baseline_s = self._measure_baseline(config)
+        self._core = self._build_core(config)
+        self._info = self._describe(config)
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
 
@@ -71,10 +76,22 @@ class LocalEngine:
         eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         return EngineCore(
             self._executor, scheduler, self._tokenizer,
-            eos_ids=eos_ids, baseline_s=_baseline_s(self._samples), seed=config.seed,
+            eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed,
         )  # fmt: skip
 
-    def _describe(self, config: EngineConfig, samples: CostSamples) -> EngineInfo:
+    def _measure_baseline(self, config: EngineConfig) -> float:
+        """Median seconds per token of one request, alone, without speculation, through the whole step."""
+        scheduler = build_scheduler(replace(config, policy="ar"), self._executor.limits, self._samples)
+        core = EngineCore(self._executor, scheduler, self._tokenizer, eos_ids=(), baseline_s=1.0)
+        sampling = SamplingParams(max_tokens=BASELINE_TOKENS, seed=0, ignore_eos=True)
+        core.add(GenerateRequest("baseline", [0], sampling), core.clock())
+        times = []
+        while core.has_work:
+            core.step()
+            times.append(core.clock())
+        return statistics.median(after - before for before, after in itertools.pairwise(times))
+
+    def _describe(self, config: EngineConfig) -> EngineInfo:
         device = jax.local_devices()[0]
         return EngineInfo(
             target=config.target,
@@ -85,7 +102,7 @@ class LocalEngine:
             max_context=config.max_context,
             max_requests=config.max_requests,
             vocab_size=self._executor.target.config.vocab_size,
-            baseline_s=_baseline_s(samples),
+            baseline_s=self._baseline_s,
             deterministic=config.deterministic,
         )
 
@@ -96,7 +113,7 @@ class LocalEngine:
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
             config = replace(self._executor.resolved.config, policy=policy)
             self._core = self._build_core(config)
-            self._info = self._describe(config, self._samples)
+            self._info = self._describe(config)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         arrival_s = time.monotonic()
@@ -234,8 +251,3 @@ class LocalEngine:
 
 def _failure(request_id: str, choices: set[int], message: str) -> list[OutputChunk]:
     return [OutputChunk(request_id, choice, "", [], "error", None, message) for choice in sorted(choices)]
-
-
-def _baseline_s(samples: CostSamples) -> float:
-    """Seconds of one token, alone: the smallest bucket's step."""
-    return samples.verify_s[min(samples.verify_s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,14 @@ from adaserve_jax.types import CandidateTrees, StepPlan
 
 
 class LocalDrafter:
-    """Implements `types.Drafter` on this device."""
+    """Implements `types.Drafter` on this device. wait_s: seconds that the last call spent waiting for the device."""
 
     def __init__(self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...]) -> None:
         self.model = model
         self.table = table
         self.max_depth = max_depth
         self.widths = widths
+        self.wait_s = 0.0
 
     def declare(self) -> list[Declared]:
         """Catch-up for every bucket; a search for every row edge and compiled width."""
@@ -41,6 +43,7 @@ class LocalDrafter:
     def propose(self, plan: StepPlan) -> CandidateTrees:
         draft = plan.draft
         assert draft is not None
+        self.wait_s = 0.0
         if not len(draft.catchup_tokens):
             return CandidateTrees.empty(plan.num_decode)
         model = self.model
@@ -66,7 +69,9 @@ class LocalDrafter:
         """Candidates of the decode rows, cut to the depth and width asked for."""
         assert plan.draft is not None
         depth, width, rows = plan.draft.depth, plan.draft.width, plan.num_decode
+        dispatched = time.perf_counter()
         host = np.asarray(result)
+        self.wait_s = time.perf_counter() - dispatched
         stride = host.shape[3]
         token, parent, bits = host[:, :rows, :depth, :width].reshape(3, rows, depth * width)
         level, rank = parent // stride, parent % stride

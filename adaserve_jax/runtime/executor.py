@@ -38,7 +38,7 @@ class ModelExecutor:
         self.local_drafter = drafter
         self.drafter: Drafter | None = drafter
         self._counter = CompileCounter()
-        self._draft_s = 0.0
+        self._draft_s = self._draft_wait_s = 0.0
 
     @property
     def limits(self) -> Limits:
@@ -67,6 +67,8 @@ class ModelExecutor:
         with self._counter:
             candidates = self.drafter.propose(plan)
         self._draft_s = time.perf_counter() - started
+        if self.drafter is self.local_drafter:
+            self._draft_wait_s = self.local_drafter.wait_s
         return candidates
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
@@ -80,7 +82,8 @@ class ModelExecutor:
             host = np.asarray(result)
         done = time.perf_counter()
         depth = self.limits.max_depth
-        draft_s, self._draft_s = self._draft_s, 0.0
+        draft_s, draft_wait_s = self._draft_s, self._draft_wait_s
+        self._draft_s = self._draft_wait_s = 0.0
         emitted, rows, _ = outcome_size(bucket, depth)
         return StepOutcome(
             tokens=host[:emitted].reshape(bucket.rows, depth + 1)[: plan.num_rows],
@@ -88,7 +91,7 @@ class ModelExecutor:
             accepted=host[emitted + rows :][: trees.num_nodes] != 0,
             draft_s=draft_s,
             verify_s=done - started,
-            wait_s=done - dispatched,
+            wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
         )
 

@@ -83,7 +83,7 @@ def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[i
     tokens = config.token_edges or _geometric((1, 4), largest)
     if config.token_edges and config.max_batch_tokens and config.max_batch_tokens != tokens[-1]:
         raise ConfigError(f"max_batch_tokens ({config.max_batch_tokens}) must equal the last of token_edges {tokens}")
-    rows = config.row_edges or _every_other((1,), config.max_requests)
+    rows = config.row_edges or _row_edges(config.max_requests)
     if rows[-1] != config.max_requests:
         raise ConfigError(f"the last of row_edges {rows} must equal max_requests ({config.max_requests})")
     return tokens, rows
@@ -98,11 +98,9 @@ def _geometric(start: tuple[int, ...], largest: int) -> tuple[int, ...]:
     return (*edges, largest)
 
 
-def _every_other(start: tuple[int, ...], largest: int) -> tuple[int, ...]:
-    """1, 4, 16, ... up to `largest`."""
-    edges = [edge for edge in start if edge < largest]
-    while edges and edges[-1] * 4 < largest:
-        edges.append(edges[-1] * 4)
+def _row_edges(largest: int) -> tuple[int, ...]:
+    """1, 8, 32, 128, ... up to `largest`: each edge is one more program per token edge."""
+    edges = [edge for edge in (1, 8, 32, 128, 512) if edge < largest]
     return (*edges, largest)
 
 

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from adaserve_jax.runtime.executor import ModelExecutor
 
 TYPICAL_CONTEXT = 256  # tokens; the context at which programs are timed, where max_context allows it
-REPEATS = 3
+REPEATS = 5
 
 
 def measure(executor: ModelExecutor, progress: Progress | None = None) -> CostSamples:
-    """Median times of every program, on page 0, which no request holds yet. Nothing of it stays visible."""
+    """The least of a few times of every program, on page 0, which no request holds yet: nothing of it stays visible.
+
+    The least, because what disturbs a measurement only adds to it, and the live cost table learns the common factor.
+    """
     limits, drafter = executor.limits, executor.local_drafter
     jobs: list[Callable[[], None]] = []
     samples = CostSamples({}, {}, {})
@@ -46,20 +49,20 @@ def measure(executor: ModelExecutor, progress: Progress | None = None) -> CostSa
     return samples
 
 
-def _median_s(run: Callable[..., object], *arguments: object) -> float:
+def _least_s(run: Callable[..., object], *arguments: object) -> float:
     run(*arguments)
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         run(*arguments)
         times.append(time.perf_counter() - started)
-    return sorted(times)[REPEATS // 2]
+    return min(times)
 
 
 def _time_verify(
     samples: CostSamples, executor: ModelExecutor, bucket: Bucket, plan: StepPlan, trees: DraftTrees
 ) -> None:
-    samples.verify_s[bucket.tokens, bucket.rows] = _median_s(executor.verify, plan, trees)
+    samples.verify_s[bucket.tokens, bucket.rows] = _least_s(executor.verify, plan, trees)
 
 
 def _time_catchup(samples: CostSamples, drafter: LocalDrafter, bucket: Bucket, plan: StepPlan) -> None:
@@ -69,14 +72,14 @@ def _time_catchup(samples: CostSamples, drafter: LocalDrafter, bucket: Bucket, p
         drafter.propose(plan)
         jax.block_until_ready(drafter.model.pools)
 
-    samples.catchup_s[bucket.tokens] = max(_median_s(run), samples.catchup_s.get(bucket.tokens, 0.0))
+    samples.catchup_s[bucket.tokens] = max(_least_s(run), samples.catchup_s.get(bucket.tokens, 0.0))
 
 
 def _time_levels(samples: CostSamples, limits: Limits, drafter: LocalDrafter, rows: int, width: int) -> None:
     """Seconds per level beyond the first, whose cost is the catch-up's."""
     counts = np.ones(rows, np.int32)
     shallow, deep = (
-        _median_s(drafter.propose, _decode_plan(limits, rows, _draft_plan(limits, counts, depth, width)))
+        _least_s(drafter.propose, _decode_plan(limits, rows, _draft_plan(limits, counts, depth, width)))
         for depth in (1, limits.max_depth)
     )
     levels = max(1, limits.max_depth - 1)

@@ -32,7 +32,9 @@ TOKENS = 24
 
 @pytest.fixture(scope="module")
 def deterministic() -> Iterator[LLM]:
-    with LLM(deterministic=True, max_requests=8, max_context=128, max_batch_tokens=32, max_depth=4, max_width=3) as llm:
+    with LLM(
+        deterministic=True, max_requests=8, max_context=128, max_batch_tokens=32, max_depth=4, max_width=3, eq8_eq9=True
+    ) as llm:
         yield llm
         assert llm.stats().compiles_after_ready == 0
 
