@@ -35,6 +35,8 @@ def command(rows: list[ResultRow]) -> str:
     words = ["adaserve", "bench"]
     words += ["--policies", ",".join(dict.fromkeys(row.policy for row in rows))]
     words += ["--rates", ",".join(dict.fromkeys(f"{row.rate_rps:g}" for row in rows))]
+    for option, folder in (("--target", first.target), ("--draft", first.draft)):
+        words += [] if folder == "demo" else [option, folder or "none"]
     words += ["--duration", f"{first.duration_s:g}", "--seed", str(first.seed), "--out", "results"]
     return shlex.join(words)
 
@@ -53,8 +55,14 @@ def conditions(row: ResultRow) -> str:
 
 
 def table(rows: list[ResultRow]) -> str:
-    """Command, conditions and one line per policy and rate. Rows of single SLO classes are left to the report."""
+    """Command, conditions and one line per policy and rate; rows of single SLO classes are left out.
+
+    Raises ValueError for a row in which the client, not the engine, was measured.
+    """
     rows = [row for row in rows if row.slo_class == ALL_CLASSES]
+    for row in rows:
+        if not row.valid:
+            raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
     lines = [
         f"| `{row.policy}` | {row.rate_rps:g} | {percent(row.attainment)} | {percent(row.attainment_tpot)} "
         f"| {number(row.goodput_tps)} | {number(row.throughput_tps)} | {number(row.mean_accepted, 2)} "
