@@ -53,6 +53,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, max_length: int) -> No
         "eos_token": EOS,
         "pad_token": EOS,
         "additional_special_tokens": [USER, ASSISTANT],
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,

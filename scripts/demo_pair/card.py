@@ -80,7 +80,7 @@ def render(metrics: dict) -> str:
     python, maths = metrics["training"]["python"], metrics["maths_answers"]
     target, draft = (f"{metrics['parameters'][name]:,}" for name in ("target", "draft"))
     documents = ", ".join(f"{count} {kind}" for kind, count in metrics["held_out_documents"].items())
-    batch = metrics["training"]["batch_tokens"]
+    batch, mean_batch = (metrics["training"][key] for key in ("batch_tokens", "mean_batch_tokens"))
     questions, finished, right = (maths[key] for key in ("questions", "finished", "right"))
     return f"""\
 # adaserve-demo: a target and its draft
@@ -105,9 +105,9 @@ at a lower weight; its documented functions also as chat turns) and GSM8K's trai
 calculator annotations removed). About 3% of the files and of the questions are held out, by a hash of the path or the
 question.
 
-AdamW, bf16 autocast over f32 weights, batches of {batch} tokens (the first steps twice as many) in sequences of 512,
-later up to 2048. The target learns the text; at the same time the draft learns KL(target || draft), and after the
-target is frozen also 1 - sum min(p, q).
+Muon for the layers' matrices, AdamW for the rest, bf16 autocast over f32 weights, batches of {batch} tokens
+({mean_batch:.0f} on the mean of the run) in sequences of 256, then 512, later up to 2048. The target learns the text;
+at the same time, and for a while after the target is frozen, the draft learns KL(target || draft) + 1 - sum min(p, q).
 
 {training_table(metrics["training"])}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from card import render
 from corpus import ASSISTANT, USER
-from pair import DEMO, Pair, gumbel, held_out_texts, load_pair, logits, sample, windows
+from pair import DEMO, Pair, gumbel, held_out_texts, load_pair, logits, windows
 from torch import Tensor
 
 WIDTHS = (1, 2, 4, 8)
@@ -73,32 +73,33 @@ def measure(pair: Pair, tokens: Tensor) -> dict:
     return {"tokens": count, "bytes": text_bytes} | {name: round(v, 4) for name, v in (means | bits).items()}
 
 
-def complete(pair: Pair, prompt: str, new_tokens: int, *, temperature: float = 0.0) -> str:
-    """Return the target's continuation of the prompt, cut at end-of-text."""
-    ids = torch.tensor([pair.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-    new = sample(pair.target, ids, new_tokens, temperature=temperature, seed=1)[0, ids.shape[1] :].tolist()
-    return pair.tokenizer.decode(new[: new.index(pair.eos_id)] if pair.eos_id in new else new)
+def complete(pair: Pair, prompts: list[str], new_tokens: int) -> list[str]:
+    """Return the target's greedy continuation of each prompt, cut at end-of-text."""
+    batch = pair.tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    new = pair.target.generate(**batch, max_new_tokens=new_tokens, do_sample=False)[:, batch["input_ids"].shape[1] :]
+    return pair.tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
-def maths_answers(pair: Pair, texts: list[str], count: int) -> dict:
+def maths_answers(pair: Pair, texts: list[str]) -> dict:
     """Answer held-out questions greedily; return how many end in the `#### number` form and how many are right."""
-    finished = right = 0
-    for text in texts[:count]:
-        question, answer = text.split(ASSISTANT)
-        found = re.search(r"#### *(\S+)", complete(pair, question + ASSISTANT, 200))
-        finished += found is not None
-        right += found is not None and found[1] == answer.split("#### ")[-1].strip()
-    return {"questions": min(count, len(texts)), "finished": finished, "right": right}
+    questions, answers = zip(*(text.split(ASSISTANT) for text in texts), strict=True)
+    replies = complete(pair, [question + ASSISTANT for question in questions], 200)
+    finals = [re.search(r"#### *(\S+)", reply) for reply in replies]
+    right = sum(
+        final is not None and final[1] == answer.split("#### ")[-1].strip()
+        for final, answer in zip(finals, answers, strict=True)
+    )
+    return {"questions": len(texts), "finished": sum(final is not None for final in finals), "right": right}
 
 
 def samples(pair: Pair, texts: dict[str, list[str]]) -> list[dict]:
     """Return greedy completions for the card: made-up code prompts, and held-out questions."""
-    shown = [{"kind": "code", "prompt": prompt, "completion": complete(pair, prompt, 80)} for prompt in CODE_PROMPTS]
-    for text in texts["maths_chat"][:2]:
-        question = text.split(ASSISTANT)[0].split(USER)[-1]
-        answer = complete(pair, f"{USER}{question}{ASSISTANT}", 200)
-        shown.append({"kind": "maths", "prompt": question, "completion": answer})
-    return shown
+    code = zip(CODE_PROMPTS, complete(pair, list(CODE_PROMPTS), 80), strict=True)
+    shown = [{"kind": "code", "prompt": prompt, "completion": text} for prompt, text in code]
+    questions = [text.split(ASSISTANT)[0].split(USER)[-1] for text in texts["maths_chat"][:2]]
+    replies = complete(pair, [f"{USER}{question}{ASSISTANT}" for question in questions], 200)
+    maths = zip(questions, replies, strict=True)
+    return shown + [{"kind": "maths", "prompt": question, "completion": reply} for question, reply in maths]
 
 
 def main() -> None:
@@ -110,15 +111,17 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=100, help="held-out maths questions to answer")
     args = parser.parse_args()
     pair, texts = load_pair(args.pair), held_out_texts(args.gsm8k)
+    training = json.loads((args.pair / "training.json").read_text())
+    training["mean_batch_tokens"] = training["tokens"] / training["steps"]
     metrics = {
-        "training": json.loads((args.pair / "training.json").read_text()),
+        "training": training,
         "parameters": {"target": pair.target.num_parameters(), "draft": pair.draft.num_parameters()},
         "held_out_documents": {kind: len(of_kind) for kind, of_kind in sorted(texts.items())},
         "held_out": {
             domain: measure(pair, windows(pair, texts[kind], length=1024, limit=args.windows))
             for domain, kind in DOMAINS.items()
         },
-        "maths_answers": maths_answers(pair, texts["maths_chat"], args.questions),
+        "maths_answers": maths_answers(pair, texts["maths_chat"][: args.questions]),
         "samples": samples(pair, texts),
     }
     (args.pair / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

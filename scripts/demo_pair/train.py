@@ -33,8 +33,9 @@ class Schedule:
 
     warmup: float = 0.02
     decay_from: float = 0.40
-    long_from: float = 0.55
-    freeze_from: float = 0.78
+    medium_from: float = 0.48
+    long_from: float = 0.62
+    freeze_from: float = 0.74
     target_lr: float = 2.5e-3
     draft_lr: float = 4e-3
 
@@ -43,14 +44,14 @@ class Schedule:
         return self.target_lr * ramp(progress, self.warmup, self.decay_from, self.freeze_from)
 
     def draft_rate(self, progress: float) -> float:
-        """Learning rate of the draft: warm up, hold while the target learns, then fall linearly to 2%."""
-        return self.draft_lr * ramp(progress, self.warmup, 0.7, 1.0)
+        """Learning rate of the draft: warm up, hold until half time, then fall linearly to 2%."""
+        return self.draft_lr * ramp(progress, self.warmup, 0.5, 1.0)
 
     def length(self, progress: float, rng: np.random.Generator) -> int:
-        """Sequence length of the next batch: 512, later a mix up to 2048."""
-        if progress < self.long_from:
-            return 512
-        return int(rng.choice([512, 1024, 2048], p=[0.4, 0.3, 0.3]))
+        """Sequence length of the next batch: 256, then 512, later a mix up to 2048 (attention's cost is quadratic)."""
+        if progress < self.medium_from:
+            return 256
+        return 512 if progress < self.long_from else int(rng.choice([512, 1024, 2048], p=[0.6, 0.25, 0.15]))
 
 
 def ramp(progress: float, rise: float, hold: float, end: float) -> float:
@@ -109,17 +110,40 @@ def losses(target: Tensor, draft: Tensor, labels: Tensor, overlap: float) -> tup
     p = known.exp()
     divergence = (p * (known - log_q)).sum(-1).mean()
     draft_loss = 0.95 * divergence + 0.05 * F.nll_loss(log_q, labels)
-    shared = torch.minimum(p, (log_q if overlap else log_q.detach()).exp()).sum(-1).mean()
-    return target_loss, draft_loss + overlap * (1 - shared) if overlap else draft_loss, shared.detach()
+    shared = torch.minimum(p, log_q.exp()).sum(-1).mean()
+    return target_loss, draft_loss + overlap * (1 - shared), shared.detach()
 
 
-def optimizer(model: Llama) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only."""
-    groups = [
-        {"params": [w for w in model.parameters() if w.ndim == 2], "weight_decay": 0.1},
-        {"params": [w for w in model.parameters() if w.ndim == 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+class Optimizer:
+    """Muon for the layers' matrices, AdamW for the embedding and the norms, at one learning rate."""
+
+    def __init__(self, model: Llama):
+        self.model = model
+        named = dict(model.named_parameters())
+        matrices = [w for name, w in named.items() if w.ndim == 2 and "embed" not in name]
+        rest = [w for name, w in named.items() if w.ndim == 1 or "embed" in name]
+        self.parts = (
+            torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
+
+    def step(self, rate: float) -> None:
+        """Take one clipped step at this learning rate (Muon at 1.6 times it) and drop the gradients."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for part, factor in zip(self.parts, (1.6, 1.0), strict=True):
+            for group in part.param_groups:
+                group["lr"] = rate * factor
+            part.step()
+            part.zero_grad()
+
+    def state_dict(self) -> list[dict]:
+        """Return the state of both parts."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        """Set the state of both parts."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
 
 
 class Trainer:
@@ -129,7 +153,7 @@ class Trainer:
         torch.manual_seed(0)
         self.work, self.stream, self.limit_s, self.schedule = work, stream, limit_s, Schedule()
         self.target, self.draft = Llama(TARGET), Llama(DRAFT)
-        self.target_opt, self.draft_opt = optimizer(self.target), optimizer(self.draft)
+        self.target_opt, self.draft_opt = Optimizer(self.target), Optimizer(self.draft)
         self.steps = self.tokens = self.target_steps = self.target_tokens = 0
         self.elapsed_s = 0.0
 
@@ -143,14 +167,14 @@ class Trainer:
             with torch.set_grad_enabled(not frozen):
                 target_logits = self.target(inputs).flatten(0, 1)
             draft_logits = self.draft(inputs).flatten(0, 1)
-        overlap = 2.0 if frozen else 0.0
+        overlap = 2.0 if frozen else 1.0
         target_loss, draft_loss, shared = losses(target_logits, draft_logits, labels, overlap)
         (draft_loss if frozen else target_loss + draft_loss).backward()
         if not frozen:
-            update(self.target, self.target_opt, self.schedule.target_rate(progress))
+            self.target_opt.step(self.schedule.target_rate(progress))
             self.target_steps += 1
             self.target_tokens += BATCH_TOKENS
-        update(self.draft, self.draft_opt, self.schedule.draft_rate(progress))
+        self.draft_opt.step(self.schedule.draft_rate(progress))
         self.steps += 1
         self.tokens += BATCH_TOKENS
         return {"target": target_loss.item(), "draft": draft_loss.item(), "shared": shared.item()}
@@ -185,26 +209,19 @@ class Trainer:
         }
 
 
-def update(model: Llama, opt: torch.optim.AdamW, rate: float) -> None:
-    """Take one clipped AdamW step at this learning rate and drop the gradients."""
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for group in opt.param_groups:
-        group["lr"] = rate
-    opt.step()
-    opt.zero_grad()
-
-
 def run(trainer: Trainer, *, save_every_s: float) -> None:
     """Train until the wall-clock limit, with a log line every 50 steps and a checkpoint every save_every_s."""
-    saved_s, last = trainer.elapsed_s, time.monotonic()
+    saved_s, last, recent = trainer.elapsed_s, time.monotonic(), []
     with (trainer.work / "log.jsonl").open("a") as log:
         while trainer.elapsed_s < trainer.limit_s:
-            figures = trainer.step()
+            recent.append(trainer.step())
             now = time.monotonic()
             trainer.elapsed_s, last = trainer.elapsed_s + now - last, now
-            if trainer.steps % 50 == 0:
-                log.write(json.dumps({**trainer.counters(), **figures}) + "\n")
+            if len(recent) == 50:
+                means = {name: round(sum(step[name] for step in recent) / len(recent), 4) for name in recent[0]}
+                log.write(json.dumps({**trainer.counters(), **means}) + "\n")
                 log.flush()
+                recent = []
             if trainer.elapsed_s - saved_s >= save_every_s:
                 trainer.save()
                 saved_s = trainer.elapsed_s
