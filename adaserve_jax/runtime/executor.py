@@ -67,7 +67,7 @@ class ModelExecutor:
         with self._counter:
             candidates = self.drafter.propose(plan)
         self._draft_s = time.perf_counter() - started
-        if self.drafter is self.local_drafter:
+        if self.local_drafter is not None and self.drafter is self.local_drafter:
             self._draft_wait_s = self.local_drafter.wait_s
         return candidates
 
