@@ -107,7 +107,11 @@ def test_canonical_is_bitwise_the_same_committed_or_in_flight() -> None:
             at = (1, page_table[0, position // 8], slice(None), position % 8)
             k_pool[at], v_pool[at] = keys[:, :, position], values[:, :, position]
         flying = length - context
-        k, v, q = np.zeros((2, 16, 32), np.float32), np.zeros((2, 16, 32), np.float32), np.zeros((4, 16, 32), np.float32)
+        k, v, q = (
+            np.zeros((2, 16, 32), np.float32),
+            np.zeros((2, 16, 32), np.float32),
+            np.zeros((4, 16, 32), np.float32),
+        )
         k[:, :, :flying], v[:, :, :flying] = keys[:, :, context:], values[:, :, context:]
         q[:, :, flying - 1] = query
         row = np.where(np.arange(32) < flying, 0, 1).astype(np.int32)
