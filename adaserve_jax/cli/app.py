@@ -11,6 +11,7 @@ import typer
 import adaserve_jax
 from adaserve_jax.cli.bench import bench
 from adaserve_jax.cli.generate import generate
+from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.errors import AdaServeError
 
@@ -40,6 +41,7 @@ def _jax_version() -> str:
 app.command()(serve)
 app.command()(generate)
 app.command()(bench)
+app.command()(grow)
 app.command("version")(show_version)
 
 

@@ -1,0 +1,46 @@
+"""`adaserve grow`: a checkpoint of any size that computes the same function as a small one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.grow import SHAPES, Shape
+from adaserve_jax.models.grow import grow as grow_checkpoint
+from adaserve_jax.results.provenance import count_parameters
+
+
+def grow(
+    out: Annotated[Path, typer.Argument(help="folder to write, new or empty")],
+    params: Annotated[str, typer.Option(help=f"named size: {', '.join(SHAPES)}")] = "",
+    source: Annotated[str, typer.Option(help="checkpoint folder to grow, or 'demo'")] = "demo",
+    layers: Annotated[int, typer.Option(help="layers; 0: as the named size")] = 0,
+    hidden: Annotated[int, typer.Option(help="features of the residual stream; 0: as the named size")] = 0,
+    heads: Annotated[int, typer.Option(help="query heads; 0: as the named size")] = 0,
+    kv_heads: Annotated[int, typer.Option(help="key-value heads; 0: as the named size")] = 0,
+    mlp: Annotated[int, typer.Option(help="inner features of the MLP; 0: as the named size")] = 0,
+    dtype: Annotated[str, typer.Option(help="f16, bf16 or f32")] = "f32",
+    seed: Annotated[int, typer.Option(help="seeds the added weights that nothing depends on")] = 0,
+) -> None:
+    """Grow a checkpoint to a size; its text stays the same, its cost does not."""
+    given = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "mlp": mlp}
+    shape = _shape(params, {name: value for name, value in given.items() if value})
+    with progress_bar() as progress:
+        grow_checkpoint(resolve_folder(source, "target"), out, shape, dtype=dtype, seed=seed, progress=progress)
+    notes().print(f"{out}: {count_parameters(out):,} parameters, {dtype}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _shape(params: str, given: dict[str, int]) -> Shape:
+    if params and params not in SHAPES:
+        raise ConfigError(f"--params must be one of {', '.join(SHAPES)}, got {params!r}")
+    values = (asdict(SHAPES[params]) if params else {}) | given
+    missing = [field.name for field in fields(Shape) if field.name not in values]
+    if missing:
+        raise ConfigError(f"give --params, or all of the sizes; --{missing[0].replace('_', '-')} is missing")
+    return Shape(**values)

@@ -1,0 +1,236 @@
+"""Function-preserving growth: a checkpoint of any size that computes what a small one computes. Imports no jax.
+
+So real text and real acceptance come with a target as costly as one wants. What is added has no way to reach the old
+features: added layers, heads, and inner neurons write zeros; added features of the stream stay zero, so nothing that
+reads them matters, and norm weights make up for the mean over more features. The added weights that are read are
+random, so that nothing can skip or compress them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig, read_json
+
+SHARD_BYTES = 1 << 30
+_TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
+_TORCH_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+_NOISE_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A size to grow to. head_dim and vocabulary stay those of the source."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+
+
+SHAPES: dict[str, Shape] = {
+    "110M": Shape(layers=12, hidden=768, heads=12, kv_heads=4, mlp=3072),
+    "1B": Shape(layers=16, hidden=2048, heads=32, kv_heads=8, mlp=8192),
+    "8B": Shape(layers=32, hidden=4096, heads=64, kv_heads=8, mlp=16384),
+}
+"""Named sizes: parameters without the embedding, rounded, for head_dim 64."""
+
+
+def grow(
+    source: Path,
+    out: Path,
+    shape: Shape,
+    *,
+    dtype: str = "f32",
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> ModelConfig:
+    """Write a checkpoint folder of `shape` at `out` that gives the logits of `source`, and return its configuration.
+
+    dtype: f16, bf16 or f32. Memory holds one tensor and one shard of output at a time. Raises ConfigError: the shape is
+    smaller than the source's somewhere or does not divide, or `out` is not empty. CheckpointError: as loading.
+    """  # fmt: skip
+    config = ModelConfig.from_folder(source)
+    _check(config, shape, out, dtype)
+    out.mkdir(parents=True, exist_ok=True)
+    grown = _grown_config(config, shape)
+    tensors = _Growth(source, config, grown, np.random.default_rng(seed)).tensors()
+    total = 9 * shape.layers + 2 + (not config.tie_embeddings)
+    _write_shards(out, tensors, _TYPES[dtype], total, progress)
+    given = read_json(source / "config.json")
+    given |= {
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": grown.rms_norm_eps,
+        "torch_dtype": _TORCH_NAMES[dtype],
+    }
+    (out / "config.json").write_text(json.dumps(given, indent=2) + "\n")
+    for path in source.glob("*.json"):
+        if path.name not in ("config.json", "model.safetensors.index.json"):
+            shutil.copyfile(path, out / path.name)
+    return grown
+
+
+def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
+    if dtype not in _TYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(_TYPES)}, got {dtype!r}")
+    pairs = (
+        ("layers", shape.layers, config.num_layers),
+        ("hidden", shape.hidden, config.hidden_size),
+        ("heads", shape.heads, config.num_heads),
+        ("kv_heads", shape.kv_heads, config.num_kv_heads),
+        ("mlp", shape.mlp, config.intermediate_size),
+    )
+    for name, wanted, own in pairs:
+        if wanted < own:
+            raise ConfigError(f"{name} must be at least the source's {own}, got {wanted}: a checkpoint only grows")
+    group = config.num_heads // config.num_kv_heads
+    if shape.heads % shape.kv_heads or shape.heads // shape.kv_heads < group:
+        raise ConfigError(
+            f"heads must be a multiple of kv_heads and at least {group} times as many, as in the source, "
+            f"got {shape.heads} and {shape.kv_heads}"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} must be an empty or a new folder")
+
+
+def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
+    """The mean over features shrinks by old / new, and epsilon with it."""
+    return replace(
+        config,
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        intermediate_size=shape.mlp,
+        rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
+    )
+
+
+class _Growth:
+    """Makes the grown tensors one after another, in Hugging Face's names and layout."""
+
+    def __init__(self, source: Path, old: ModelConfig, new: ModelConfig, rng: np.random.Generator):
+        self._old, self._new = old, new
+        self._files = {
+            name: path
+            for path in sorted(source.glob("*.safetensors"))
+            for name in safe_open(path, "np").keys()  # noqa: SIM118  not a dict
+        }
+        self._noise = (rng.standard_normal(_NOISE_BLOCK) * new.hidden_size**-0.5).astype(np.float32)
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        old, new = self._old, self._new
+        yield "model.embed_tokens.weight", self._padded("model.embed_tokens.weight", (new.vocab_size, new.hidden_size))
+        for layer in range(new.num_layers):
+            yield from self._layer(layer, added=layer >= old.num_layers)
+        yield "model.norm.weight", self._norm("model.norm.weight")
+        if not old.tie_embeddings:
+            yield "lm_head.weight", self._widened("lm_head.weight", new.vocab_size)
+
+    def _layer(self, layer: int, *, added: bool) -> Iterator[tuple[str, np.ndarray]]:
+        new, prefix = self._new, f"model.layers.{layer}."
+        inputs = {
+            "self_attn.q_proj.weight": (new.q_size, self._query_rows()),
+            "self_attn.k_proj.weight": (new.kv_size, None),
+            "self_attn.v_proj.weight": (new.kv_size, None),
+            "mlp.gate_proj.weight": (new.intermediate_size, None),
+            "mlp.up_proj.weight": (new.intermediate_size, None),
+        }
+        for name, (rows, places) in inputs.items():
+            shape = (rows, new.hidden_size)
+            yield prefix + name, self._random(shape) if added else self._widened(prefix + name, rows, places)
+        outputs = {
+            "self_attn.o_proj.weight": (new.q_size, self._query_rows()),
+            "mlp.down_proj.weight": (new.intermediate_size, None),
+        }
+        for name, (columns, places) in outputs.items():
+            shape = (new.hidden_size, columns)
+            yield prefix + name, np.zeros(shape, np.float32) if added else self._padded(prefix + name, shape, places)
+        for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+            yield prefix + name, np.ones(new.hidden_size, np.float32) if added else self._norm(prefix + name)
+
+    def _query_rows(self) -> np.ndarray:
+        """Where the old query rows stand: each old head stays with its key-value head. i64[old q_size]."""
+        old, new = self._old, self._new
+        old_group, new_group = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
+        head = np.arange(old.num_heads)
+        place = head // old_group * new_group + head % old_group
+        return (place[:, None] * old.head_dim + np.arange(old.head_dim)).ravel()
+
+    def _read(self, name: str) -> np.ndarray:
+        with safe_open(self._files[name], "np") as file:
+            return file.get_tensor(name).astype(np.float32)
+
+    def _random(self, shape: tuple[int, int]) -> np.ndarray:
+        return np.resize(self._noise, shape)
+
+    def _padded(self, name: str, shape: tuple[int, int], columns: np.ndarray | None = None) -> np.ndarray:
+        """The old matrix in a larger one of zeros: what is new writes nothing."""
+        old = self._read(name)
+        grown = np.zeros(shape, np.float32)
+        grown[: old.shape[0], np.arange(old.shape[1]) if columns is None else columns] = old
+        return grown
+
+    def _widened(self, name: str, rows: int, places: np.ndarray | None = None) -> np.ndarray:
+        """The old matrix among random rows and columns: what is new reads zeros, or is read by nothing."""
+        old = self._read(name)
+        grown = self._random((rows, self._new.hidden_size)).copy()
+        grown[np.arange(old.shape[0]) if places is None else places, : old.shape[1]] = old
+        return grown
+
+    def _norm(self, name: str) -> np.ndarray:
+        old = self._read(name)
+        grown = np.ones(self._new.hidden_size, np.float32)
+        grown[: len(old)] = old * np.sqrt(len(old) / self._new.hidden_size)
+        return grown
+
+
+def _write_shards(
+    out: Path,
+    tensors: Iterator[tuple[str, np.ndarray]],
+    dtype: Any,
+    total: int,
+    progress: Callable[[str, int, int], None] | None,
+) -> None:
+    """Files of about SHARD_BYTES and the index that names them."""  # fmt: skip
+    shard: dict[str, np.ndarray] = {}
+    weight_map: dict[str, str] = {}
+    files, size, total_bytes = 0, 0, 0
+
+    def flush() -> None:
+        nonlocal shard, files, size
+        files += 1
+        name = f"model-{files:05d}.safetensors"
+        save_file(shard, out / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard, size = {}, 0
+
+    for done, (name, tensor) in enumerate(tensors, 1):
+        shard[name] = np.ascontiguousarray(tensor.astype(dtype))
+        size += shard[name].nbytes
+        total_bytes += shard[name].nbytes
+        if size >= SHARD_BYTES:
+            flush()
+        if progress is not None:
+            progress("growing", done, total)
+    if shard:
+        flush()
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -1,0 +1,70 @@
+"""A grown checkpoint computes what its source computes, whatever grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.grow import Shape, grow
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+TOKENS = [3, 250, 17, 17, 300, 9, 41, 8]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(layers=2, hidden=48, heads=4, kv_heads=2, mlp=48),
+        Shape(layers=4, hidden=32, heads=4, kv_heads=2, mlp=80),
+        Shape(layers=3, hidden=64, heads=12, kv_heads=3, mlp=96),
+    ],
+    ids=["hidden", "layers-mlp", "everything"],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_preserved(tmp_path: Path, shape: Shape, tied: bool) -> None:
+    source = write_checkpoint(tmp_path / "source", tie_word_embeddings=tied)
+    config = grow(source, tmp_path / "grown", shape)
+    assert ModelConfig.from_folder(tmp_path / "grown") == config
+    assert (config.num_layers, config.hidden_size, config.num_heads) == (shape.layers, shape.hidden, shape.heads)
+    difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
+    assert difference.max() < 1e-5
+
+
+def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve_jax.models.grow.SHARD_BYTES", 20_000)
+    source = write_checkpoint(tmp_path / "source", shards=2, dtype="bf16")
+    seen = []
+    shape = Shape(layers=3, hidden=64, heads=8, kv_heads=2, mlp=96)
+    grow(source, tmp_path / "grown", shape, dtype="bf16", progress=lambda *step: seen.append(step))
+    assert len(list((tmp_path / "grown").glob("model-*.safetensors"))) > 2
+    assert seen[-1] == ("growing", 9 * 3 + 3, 9 * 3 + 3)
+    assert (tmp_path / "grown" / "tokenizer.json").exists()
+    difference = np.abs(oracle_logits(source, TOKENS) - oracle_logits(tmp_path / "grown", TOKENS))
+    assert difference.max() < 0.1  # norms are rounded again after rescaling
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": 16}, "hidden must be at least the source's 32, got 16"),
+        ({"layers": 1}, "layers must be at least the source's 2, got 1"),
+        ({"heads": 10, "kv_heads": 4}, "heads must be a multiple of kv_heads and at least 2 times as many"),
+        ({"heads": 4, "kv_heads": 4}, "heads must be a multiple of kv_heads and at least 2 times as many"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(tmp_path: Path, change: dict[str, int], message: str) -> None:
+    values = {"layers": 2, "hidden": 64, "heads": 8, "kv_heads": 2, "mlp": 64} | change
+    with pytest.raises(ConfigError, match=message):
+        grow(write_checkpoint(tmp_path / "source"), tmp_path / "grown", Shape(**values))
+    assert not (tmp_path / "grown").exists()
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    with pytest.raises(ConfigError, match="must be an empty or a new folder"):
+        grow(source, source, Shape(layers=2, hidden=64, heads=8, kv_heads=2, mlp=64))
