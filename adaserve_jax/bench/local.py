@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.models.loading import resolve_folder
+from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.types import Progress

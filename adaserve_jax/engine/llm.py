@@ -13,7 +13,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import AdaServeError, RequestError
-from adaserve_jax.models.loading import resolve_folder
+from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,11 @@ from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import ModelConfig, read_json
 from adaserve_jax.models.decoder import Params, param_specs
 
-DEMO_FOLDER = Path(__file__).parent / "demo"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _FLOATS = ("F16", "BF16", "F32", "F64")
 # Buffers that old exports carry and that the decoder computes itself.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
-
-
-def resolve_folder(name_or_path: str | Path, role: Literal["target", "draft"]) -> Path:
-    """The checkpoint folder behind a name: "demo" is the embedded pair's, anything else a path.
-
-    Raises CheckpointError: there is no such folder.
-    """
-    folder = DEMO_FOLDER / role if name_or_path == "demo" else Path(name_or_path).expanduser()
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise CheckpointError(
-            f"{role} checkpoint {str(name_or_path)!r}: expected a folder at {folder}, found {found}; "
-            "give the path of a Hugging Face checkpoint folder, or 'demo'"
-        )
-    return folder
 
 
 def load_params(folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32) -> Params:

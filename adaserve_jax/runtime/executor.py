@@ -11,7 +11,8 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.loading import load_params, resolve_folder
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.runtime.compiling import CompileCounter, compile_all, default_cache_folder, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter

@@ -8,8 +8,6 @@ import shlex
 import socket
 import threading
 from collections.abc import Callable
-from importlib.resources import files
-from pathlib import Path
 from typing import TypeVar
 
 import uvicorn
@@ -19,6 +17,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
 from adaserve_jax.server.settings import ServerSettings
@@ -43,21 +42,14 @@ def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool 
         client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
         client = ProcessEngine(engine_config, bar.update)
-    serve(settings, client, lambda: load_tokenizer(tokenizer_folder(engine_config.target)), bar)
+    serve(settings, client, lambda: load_tokenizer(engine_config.target), bar)
 
 
-def load_tokenizer(folder: Path) -> TextCodec:
-    """The target's tokenizer. Raises CheckpointError."""
+def load_tokenizer(target: str) -> TextCodec:
+    """The tokenizer of a target as the configuration names it. Raises CheckpointError."""
     from adaserve_jax.models.tokenizer import Tokenizer  # a second of imports, paid after the port is open
 
-    return Tokenizer.from_folder(folder)
-
-
-def tokenizer_folder(target: str) -> Path:
-    """The folder that holds the target's tokenizer; "demo" is the embedded one."""
-    return (
-        Path(str(files("adaserve_jax.models"))) / "demo" / "target" if target == "demo" else Path(target).expanduser()
-    )
+    return Tokenizer.from_folder(resolve_folder(target, "target"))
 
 
 def serve(settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar) -> None:

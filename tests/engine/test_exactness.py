@@ -13,7 +13,7 @@ from scipy import stats
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.models.loading import resolve_folder
+from adaserve_jax.models.folders import resolve_folder
 from tests.oracles.llama import oracle_logits
 
 PROMPTS = [

@@ -12,7 +12,7 @@ import pytest
 from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
-from adaserve_jax.models.loading import load_params, resolve_folder
+from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
 
 
@@ -106,12 +106,3 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
         _load(folder)
-
-
-def test_names_resolve_to_folders(tmp_path: Path) -> None:
-    assert resolve_folder(str(tmp_path), "target") == tmp_path
-    with pytest.raises(CheckpointError, match=r"draft checkpoint '.*nowhere': expected a folder at .*, found nothing"):
-        resolve_folder(tmp_path / "nowhere", "draft")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="found a file; give the path of a Hugging Face checkpoint folder"):
-        resolve_folder(tmp_path / "file", "target")

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from adaserve_jax.server.serve import load_tokenizer, tokenizer_folder
+from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 
 PROMPT = "def add(a, b):"
@@ -18,7 +18,7 @@ PROMPT = "def add(a, b):"
 
 @pytest.fixture(scope="module")
 def demo(demo_engine, serve_engine) -> Iterator:
-    tokenizer = load_tokenizer(tokenizer_folder("demo"))
+    tokenizer = load_tokenizer("demo")
     with serve_engine(demo_engine, tokenizer, ServerSettings()) as server:
         yield server
 

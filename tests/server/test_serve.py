@@ -16,8 +16,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.serve import example, listen, tokenizer_folder
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.server.serve import example, listen, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
 
@@ -143,9 +143,9 @@ def test_the_example_is_one_shell_command(server):
     assert '"slo_tpot_ms": 8.0' in command
 
 
-def test_the_tokenizer_folder():
-    assert tokenizer_folder("demo").parts[-3:] == ("models", "demo", "target")
-    assert tokenizer_folder("/a/b") == Path("/a/b")
+def test_a_target_that_is_no_folder_is_refused_before_the_engine_starts(tmp_path):
+    with pytest.raises(CheckpointError, match=r"target checkpoint '.*nowhere': expected a folder at .*, found nothing"):
+        load_tokenizer(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("terminal", [False, True])
