@@ -69,8 +69,9 @@ class Planner:
             return None
         decode = [state for state in batch.running if state.pending == 1]
         prefill = sorted((state for state in batch.running if state.pending > 1), key=lambda state: state.rank)
-        pace, remaining, lag, context = self._measure(decode, now)
-        can_speculate = (remaining > 1) & (lag <= self._max_catchup) & (context + 1 < self._limits.max_context)
+        pace, remaining, lag = self._measure(decode, now)
+        # a row whose draft lags by more than one step can catch up decodes plainly until it has
+        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
@@ -90,15 +91,11 @@ class Planner:
         plan = self._assemble(step, rows, chunks, draft, decision)
         return PlannedStep(plan, rows, pace, remaining, load.wait_ratio, now)
 
-    def _measure(self, decode: list[RequestState], now: float) -> tuple[Pace, np.ndarray, np.ndarray, np.ndarray]:
-        """Pace, tokens to max_total, tokens that the draft lacks, and committed context of the decode rows."""
+    def _measure(self, decode: list[RequestState], now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
+        """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows."""
         counts = np.array(
-            [
-                (s.num_output, s.max_total - s.num_tokens, s.num_tokens - s.draft_computed, s.num_computed)
-                for s in decode
-            ],
-            np.int64,
-        ).reshape(-1, 4)
+            [(s.num_output, s.max_total - s.num_tokens, s.num_tokens - s.draft_computed) for s in decode], np.int64
+        ).reshape(-1, 3)
         slots = np.array([state.slot for state in decode], np.int64)
         pace = Pace(
             first_token_s=np.array([now if s.first_token_s is None else s.first_token_s for s in decode], np.float64),
@@ -106,7 +103,7 @@ class Planner:
             num_decoded=np.maximum(counts[:, 0] - 1, 0),
             horizon=np.clip(counts[:, 1], 1, self._horizon),
         )
-        return pace, counts[:, 1], counts[:, 2], counts[:, 3]
+        return pace, counts[:, 1], counts[:, 2]
 
     def _plan_draft(
         self, decision: Decision, rows: list[RequestState], load: Load, chunks: list[int]
@@ -122,7 +119,7 @@ class Planner:
             counts[:num_decode] = np.where(speculates, load.draft_lag, 0)
             room -= int(counts.sum())
             lagging = room // 2 if chunks else room
-            for index in np.flatnonzero(~speculates & (load.draft_lag > 1)):
+            for index in np.flatnonzero(~speculates & load.can_speculate & (load.draft_lag > 1)):
                 counts[index] = min(int(load.draft_lag[index]), lagging)
                 lagging -= int(counts[index])
                 room -= int(counts[index])
@@ -154,12 +151,13 @@ class Planner:
         fits = load.can_speculate[order] & (np.cumsum(load.draft_lag[order]) <= self._max_catchup)
         speculates = np.zeros(load.num_decode, bool)
         speculates[order] = fits
-        page_size, max_context = self._limits.page_size, self._limits.max_context
+        page_size = self._limits.page_size
         for index in np.flatnonzero(speculates).tolist():
             state = rows[index]
-            end = state.num_tokens + depth
-            if end > max_context or end > state.num_pages * page_size:
-                speculates[index] = end <= max_context and self._batch.reserve(state, end)
+            # the deepest node that selection may take is emitted beside one more token
+            end = min(state.num_tokens + depth, state.max_total - 1)
+            if end > state.num_pages * page_size:
+                speculates[index] = self._batch.reserve(state, end)
         return speculates
 
     def _assemble(

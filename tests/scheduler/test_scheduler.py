@@ -155,6 +155,42 @@ def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
     assert counts[3][1:] == counts[4][1:] == (True, 2)
 
 
+def test_adaserve_catches_a_draft_up_that_lags_by_more_than_one_step_holds():
+    """Without it a request whose draft was off for long would decode plainly to its end."""
+    run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="adaserve")
+    run.scheduler.add(request_of("a", prompt=200, tokens=50, tpot_slo_s=0.012))
+    while "a" not in run.text:
+        run.step()
+    run.scheduler._requests["a"].draft_computed = 0  # as after many steps without a draft
+    for _ in range(8):
+        plan, _ = run.step()
+    assert plan.draft is not None
+    assert plan.draft.speculates.all()
+    assert plan.draft.depth > 0
+
+
+def test_no_catch_up_for_a_request_that_ends_before_it_could_draft():
+    run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=200, tokens=4))
+    while "a" not in run.text:
+        run.step()
+    run.scheduler._requests["a"].draft_computed = 0
+    plan, _ = run.step()
+    assert plan.draft is None
+
+
+def test_speculation_reaches_the_end_of_the_context():
+    run = Run.of(limits_of(max_context=24), policy="spec:4", acceptance=0.98)
+    run.scheduler.add(request_of("a", prompt=20, tokens=100))
+    run.step()
+    plan, trees = run.step()
+    assert (plan.ctx_len[0], plan.draft.depth) == (20, 4)
+    assert trees.depth.tolist() == [0, 1, 2]
+    while run.scheduler.has_work:
+        run.step()
+    assert len(run.text["a"]) == 4
+
+
 def test_a_failed_drafter_is_fed_again():
     run = Run.of(limits_of(), policy="spec:2")
     run.scheduler.add(request_of("a", prompt=4, tokens=30))
