@@ -77,15 +77,17 @@ class CostTable:
         return self._catchup_s[index] * self._draft_drift
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float) -> None:
-        """Learn from one step; step_s: seconds from its plan to its commit."""
+        """Learn from one step; step_s: seconds from its plan to its commit.
+
+        A call of the draft that only catches up is not waited for, so that its time says nothing.
+        """
         self._steps += 1
         edge = bisect_left(self._edges, outcome.bucket)
         if outcome.verify_s > 0 and edge < len(self._edges):
             self._observe_verify(edge, _bucket(self._row_buckets, plan.num_rows), outcome.verify_s)
-        if plan.draft is not None and outcome.draft_s > 0:
-            width = max(plan.draft.width, 1)
+        if plan.draft is not None and plan.draft.depth and outcome.draft_s > 0:
             predicted = self.catchup_s(int(plan.draft.catchup_counts.sum()))
-            predicted += plan.draft.depth * float(self.level_s(plan.num_rows)[width - 1])
+            predicted += plan.draft.depth * float(self.level_s(plan.num_rows)[plan.draft.width - 1])
             if predicted > 0:
                 ratio = min(max(outcome.draft_s / predicted, 1 / OUTLIER), OUTLIER)
                 self._draft_drift *= 1 + ENTRY_RATE * (ratio - 1)

@@ -67,6 +67,16 @@ def test_draft_times_are_learned_as_one_ratio():
     assert table.catchup_s(8) == pytest.approx(0.012, rel=0.02)
 
 
+def test_a_call_that_only_catches_up_teaches_nothing():
+    """It returns before the device is done: its time is that of a dispatch."""
+    table = CostTable(SAMPLES, LIMITS)
+    draft = DraftPlan(0, 1, np.zeros(64), np.full(8, 8, np.int32), np.zeros(8), np.zeros(8, bool))
+    for _ in range(60):
+        table.observe(plan_of(8, draft), outcome_of(16, VERIFY[16, 8], draft_s=1e-5), 0.1)
+    assert table.level_s(8)[3] == 0.005
+    assert table.catchup_s(64) == 0.004
+
+
 def test_refuses_samples_without_times():
     with pytest.raises(ConfigError, match="at least one verify time"):
         CostTable(CostSamples({}, {}, {}), LIMITS)

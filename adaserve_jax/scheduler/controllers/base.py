@@ -14,7 +14,8 @@ class Load:
 
     need_rate: f64[num_decode], tokens per second that keep each decode row on pace (0: no target, inf: hopeless).
     draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate: bool[num_decode], rows
-    for which a draft can still be of use, those included that need more than this step to catch up. num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
+    for which a draft can still be of use, those included that need more than this step to catch up.
+    num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
     most urgent waiting request over its TTFT target.
     """
 
