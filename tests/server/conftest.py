@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -17,6 +16,7 @@ import uvicorn
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.server.app import create_app
+from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
@@ -49,8 +49,7 @@ def running(settings: ServerSettings | None = None, *, ready: bool = True) -> It
 def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> Iterator[Running]:
     """A server over an engine that the caller owns, in a thread of this process."""
     app = create_app(engine, tokenizer, settings)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener = listen(replace(settings, port=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="off"))
     thread = threading.Thread(target=server.run, args=([listener],))

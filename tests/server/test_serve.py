@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
@@ -159,3 +160,23 @@ def test_the_progress_of_warm_up_is_shown(terminal):
     text = console.file.getvalue()
     assert "compiling" in text and "100/100" in text and "too late" not in text
     assert terminal or len(text.splitlines()) == 11
+
+
+def test_small_writes_leave_at_once():
+    async def nodelay() -> int:
+        accepted = asyncio.get_running_loop().create_future()
+
+        def on_connect(_, writer) -> None:
+            accepted.set_result(writer)
+
+        listener = listen(ServerSettings(port=0))
+        async with await asyncio.start_server(on_connect, sock=listener) as server:
+            _, client = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer = await accepted
+            value = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for one in (client, writer):
+                one.close()
+                await one.wait_closed()
+        return value
+
+    assert asyncio.run(nodelay()) == 1
