@@ -64,15 +64,14 @@ class EngineCore:
                 self._tracker.add(request.request_id, choice)
         except Exception:
             for request_id in added:
-                self.scheduler.abort(request_id, arrival_s)
+                self.scheduler.abort(request_id)
                 self._tracker.discard(request_id)
             raise
         self._choice_ids[request.request_id] = added
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request that still run. Unknown ids are ignored."""
-        now = self.clock()
-        updates = [self.scheduler.abort(choice, now) for choice in self._choice_ids.pop(request_id, [])]
+        updates = [self.scheduler.abort(choice) for choice in self._choice_ids.pop(request_id, [])]
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
     def step(self) -> list[OutputChunk]:

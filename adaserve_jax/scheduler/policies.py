@@ -55,12 +55,6 @@ def _adaserve(parts: Parts) -> Controller:
 
 
 def _chain(parts: Parts) -> Controller:
-    limit = parts.limits.max_depth
-    if not 1 <= parts.parameter <= limit:
-        raise ConfigError(
-            f"policy spec:{parts.parameter} needs a draft and max_depth of at least {parts.parameter} (k from 1), "
-            f"got max_depth {limit}; load a draft and raise max_depth, or choose a smaller k"
-        )
     return FixedController(parts.limits, parts.parameter)
 
 
@@ -75,13 +69,23 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def find_policy(name: str) -> tuple[Policy, int]:
-    """The policy called `name` and its parameter. Raises ConfigError naming the known ones."""
+def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
+    """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
+
+    Raises ConfigError for an unknown name, or one that drafts deeper than max_depth.
+    """
     family, colon, parameter = name.partition(":")
-    if colon and f"{family}:<k>" in POLICIES:
-        if parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1:
-            return POLICIES[f"{family}:<k>"], int(parameter)
-        raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
     if not colon and name in POLICIES:
         return POLICIES[name], 0
-    raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}")
+    if not colon or f"{family}:<k>" not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}")
+    if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
+        raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
+    depth = int(parameter)
+    if depth > max_depth:
+        has = f"max_depth is {max_depth}" if max_depth else "there is no draft"
+        raise ConfigError(
+            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft and raise "
+            "max_depth, or choose a smaller k"
+        )
+    return POLICIES[f"{family}:<k>"], depth

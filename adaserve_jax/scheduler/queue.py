@@ -48,7 +48,12 @@ class WaitingQueue:
         self._admissions = 0
 
     def __len__(self) -> int:
-        return len(self._preempted) + len(self._hopeful) + len(self._late)
+        return len(self._preempted) + self.num_new
+
+    @property
+    def num_new(self) -> int:
+        """Those of them that never ran."""
+        return len(self._hopeful) + len(self._late)
 
     def add(self, state: RequestState) -> None:
         insort(self._hopeful, state, key=_rank)

@@ -42,7 +42,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig):
         """policy: a name of `policies.POLICIES`. Raises ConfigError for an unknown one, or one that needs a draft."""
-        self._policy, parameter = find_policy(policy)
+        self._policy, parameter = find_policy(policy, limits.max_depth)
         self._limits = limits
         self._cost = costs
         self._config = config
@@ -82,10 +82,38 @@ class Scheduler:
             finished=dict(self._stats.finished),
         )
 
+    def fit(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes.
+
+        Raises RequestError when not even one output token fits.
+        """
+        limits = self._limits
+        if prompt_tokens == 0:
+            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+        if prompt_tokens >= limits.max_context:
+            raise RequestError(
+                f"prompt must leave room for one token in a context of {limits.max_context}, got {prompt_tokens} "
+                "tokens; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        total = min(prompt_tokens + max_tokens, limits.max_context)
+        if self._batch.pool.pages_for(total) > limits.num_pages:
+            raise RequestError(
+                f"prompt and max_tokens must fit the KV cache of {limits.num_pages * limits.page_size} tokens, got "
+                f"{prompt_tokens} + {total - prompt_tokens}; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        return total
+
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError when it can never be served, QueueFullError when the queue is full."""
-        max_total = self._fit(request)
-        if len(self._batch.queue) >= self._config.max_waiting:
+        """Queue a request. Raises RequestError when it can never be served, QueueFullError when the queue is full
+        (preempted requests, which had their turn, take no room in it)."""
+        max_total = self.fit(len(request.prompt_ids), request.sampling.max_tokens)
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        if self._batch.queue.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
         key = order_key(request, self._policy.ordering)
         state = RequestState(request, max_total=max_total, order_key=key, sequence=self._added)
@@ -93,11 +121,8 @@ class Scheduler:
         self._requests[request.request_id] = state
         self._batch.queue.add(state)
 
-    def abort(self, request_id: str, now: float | None = None) -> RequestUpdate | None:
-        """End a request; its last update, or None for an unknown id. Safe while its step is in flight.
-
-        now: taken for the callers' convenience, as by plan, select and commit; an abort stamps no time.
-        """
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """End a request; its last update, or None for an unknown id. Safe while its step is in flight."""
         state = self._requests.pop(request_id, None)
         return None if state is None else finish(self._batch, state, "abort", [], self._stats)
 
@@ -154,31 +179,6 @@ class Scheduler:
         self._batch.check_integrity()
         if len(self._requests) != len(self._batch.running) + len(self._batch.queue):
             raise IntegrityError("a request is neither running nor waiting, or both")
-
-    def _fit(self, request: Request) -> int:
-        """Most tokens of the request, prompt and output. Raises RequestError when not even one output token fits."""
-        prompt, limits = len(request.prompt_ids), self._limits
-        if prompt == 0:
-            raise RequestError("prompt must hold at least one token, got none", param="prompt", code="empty_prompt")
-        if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is in use; choose another", param="request_id", code="duplicate_id"
-            )
-        if prompt >= limits.max_context:
-            raise RequestError(
-                f"prompt must be shorter than the context of {limits.max_context} tokens, got {prompt}; shorten it",
-                param="prompt",
-                code="prompt_too_long",
-            )
-        total = min(prompt + request.sampling.max_tokens, limits.max_context)
-        if self._batch.pool.pages_for(total) > limits.num_pages:
-            raise RequestError(
-                f"prompt and max_tokens must fit the KV cache of {limits.num_pages * limits.page_size} tokens, got "
-                f"{prompt} + {total - prompt}; shorten the prompt or lower max_tokens",
-                param="max_tokens",
-                code="prompt_too_long",
-            )
-        return total
 
     def _select_slo(
         self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float

@@ -240,14 +240,14 @@ def test_lower_priority_is_preempted_first():
     ("request_", "param", "code", "text"),
     [
         (request_of("a", prompt=0), "prompt", "empty_prompt", "at least one token, got none"),
-        (request_of("a", prompt=256), "prompt", "prompt_too_long", "shorter than the context of 256 tokens, got 256"),
+        (request_of("a", prompt=256), "prompt", "context_length_exceeded", "in a context of 256, got 256"),
         (
             request_of("a", prompt=200, tokens=57),
             "max_tokens",
-            "prompt_too_long",
+            "context_length_exceeded",
             r"cache of 240 tokens, got 200 \+",
         ),
-        (request_of("taken"), "request_id", "duplicate_id", "'taken' is in use"),
+        (request_of("taken"), "request_id", "invalid_request", "'taken' is in use"),
     ],
 )
 def test_requests_that_can_never_be_served(request_, param, code, text):
@@ -272,6 +272,20 @@ def test_full_queue():
     scheduler.add(request_of("b"))
     with pytest.raises(QueueFullError, match="2 requests wait already"):
         scheduler.add(request_of("c"))
+
+
+def test_preempted_requests_take_no_room_in_the_queue():
+    """They come back whenever pages run out; a request that the front end let in must not be refused for that."""
+    run = Run.of(limits_of(num_pages=8, max_context=64), policy="ar", max_waiting=1)
+    run.scheduler.add(request_of("early", prompt=8, tokens=50))
+    run.step()
+    run.scheduler.add(request_of("late", prompt=8, tokens=50, arrival_s=0.001))
+    while not run.scheduler.stats.preemptions:
+        run.step()
+    assert run.scheduler.stats.waiting == 1
+    run.scheduler.add(request_of("new", arrival_s=1.0))
+    with pytest.raises(QueueFullError):
+        run.scheduler.add(request_of("too many", arrival_s=1.0))
 
 
 def test_abort_of_waiting_running_and_unknown():
@@ -307,7 +321,7 @@ def test_steps_out_of_turn_are_refused():
         ("adaserve:3", "unknown policy 'adaserve:3'"),
         ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
         ("spec:-1", "needs an integer k"),
-        ("spec:9", "needs a draft and max_depth of at least 9"),
+        ("spec:9", "spec:9 needs a draft and max_depth of at least 9, but max_depth is 4"),
     ],
 )
 def test_unknown_policies(policy, text):
@@ -316,7 +330,7 @@ def test_unknown_policies(policy, text):
 
 
 def test_speculative_policy_without_a_draft():
-    with pytest.raises(ConfigError, match="needs a draft and max_depth of at least 4"):
+    with pytest.raises(ConfigError, match="max_depth of at least 4, but there is no draft"):
         scheduler_of(limits_of(max_depth=0, max_width=0), policy="spec:4")
 
 
