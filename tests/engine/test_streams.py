@@ -87,7 +87,7 @@ def check(engine: LocalEngine, streams: list[Stream]) -> None:
 
 
 def test_32_streams_for_10_seconds(demo_engine: LocalEngine) -> None:
-    """The pool holds two thirds of what 16 such requests need, so some are preempted and recomputed."""
+    """The pool holds less than 16 such requests come to need, so some are preempted and recomputed."""
     before = demo_engine.stats().scheduler.preemptions
     check(demo_engine, run_streams(demo_engine, 10.0))
     assert demo_engine.stats().scheduler.preemptions > before
