@@ -44,8 +44,6 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         dtype=("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype,
         max_requests=config.max_requests or (32 if on_cpu else 128),
         max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
-        max_depth=config.max_depth if draft is not None else 0,
-        max_width=config.max_width if draft is not None else 0,
     )
     edges, rows = _edges(config, on_cpu)
     max_tree = config.max_tree_tokens or (128 if on_cpu else 512)
@@ -60,7 +58,8 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth, max_width=config.max_width,
+        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if draft is not None else 0,
+        max_width=config.max_width if draft is not None else 0,
     )  # fmt: skip
     sampled = edges[-1] if config.deterministic else max_tree
     catchup = _catchup_edges(edges)
