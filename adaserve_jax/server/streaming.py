@@ -33,7 +33,7 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
             left -= chunk.finish_reason is not None
             if index not in opened:
                 opened.add(index)
-                opening = dialect.opening(index)
+                opening = dialect.opening(index, **null_usage)
                 if opening is not None:
                     yield _data(to_json(opening))
             if not chunk.text and chunk.finish_reason is None:

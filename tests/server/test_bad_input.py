@@ -105,11 +105,14 @@ def test_bad_completions(server, fields, status, code, param, text):
 @pytest.mark.parametrize(
     ("fields", "code", "param", "text"),
     [
-        ({"messages": []}, "invalid_value", "messages", "at least 1 item"),
+        ({"messages": []}, "invalid_value", "messages", "messages must be a list of at least 1, got []"),
         ({"messages": "hello"}, "invalid_value", "messages", "valid list"),
-        ({"messages": [{"role": "user"}]}, "missing_field", "messages", "messages.0.content must be given"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "invalid_value", "messages", "'system'"),
-        ({"messages": [{"role": "user", "content": 7}]}, "invalid_value", "messages", ""),
+        ({"messages": [{"role": "user"}]}, "missing_field", "messages", "messages[0].content must be given"),
+        ({"messages": [*MESSAGES, {"role": "wizard", "content": 7}]}, "invalid_value", "messages",
+         "messages[1].role must be 'system', 'developer', 'user' or 'assistant', got 'wizard'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "invalid_value", "messages",
+         "messages[0].content must be a valid string or a valid list, got 7"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "invalid_value", "messages", "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "unsupported_content", "messages", "type 'image_url'"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "context_length_exceeded", "messages", ""),
@@ -156,6 +159,10 @@ def test_bad_chats(server, fields, code, param, text):
 def test_bad_bytes(server, body, code, param):
     response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     check(response, 400, code, param)
+    if code == "invalid_text":
+        assert "must be valid Unicode without half of a surrogate pair at character 0, got" in response.text
+    if len(body) > 5000:
+        assert "nested too deeply, or with a number of too many digits" in response.text
 
 
 def test_an_error_may_quote_what_is_not_unicode(server):
@@ -175,6 +182,7 @@ def test_a_body_that_is_not_declared_as_json(server):
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
+        ("POST", "/v1/completions/", 404, "not_found"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
     ],
 )
