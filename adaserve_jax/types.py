@@ -18,6 +18,8 @@ from adaserve_jax.errors import RequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_CHOICES = 64
 MAX_SEED = 2**64 - 1
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 1024, 1024
+MAX_TOKEN_ID = 2**31 - 1
 
 
 def _require(ok: bool, param: str, expected: str, value: object, code: str) -> None:
@@ -99,10 +101,13 @@ class SamplingParams:
         if self.seed is not None:
             ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed <= MAX_SEED
             _require(ok, "seed", f"an integer from 0 to {MAX_SEED}", self.seed, "invalid_value")
-        ok = len(stop) <= 16 and all(isinstance(s, str) and s for s in stop)
-        _require(ok, "stop", "at most 16 non-empty strings", self.stop, "invalid_value")
-        ok = all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids)
-        _require(ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids, "invalid_value")
+        ok = len(stop) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARS for s in stop)
+        expected = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
+        _require(ok, "stop", expected, self.stop, "invalid_value")
+        ids = self.stop_token_ids
+        ok = all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t <= MAX_TOKEN_ID for t in ids)
+        expected = f"at most {MAX_STOP_IDS} token ids from 0 to {MAX_TOKEN_ID}"
+        _require(ok and len(ids) <= MAX_STOP_IDS, "stop_token_ids", expected, ids, "invalid_value")
 
 
 @dataclass(frozen=True, eq=False)
