@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import numpy as np
 
-from adaserve_jax.bench.sim_executor import token_at
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.types import CostSamples, Limits
+from adaserve_jax.types import CostSamples, DraftTrees, Limits, StepOutcome, StepPlan
 
 VOCAB = 40
 EOS = 0
@@ -37,10 +39,33 @@ def costs_of(limits: Limits) -> CostSamples:
     return CostSamples(verify, {8: 1e-3, 16: 1e-3}, levels)
 
 
+class Machine(SimExecutor):
+    """What `load_executor` gives, simulated. Before each verification it calls `before_step`."""
+
+    def __init__(self, config: EngineConfig, **limits: int):
+        self.before_step: Callable[[], object] = lambda: None
+        self.closed = 0
+        super().__init__(limits_of(**limits), costs_of(limits_of(**limits)), 0.7, VirtualClock(), vocab_size=VOCAB)
+        changes = {"max_context": self.limits.max_context, "num_pages": self.limits.num_pages, "max_requests": 4}
+        self.resolved = SimpleNamespace(config=replace(config, page_size=8, **changes))
+        self.target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), vocab_size=VOCAB))
+        self.target_folder = self.drafter = None
+
+    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
+        self.before_step()
+        return super().verify(plan, trees)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
 class Spelling:
     """A tokenizer: ids 0 and 1 are special, each other id spells one to three letters."""
 
     eos_token_ids = (EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        return [2 + ord(character) % (VOCAB - 2) for character in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("abcde"[i % 5] + "xy"[: i % 3] for i in token_ids if self.has_text(i))

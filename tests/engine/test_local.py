@@ -5,65 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import local
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.types import CostSamples, DraftTrees, Progress, SamplingParams, StepOutcome, StepPlan
-from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, limits_of
+from adaserve_jax.types import CostSamples, Progress, SamplingParams
+from tests.engine.simulated import Machine
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
-
-
-class Machine(SimExecutor):
-    """What `load_executor` gives, simulated. Before each verification it calls `before_step`."""
-
-    def __init__(self, config: EngineConfig, **limits: int):
-        self.before_step: Callable[[], object] = lambda: None
-        self.closed = 0
-        super().__init__(limits_of(**limits), costs_of(limits_of(**limits)), 0.7, VirtualClock(), vocab_size=VOCAB)
-        changes = {"max_context": self.limits.max_context, "num_pages": self.limits.num_pages, "max_requests": 4}
-        self.resolved = SimpleNamespace(config=replace(config, page_size=8, **changes))
-        self.target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), vocab_size=VOCAB))
-        self.target_folder = self.drafter = None
-
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
-        self.before_step()
-        return super().verify(plan, trees)
-
-    def close(self) -> None:
-        self.closed += 1
-
-
-@pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
-    """The executors that engines have loaded so far."""
-    loaded: list[Machine] = []
-
-    def load(config: EngineConfig) -> Machine:
-        loaded.append(Machine(config))
-        return loaded[-1]
-
-    monkeypatch.setattr(local, "load_executor", load)
-    monkeypatch.setattr(local, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
-    return loaded
-
-
-@pytest.fixture
-def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
-    engine = LocalEngine(EngineConfig(max_waiting=8))
-    engine.start()
-    yield engine
-    engine.close()
-    assert [machine.closed for machine in machines] == [1]
 
 
 class Reader:
