@@ -7,7 +7,7 @@ Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -84,9 +84,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, expected in (("stop", "a string or several"), ("stop_token_ids", "a sequence of token ids")):
+            value = getattr(self, name)
+            listed = (value,) if isinstance(value, str) else () if value is None else value
+            _require(isinstance(listed, Iterable), name, expected, value, "invalid_value")
+            object.__setattr__(self, name, tuple(listed))
+        stop = self.stop
         for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -101,6 +104,7 @@ class SamplingParams:
         if self.seed is not None:
             ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed <= MAX_SEED
             _require(ok, "seed", f"an integer from 0 to {MAX_SEED}", self.seed, "invalid_value")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos, "invalid_value")
         ok = len(stop) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARS for s in stop)
         expected = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
         _require(ok, "stop", expected, self.stop, "invalid_value")
