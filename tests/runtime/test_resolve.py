@@ -36,6 +36,10 @@ def test_deterministic_mode_has_one_bucket() -> None:
     assert (bucket.rows, bucket.tokens, bucket.sampled) == (8, 64, 64)
 
 
+def test_row_edges_say_how_many_requests_run() -> None:
+    assert resolve(EngineConfig(row_edges=(1, 4)), TARGET, DRAFT).limits.max_requests == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -45,6 +49,7 @@ def test_deterministic_mode_has_one_bucket() -> None:
             {"token_edges": (4, 16), "max_batch_tokens": 32},
             r"max_batch_tokens \(32\) must equal the last of token_edges",
         ),
+        ({"deterministic": True, "token_edges": (16, 64)}, "one bucket: leave out token_edges and row_edges"),
         ({"row_edges": (1, 4), "max_requests": 8}, r"the last of row_edges \(1, 4\) must equal max_requests \(8\)"),
     ],
 )
