@@ -125,7 +125,7 @@ class LocalEngine:
         """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle."""
         config = replace(self.config, policy=policy)
         with self._lock:
-            if self._sinks or self._inbox:
+            if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
             self._core = self._build_core(config)
             self._info = self._describe(config)
@@ -228,7 +228,7 @@ class LocalEngine:
         try:
             self._core.add(request, arrival_s)
         except AdaServeError as error:
-            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), str(error)))
+            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:
@@ -249,7 +249,7 @@ class LocalEngine:
             self._error = error
             sinks, self._sinks = self._sinks, {}
         for request_id, (sink, choices) in sinks.items():
-            for chunk in _failure(request_id, choices, str(error)):
+            for chunk in _failure(request_id, choices, error):
                 _call(sink, chunk)
 
 
@@ -263,5 +263,8 @@ def _call(sink: Sink, chunk: OutputChunk) -> bool:
     return True
 
 
-def _failure(request_id: str, choices: set[int], message: str) -> list[OutputChunk]:
-    return [OutputChunk(request_id, choice, "", [], "error", None, message) for choice in sorted(choices)]
+def _failure(request_id: str, choices: set[int], error: AdaServeError) -> list[OutputChunk]:
+    return [
+        OutputChunk(request_id, choice, "", [], "error", None, str(error), error.code, error.param)
+        for choice in sorted(choices)
+    ]

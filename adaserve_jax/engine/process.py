@@ -204,7 +204,7 @@ class ProcessEngine:
                 for chunk in chunks:
                     self._deliver(chunk)
             case wire.Refused(request_id, fault):
-                self._fail(request_id, fault.message)
+                self._fail(request_id, fault)
             case wire.Loading(what, done, total):
                 if self._progress is not None:
                     self._progress(what, done, total)
@@ -229,22 +229,24 @@ class ProcessEngine:
             _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
             self.abort(chunk.request_id)
 
-    def _fail(self, request_id: str, message: str) -> None:
+    def _fail(self, request_id: str, fault: wire.Fault) -> None:
         """End every open choice of a request with finish_reason "error"."""
         with self._lock:
             entry = self._open.get(request_id)
             choices = sorted(entry.choices) if entry is not None else []
         for choice in choices:
-            self._deliver(OutputChunk(request_id, choice, "", [], "error", error=message))
+            self._deliver(
+                OutputChunk(request_id, choice, "", [], "error", None, fault.message, fault.code, fault.param)
+            )
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""
         with self._lock:
             if self._error is None:
                 self._error = EngineDeadError("the engine was closed" if self._closing else why)
-            request_ids, error = list(self._open), str(self._error)
+            request_ids, fault = list(self._open), wire.to_fault(self._error)
         for request_id in request_ids:
-            self._fail(request_id, error)
+            self._fail(request_id, fault)
         self._settled.set()
 
 
