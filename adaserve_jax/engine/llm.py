@@ -151,7 +151,8 @@ class LLM:
                 left -= chunk.finish_reason is not None
                 yield chunk
         finally:
-            self._engine.abort(request.request_id)
+            if left:
+                self._engine.abort(request.request_id)
 
     def close(self) -> None:
         self._engine.close()
