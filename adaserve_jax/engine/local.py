@@ -17,9 +17,10 @@ from dataclasses import replace
 import jax
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.policies import find_policy
@@ -139,18 +140,7 @@ class LocalEngine:
                 raise self._error or EngineDeadError("the engine is not running; build and start a new one")
             if request.request_id in self._sinks:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
-            if choices > self._config.max_waiting:
-                raise RequestError(
-                    f"n must be at most {self._config.max_waiting}, the requests that may wait, got {choices}; lower n "
-                    "or raise max_waiting",
-                    param="n",
-                    code="invalid_value",
-                )
-            waiting = self._core.scheduler.stats.waiting + self._queued
-            if waiting + choices > self._config.max_waiting:
-                raise QueueFullError(
-                    f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
-                )
+            check_room(choices, self._core.scheduler.stats.waiting + self._queued, self._config.max_waiting)
             self._sinks[request.request_id] = (sink, set(range(choices)))
             self._queued += choices
             self._inbox.append(lambda: self._add(request, arrival_s))

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from adaserve_jax.errors import AdaServeError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1
@@ -83,23 +83,15 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, code=code, headers={"retry-after": str(RETRY_AFTER_S)})
-
-
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, code=code, param=param)
 
 
-def to_api_error(error: AdaServeError) -> ApiError:
-    """The response for an error of the engine or of this package."""
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), code=error.code, param=error.param)
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(RETRY_AFTER_S)})
-    if isinstance(error, EngineDeadError):
-        return unavailable(str(error), "engine_dead")
-    return ApiError(500, str(error), code="engine_error")
+def of_code(message: str, code: str, param: str | None = None) -> ApiError:
+    """The response for an error of the engine: its code decides the status."""
+    status = int(CODES.get(code, "400")[:3])
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return ApiError(status, message, code=code, param=param, headers=headers)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
@@ -167,7 +159,7 @@ def install(app: FastAPI) -> None:
 
     async def on_package(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AdaServeError)
-        return to_api_error(error).response()
+        return of_code(str(error), error.code, error.param).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(StarletteHTTPException, on_http)

@@ -188,6 +188,40 @@ def test_a_full_queue_and_a_second_request_of_the_same_id(engine: LocalEngine, m
     assert {reader.end().finish_reason for _ in range(12)} == {"length"}
 
 
+def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: LocalEngine) -> None:
+    ended, gate = threading.Event(), threading.Event()
+
+    def hold_at_the_end(chunk: OutputChunk) -> None:
+        if chunk.finish_reason is not None:
+            ended.set()
+            gate.wait(10)
+
+    engine.submit(request_of("q"), hold_at_the_end)
+    assert ended.wait(10)
+    engine.abort("q")  # stays in the inbox: the engine's thread is held
+    engine.set_policy("ar")
+    gate.set()
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    assert reader.end().finish_reason == "length"
+    assert engine.info.policy == "ar"
+
+
+def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: GenerateRequest, arrival_s: float) -> None:
+        raise RequestError("too large after all", param="max_tokens", code="context_length_exceeded")
+
+    monkeypatch.setattr(engine._core, "add", refuse)
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    end = reader.end()
+    assert (end.error, end.error_code, end.error_param) == (
+        "too large after all",
+        "context_length_exceeded",
+        "max_tokens",
+    )
+
+
 def test_a_step_after_a_long_idle_time_is_not_late(engine: LocalEngine, machines: list[Machine]) -> None:
     time.sleep(0.3)
     gate, entered = threading.Event(), threading.Event()
