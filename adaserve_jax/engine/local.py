@@ -166,9 +166,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        busy = self._core.has_work
+        busy, live = self._core.has_work, self._core.scheduler.stats
         return EngineStats(
-            scheduler=self._core.scheduler.stats,
+            scheduler=replace(live, finished=live.finished.copy(), accepted_per_position=live.accepted_per_position[:]),
             compiles_after_ready=self._executor.compiles_after_ready,
             draft_resident=self._executor.drafter is not None,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,

@@ -222,6 +222,16 @@ def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatc
     )
 
 
+def test_stats_are_a_snapshot(engine: LocalEngine) -> None:
+    before = engine.stats()
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    reader.end()
+    assert (before.scheduler.steps, before.scheduler.finished) == (0, {})
+    after = engine.stats().scheduler
+    assert after.steps > 0 and after.finished == {"length": 1}
+
+
 def test_a_step_after_a_long_idle_time_is_not_late(engine: LocalEngine, machines: list[Machine]) -> None:
     time.sleep(0.3)
     gate, entered = threading.Event(), threading.Event()
