@@ -195,7 +195,10 @@ class ProcessEngine:
             elif ended:
                 break
             elif self._info is not None and time.monotonic() - heard > HEARTBEAT_LIMIT_S:
-                _log.error("no sign of life from the engine process in %.0f s; ending it", HEARTBEAT_LIMIT_S)
+                self._error = EngineDeadError(
+                    f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended; "
+                    "restart the server"
+                )
                 child.kill()
         replies.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -242,6 +242,17 @@ def test_the_death_of_the_process_is_noticed():
     assert not folder.exists()
 
 
+def test_a_frozen_process_is_ended(monkeypatch):
+    monkeypatch.setattr(process, "HEARTBEAT_LIMIT_S", 0.6)
+    with new_engine() as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        sink = Collected()
+        engine.submit(request("waits", "abc"), sink)
+        assert sink.ended.wait(5)
+        assert "no sign of life for 0.6 s" in sink.last().error and sink.last().error_code == "engine_dead"
+        assert not engine.is_alive()
+
+
 def test_close_while_loading_ends_start():
     engine = new_engine(target="hang")
     errors = []
