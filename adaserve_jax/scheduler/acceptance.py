@@ -19,7 +19,7 @@ FORGET = 0.005
 """Share of what was learned that each step without speculation gives back to the prior, so that it is tried again."""
 
 
-class AcceptanceTable:
+class LearnedAcceptance:
     """Moving averages by (depth, rank in the beam): of f over all candidates, and of accepted over expected (f) among
     those verified. Their product estimates acceptance without bias towards the nodes that selection chose."""
 

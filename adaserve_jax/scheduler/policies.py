@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.joint import JointController
@@ -26,7 +26,7 @@ class Parts:
 
     limits: Limits
     cost: CostTable
-    acceptance: AcceptanceTable
+    acceptance: LearnedAcceptance
     objective: Objective
     parameter: int
     eq8_eq9: bool

@@ -13,7 +13,7 @@ import numpy as np
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.commit import apply_outcome, finish
 from adaserve_jax.scheduler.cost import CostTable
@@ -47,7 +47,7 @@ class Scheduler:
         self._cost = costs
         self._config = config
         self._objective = Objective()
-        self._acceptance = AcceptanceTable(limits.max_depth, limits.max_width)
+        self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
         parts = Parts(limits, costs, self._acceptance, self._objective, parameter, config.eq8_eq9)
         self._search_budget = self._policy.search_budget and not config.eq8_eq9
         self._batch = Batch(limits, self._policy.ordering)

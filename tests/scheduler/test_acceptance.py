@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
 DEPTH, WIDTH, ROWS = 3, 2, 8
@@ -29,7 +29,7 @@ def test_learns_true_acceptance_when_only_some_nodes_are_verified():
     rng = np.random.default_rng(0)
     f = np.array([[0.8, 0.1], [0.6, 0.05], [0.4, 0.02]])
     truth = np.array([[0.6, 0.2], [0.3, 0.1], [0.2, 0.04]])
-    table = AcceptanceTable(DEPTH, WIDTH)
+    table = LearnedAcceptance(DEPTH, WIDTH)
     for _ in range(400):
         candidates, trees, accepted = step(rng, f, truth, np.array([0, 1, 2]))
         table.observe(candidates, WIDTH, np.ones(ROWS, bool), trees, accepted)
@@ -43,7 +43,7 @@ def test_learns_true_acceptance_when_only_some_nodes_are_verified():
 
 def test_forgets_towards_the_prior_so_that_speculation_is_tried_again():
     rng = np.random.default_rng(1)
-    table = AcceptanceTable(DEPTH, WIDTH)
+    table = LearnedAcceptance(DEPTH, WIDTH)
     prior = table.expected()
     for _ in range(100):
         candidates, trees, _ = step(rng, np.full((DEPTH, WIDTH), 0.5), np.zeros((DEPTH, WIDTH)), np.arange(6))
@@ -55,7 +55,7 @@ def test_forgets_towards_the_prior_so_that_speculation_is_tried_again():
 
 
 def test_rows_that_did_not_speculate_teach_nothing():
-    table = AcceptanceTable(DEPTH, WIDTH)
+    table = LearnedAcceptance(DEPTH, WIDTH)
     prior = table.expected()
     candidates, trees, accepted = step(np.random.default_rng(2), np.full((3, 2), 0.5), np.ones((3, 2)), np.arange(6))
     table.observe(candidates, WIDTH, np.zeros(ROWS, bool), trees, accepted)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.joint import JointController
@@ -27,7 +27,7 @@ def joint(limits, *, token_s=0.0, level_s=0.0005, knee=0, objective=None):
     verify = {(edge, 1): 0.01 + token_s * max(0, edge - knee) for edge in limits.token_edges}
     levels = {(1, width): level_s for width in (1, limits.max_width)}
     costs = CostTable(CostSamples(verify, {64: 0.0002}, levels), limits)
-    acceptance = AcceptanceTable(limits.max_depth, limits.max_width)
+    acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
     return JointController(limits, costs, acceptance, objective or Objective())
 
 

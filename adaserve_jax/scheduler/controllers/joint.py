@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.scheduler.acceptance import AcceptanceTable
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Decision, Load
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
@@ -51,7 +51,7 @@ class Shapes:
 class JointController:
     """Chooses by predicted value; holds no state but the tables that it reads."""
 
-    def __init__(self, limits: Limits, cost: CostTable, acceptance: AcceptanceTable, objective: Objective):
+    def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective):
         self._limits = limits
         self._cost = cost
         self._acceptance = acceptance
