@@ -21,7 +21,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig, read_json
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.settings import read_json
 
 SHARD_BYTES = 1 << 30
 _TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
