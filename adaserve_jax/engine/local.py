@@ -61,7 +61,7 @@ class LocalEngine:
     def start(self) -> None:
         if self._thread is not None:
             raise EngineDeadError("start() was called twice; build a new LocalEngine instead")
-        self._executor = load_executor(self._config)
+        self._executor = load_executor(self._config, self._progress)
         self._tokenizer = Tokenizer.from_folder(self._executor.target_folder)
         self._samples = self._executor.warm_up(self._progress)
         config = self._executor.resolved.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from adaserve_jax.errors import CheckpointError
 from adaserve_jax.types import Progress
 
 WEIGHTS_FOLDER = "weights"
+GROUP_BYTES = 64 << 20
 _MARKER = "_METADATA"  # orbax writes it into every checkpoint
 
 
@@ -32,16 +34,31 @@ def read_converted(
 
     path = (folder / WEIGHTS_FOLDER).absolute()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params: dict[str, jax.Array] = {}
     with ocp.Checkpointer(_handler()) as checkpointer:
         _check(folder, checkpointer.metadata(path).item_metadata.tree, shapes)
-        wanted = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, shape in shapes.items()}
-        options = {name: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for name in shapes}
-        if progress is not None:
-            progress("loading", 0, len(shapes))
-        params = checkpointer.restore(path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=options))
-    if progress is not None:
-        progress("loading", len(shapes), len(shapes))
-    return jax.block_until_ready(params)
+        for names in _groups(shapes, jnp.dtype(dtype).itemsize):
+            wanted = {name: jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding) for name in names}
+            options = {name: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for name in names}
+            arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
+            params |= jax.block_until_ready(checkpointer.restore(path, args=arguments))
+            if progress is not None:
+                progress("loading", len(params), len(shapes))
+    return params
+
+
+def _groups(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> list[list[str]]:
+    """Weights to read together: orbax holds a second copy of all that one call reads."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * item_bytes
+        if groups[-1] and held + size > GROUP_BYTES:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
 
 
 def write_converted(folder: Path, params: Mapping[str, jax.Array]) -> None:

@@ -24,9 +24,11 @@ from adaserve_jax.models.settings import Settings
 
 DEFAULT_THETA = 10000.0
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-_KEYS = frozenset(
-    ["rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "finetuned"]
-)
+_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate", "finetuned",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tensors of a safetensors checkpoint: found and checked by their headers, then read in small blocks. Imports no jax.
+"""The tensors of a safetensors checkpoint: found and checked by their headers, read in small blocks. Imports no jax.
 
 Files are mapped into memory for one block at a time, so that pages once read do not stay in the process: what reading
 needs beside its destination is two blocks.

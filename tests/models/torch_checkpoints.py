@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of real families, written by transformers itself (torch), and what transformers makes of them.
+"""Tiny random checkpoints of real families, written by transformers itself (torch), and what it makes of them.
 
 Weights are drawn so that attention is peaked and logits spread over a few units; with the library's own initialisation
 every difference would be hidden.
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Class and configuration by name. head_dim is not hidden_size / num_attention_heads, except in Qwen2, which has none."""
+"""Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
 
 
 def write_family(folder: Path, name: str, *, seed: int = 0, shards: bool = False) -> Path:
