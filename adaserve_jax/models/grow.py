@@ -91,6 +91,8 @@ def grow(
 def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
     if dtype not in _TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_TYPES)}, got {dtype!r}")
+    if config.qkv_bias or config.mlp_bias or config.qk_norm:
+        raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
     pairs = (
         ("layers", shape.layers, config.num_layers),
         ("hidden", shape.hidden, config.hidden_size),

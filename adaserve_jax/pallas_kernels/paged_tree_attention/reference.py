@@ -1,8 +1,8 @@
 """The XLA implementation: online softmax over pages, then over in-flight tokens, merged by log-sum-exp.
 
 Context is visible by length, and by a sliding window where there is one, so committed pages need no mask; only
-in-flight tokens do. Pages beyond a context or before the window, and slots beyond its end, are never read into a result,
-whatever they hold (NaN included).
+in-flight tokens do. Pages beyond a context or before the window, and slots beyond its end, are never read into a
+result, whatever they hold (NaN included).
 Axes: B query blocks, M query rows of one KV head (queries x heads per KV head), N in-flight keys, and those of
 docs/architecture (H/K heads, D head dim, S page slots, P pages, L layers).
 """
