@@ -123,6 +123,7 @@ def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
         num_kv_heads=shape.kv_heads,
         intermediate_size=shape.mlp,
         rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
+        windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
     )
 
 
