@@ -28,7 +28,8 @@ def load_params(
     """Read all weights, cast to dtype, fused as the decoder wants them.
 
     Beside the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the
-    buffer that is read into becomes the weight. progress: called with ("loading", weights read, weights).
+    buffer that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
+    progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
     than config.json says.
     """
