@@ -7,7 +7,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host demo-pair docs clean
+.PHONY: help serve test test-slow lint type format bench-host bench-exactness demo-pair docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ format: $(STAMP).test ## format the code and mend what ruff can mend
 
 bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
 	@$(BIN)/python benchmarks/host_step.py $(ARGS)
+
+bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, both modes (some minutes)
+	@$(BIN)/python benchmarks/exactness.py $(ARGS)
 
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)

@@ -5,10 +5,26 @@ Imports no jax. Unknown keys raise.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
+
+LEAST = {
+    "max_requests": 0,
+    "max_context": 0,
+    "max_waiting": 1,
+    "page_size": 1,
+    "num_pages": 0,
+    "max_batch_tokens": 0,
+    "max_tree_tokens": 0,
+    "max_slo_nodes": 0,
+    "seed": 0,
+}
+"""Integers and their least values; 0 means "auto", or off, where it is allowed."""
+LEAST_CONTEXT = 8
+"""Tokens: room for a prompt and for a few that are timed at the start."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +56,28 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_requests",
-            "max_context",
-            "num_pages",
-            "max_batch_tokens",
-            "max_tree_tokens",
-            "max_slo_nodes",
-        ):
-            self._check(isinstance(getattr(self, name), int) and getattr(self, name) >= 0, name, "an integer >= 0")
-        self._check(self.max_waiting >= 1, "max_waiting", "an integer >= 1")
+        for name in ("target", "draft", "compile_cache"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            optional = name != "target" and value is None
+            self._check(optional or isinstance(getattr(self, name), str), name, "a name or a path")
+        self._check(isinstance(self.policy, str), "policy", "the name of a policy")
+        for name in ("deterministic", "eq8_eq9"):
+            self._check(isinstance(getattr(self, name), bool), name, "True or False")
+        for name, least in LEAST.items():
+            self._check(_is_integer(getattr(self, name), least), name, f"an integer >= {least}")
+        context = self.max_context
+        self._check(context == 0 or context >= LEAST_CONTEXT, "max_context", f"0 or an integer >= {LEAST_CONTEXT}")
         self._check(self.page_size in (8, 16, 32, 64, 128), "page_size", "one of 8, 16, 32, 64, 128")
-        self._check(1 <= self.max_depth <= 16, "max_depth", "an integer from 1 to 16")
-        self._check(1 <= self.max_width <= 16, "max_width", "an integer from 1 to 16")
+        for name in ("max_depth", "max_width"):
+            value = getattr(self, name)
+            self._check(_is_integer(value, 1) and value <= 16, name, "an integer from 1 to 16")
         for name in ("token_edges", "row_edges"):
-            edges = tuple(getattr(self, name))
-            object.__setattr__(self, name, edges)
-            ok = all(isinstance(e, int) and e >= 1 for e in edges) and list(edges) == sorted(set(edges))
-            self._check(ok, name, "increasing integers >= 1")
+            edges = getattr(self, name)
+            ok = isinstance(edges, (tuple, list)) and all(_is_integer(edge, 1) for edge in edges)
+            self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
+            object.__setattr__(self, name, tuple(edges))
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
@@ -72,6 +92,10 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
         return cls(**values)
+
+
+def _is_integer(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 FIELD_HELP: dict[str, str] = {

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 
 class AdaServeError(Exception):
-    """Base of every error that this package raises for its callers."""
+    """Base of every error that this package raises for its callers.
+
+    code: a stable short name for programs, listed in docs/http.md. param: the request field at fault, as the API spells
+    it, or None.
+    """
+
+    code = "engine_error"
+    param: str | None = None
 
 
 class ConfigError(AdaServeError):
@@ -23,10 +30,7 @@ class UnsupportedModelError(CheckpointError):
 
 
 class RequestError(AdaServeError):
-    """One request cannot be served as asked; the engine goes on.
-
-    param: the request field at fault, as the API spells it, or None. code: a stable short name for programs.
-    """
+    """One request cannot be served as asked; the engine goes on."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_request"):
         super().__init__(message)
@@ -36,6 +40,8 @@ class RequestError(AdaServeError):
 
 class QueueFullError(AdaServeError):
     """The waiting queue has no room; retry later."""
+
+    code = "queue_full"
 
 
 class BudgetError(AdaServeError):
@@ -52,3 +58,5 @@ class IntegrityError(AdaServeError):
 
 class EngineDeadError(AdaServeError):
     """The engine stopped (crash or shutdown); requests in flight are lost and may be retried."""
+
+    code = "engine_dead"

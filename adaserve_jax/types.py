@@ -7,7 +7,7 @@ Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -18,6 +18,8 @@ from adaserve_jax.errors import RequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_CHOICES = 64
 MAX_SEED = 2**64 - 1
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 1024, 1024
+MAX_TOKEN_ID = 2**31 - 1
 
 
 def _require(ok: bool, param: str, expected: str, value: object, code: str) -> None:
@@ -82,9 +84,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, expected in (("stop", "a string or several"), ("stop_token_ids", "a sequence of token ids")):
+            value = getattr(self, name)
+            listed = (value,) if isinstance(value, str) else () if value is None else value
+            _require(isinstance(listed, Iterable), name, expected, value, "invalid_value")
+            object.__setattr__(self, name, tuple(listed))
+        stop = self.stop
         for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
             value = getattr(self, name)
             ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
@@ -99,10 +104,14 @@ class SamplingParams:
         if self.seed is not None:
             ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed <= MAX_SEED
             _require(ok, "seed", f"an integer from 0 to {MAX_SEED}", self.seed, "invalid_value")
-        ok = len(stop) <= 16 and all(isinstance(s, str) and s for s in stop)
-        _require(ok, "stop", "at most 16 non-empty strings", self.stop, "invalid_value")
-        ok = all(isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in self.stop_token_ids)
-        _require(ok, "stop_token_ids", "token ids >= 0", self.stop_token_ids, "invalid_value")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos, "invalid_value")
+        ok = len(stop) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARS for s in stop)
+        expected = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
+        _require(ok, "stop", expected, self.stop, "invalid_value")
+        ids = self.stop_token_ids
+        ok = all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t <= MAX_TOKEN_ID for t in ids)
+        expected = f"at most {MAX_STOP_IDS} token ids from 0 to {MAX_TOKEN_ID}"
+        _require(ok and len(ids) <= MAX_STOP_IDS, "stop_token_ids", expected, ids, "invalid_value")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.cli import generate as generate_module
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.reference import render
+from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, RequestError
@@ -163,6 +164,37 @@ def test_wrong_values_are_one_line(monkeypatch, capsys, arguments: list[str], me
     assert run_main(monkeypatch, *arguments) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--port", "abc"], "Invalid value for '--port': "),
+        (["serve", "--class", "x=5"], "No such option: --class"),
+        (["serve", "extra"], "(extra); see 'adaserve serve --help'"),
+        (
+            ["bench", "--policies", "ar", "--rates", "1", "--duration", "1"],
+            "Missing option '--out'; see 'adaserve bench",
+        ),
+        (["generate"], "Missing argument 'prompt'"),
+        (["fly"], "No such command 'fly'; see 'adaserve --help'"),
+    ],
+)
+def test_wrong_options_are_one_line(monkeypatch, capsys, arguments: list[str], message: str):
+    assert run_main(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("adaserve: error: ") and message in err and err.count("\n") == 1
+
+
+def test_without_arguments_it_helps(monkeypatch, capsys):
+    assert run_main(monkeypatch) == 0
+    assert "serve" in capsys.readouterr().out
+
+
+def test_a_pipe_gets_no_progress_bar(capsys):
+    with progress_bar() as progress:
+        progress("loading", 0, 1)
+    assert capsys.readouterr().err == ""
 
 
 def test_serve_says_how_to_install_what_is_missing(monkeypatch, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import typer
 
@@ -17,11 +18,11 @@ from adaserve_jax.cli.serve import serve
 from adaserve_jax.errors import AdaServeError
 
 ERROR_STATUS = 2
+UsageError: Any = typer.BadParameter.__base__  # typer has a click of its own or imports the package, by its version
 
 app = typer.Typer(
     name="adaserve",
     help="An LLM serving engine on JAX in which every request carries its own speed target.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
@@ -50,7 +51,15 @@ app.command("version")(show_version)
 def main() -> None:
     """Run the command line; exits the process."""
     try:
-        app()
+        status = app(sys.argv[1:] or ["--help"], prog_name="adaserve", standalone_mode=False)
     except AdaServeError as error:
-        print(f"adaserve: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(ERROR_STATUS)
+        status = _fail(str(error))
+    except UsageError as error:
+        path = error.ctx.command_path if error.ctx else "adaserve"
+        status = _fail(f"{error.format_message().rstrip('.')}; see '{path} --help'")
+    sys.exit(status)
+
+
+def _fail(message: str) -> int:
+    print(f"adaserve: error: {' '.join(message.split())}", file=sys.stderr)
+    return ERROR_STATUS

@@ -43,9 +43,10 @@ def open_bench_engine(config: EngineConfig) -> LocalBenchEngine:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCall]:
-    """Gives progress(what, done, total): one line per `what`, removed at the end."""
+    """Gives progress(what, done, total): one line per `what`, removed at the end; nothing unless on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=notes(), transient=True) as bar:
+    console = notes()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
 
         def show(what: str, done: int, total: int) -> None:

@@ -33,7 +33,7 @@ class OutputChunk:
     """New text of one choice. The last chunk of a choice, and only it, has a finish_reason and metrics.
 
     text never ends inside a character and never shows part of a stop string. finish_reason "error" comes with
-    `error`, a message for the user.
+    `error`, a message for the user, and `error_code` and `error_param` as of AdaServeError when one was raised.
     """
 
     request_id: str
@@ -43,6 +43,8 @@ class OutputChunk:
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
     error: str | None = None
+    error_code: str | None = None
+    error_param: str | None = None
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,10 @@ class EngineCore:
         """Choices that have not ended."""
         return len(self._tracker)
 
+    def check(self, request: GenerateRequest) -> None:
+        """Raise RequestError when a request can never be served, whatever else runs. Safe in any thread."""
+        self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
+
     def add(self, request: GenerateRequest, arrival_s: float) -> None:
         """Queue every choice of a request, or none. Raises RequestError, QueueFullError."""
         choices = self._choices(request, arrival_s)
@@ -75,7 +79,7 @@ class EngineCore:
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
     def step(self) -> list[OutputChunk]:
-        """Plan, speculate, select, verify, commit. Empty when nothing could run or no token came."""
+        """Plan, speculate, select, verify, commit. Empty when no token came."""
         scheduler, executor = self.scheduler, self.executor
         plan = scheduler.plan(self.clock())
         if plan is None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypeVar
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.errors import AdaServeError, RequestError
+from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
 
 Prompt = str | Sequence[int]
+OPEN_PER_SLOT = 4
+"""Choices of one `generate` call that are open at once, for each that can run: enough that no slot waits for one."""
 _T = TypeVar("_T")
 
 
@@ -116,19 +119,21 @@ class LLM:
         """Complete all prompts together and return them in order.
 
         prompts: texts or token ids. sampling_params, slo: one for all, or one per prompt; without sampling_params,
-        those of the target's generation_config.json. Raises RequestError when any prompt cannot be served; then none
-        runs on.
+        those of the target's generation_config.json. Raises RequestError when any prompt cannot be served,
+        EngineDeadError when the engine stops; then none runs on.
         """
         requests = self._requests(prompts, sampling_params, slo)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
         collector = _Collector(dict(zip((r.request_id for r in requests), outputs, strict=True)))
+        config = self._engine.config
+        most_open = min(OPEN_PER_SLOT * config.max_requests, config.max_waiting)
         submitted: list[str] = []
         try:
             for request in requests:
-                collector.wait_for_room(self._engine.info.max_requests)
+                self._raise_error(collector.wait_for_room(request.sampling.n, most_open))
                 self._engine.submit(request, collector)
                 submitted.append(request.request_id)
-            collector.wait()
+            self._raise_error(collector.wait())
         except BaseException:
             for request_id in submitted:
                 self._engine.abort(request_id)
@@ -146,12 +151,12 @@ class LLM:
         try:
             while left:
                 chunk = chunks.get()
-                if chunk.error is not None:
-                    raise AdaServeError(chunk.error)
+                self._raise_error(chunk.error)
                 left -= chunk.finish_reason is not None
                 yield chunk
         finally:
-            self._engine.abort(request.request_id)
+            if left:
+                self._engine.abort(request.request_id)
 
     def close(self) -> None:
         self._engine.close()
@@ -177,7 +182,17 @@ class LLM:
         ]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not _are_token_ids(prompt):
+            raise RequestError(f"prompt must be a text or a list of token ids, got {prompt!r:.200}", param="prompt")
+        return [int(token) for token in prompt]
+
+    def _raise_error(self, message: str | None) -> None:
+        """Raise for what the engine said of a request, by whose fault it was."""
+        if message is not None:
+            kind = RequestError if self._engine.is_alive() else EngineDeadError
+            raise kind(message)
 
 
 class _Collector:
@@ -185,8 +200,7 @@ class _Collector:
 
     def __init__(self, outputs: dict[str, GenerateOutput]):
         self._outputs = outputs
-        self._open = sum(len(output.choices) for output in outputs.values())
-        self._submitted_open = 0
+        self._open = 0  # choices submitted, or about to be, that have not ended
         self._error: str | None = None
         self._changed = threading.Condition()
 
@@ -199,34 +213,36 @@ class _Collector:
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
         with self._changed:
             self._open -= 1
-            self._submitted_open -= 1
             self._error = self._error or chunk.error
             self._changed.notify_all()
 
-    def wait_for_room(self, most_open: int) -> None:
-        """Hold back so many requests that an offline batch of any size never fills the engine's queue."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._submitted_open < 4 * most_open)
-            self._submitted_open += 1
-        self._raise_error()
+    def wait_for_room(self, choices: int, most_open: int) -> str | None:
+        """Count a request of so many choices in, once no more than `most_open` would be open or none else is: so an
+        offline batch of any size never fills the engine's queue. Returns the error of a request that failed, if any."""
+        return self._wait(lambda: not self._open or self._open + choices <= most_open, choices)
 
-    def wait(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._open == 0)
-        self._raise_error()
+    def wait(self) -> str | None:
+        """Until all have ended, or one failed; its error."""
+        return self._wait(lambda: not self._open, 0)
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise RequestError(self._error)
+    def _wait(self, condition: Callable[[], bool], choices: int) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or condition())
+            self._open += choices
+            return self._error
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"prompts must be texts or lists of token ids, got {prompts!r}", param="prompt")
     listed: list[Any] = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    return listed
+    return [listed] if listed and _are_token_ids(listed) else listed
+
+
+def _are_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
 
 
 def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:

@@ -17,17 +17,18 @@ from dataclasses import replace
 import jax
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import Progress, SamplingParams, StepStats
 
 _log = logging.getLogger(__name__)
 BASELINE_TOKENS = 33  # measured to find the baseline latency
-STALL_S = 0.001  # pause when work waits but nothing can run
 
 
 class LocalEngine:
@@ -41,7 +42,7 @@ class LocalEngine:
         self._sinks: dict[str, tuple[Sink, set[int]]] = {}
         self._queued = 0  # choices in the inbox, not yet seen by the scheduler
         self._stopping = False
-        self._error: Exception | None = None
+        self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
         self._last_step_s = time.monotonic()
@@ -58,18 +59,32 @@ class LocalEngine:
         self.info  # noqa: B018  raises before start
         return self._executor
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration in force, without "auto"."""
+        return self.executor.resolved.config
+
     def start(self) -> None:
-        if self._thread is not None:
-            raise EngineDeadError("start() was called twice; build a new LocalEngine instead")
-        self._executor = load_executor(self._config, self._progress)
+        if self._info is not None or self._stopping:
+            raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
+        config = self._config
+        find_policy(config.policy, config.max_depth if config.draft is not None else 0)  # before minutes of compiling
+        self._executor = load_executor(config, self._progress)
+        try:
+            self._get_ready()
+        except BaseException:
+            self._executor.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    def _get_ready(self) -> None:
         self._tokenizer = Tokenizer.from_folder(self._executor.target_folder)
         self._samples = self._executor.warm_up(self._progress)
         config = self._executor.resolved.config
         self._baseline_s = self._measure_baseline(config)
         self._core = self._build_core(config)
         self._info = self._describe(config)
-        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
-        self._thread.start()
 
     def _build_core(self, config: EngineConfig) -> EngineCore:
         scheduler = build_scheduler(config, self._executor.limits, self._samples)
@@ -83,7 +98,8 @@ class LocalEngine:
         """Median seconds per token of one request, alone, without speculation, through the whole step."""
         scheduler = build_scheduler(replace(config, policy="ar"), self._executor.limits, self._samples)
         core = EngineCore(self._executor, scheduler, self._tokenizer, eos_ids=(), baseline_s=1.0)
-        sampling = SamplingParams(max_tokens=BASELINE_TOKENS, seed=0, ignore_eos=True)
+        room = min(config.max_context, config.num_pages * config.page_size) - 1
+        sampling = SamplingParams(max_tokens=min(BASELINE_TOKENS, room), seed=0, ignore_eos=True)
         core.add(GenerateRequest("baseline", [0], sampling), core.clock())
         times = []
         while core.has_work:
@@ -108,10 +124,10 @@ class LocalEngine:
 
     def set_policy(self, policy: str) -> None:
         """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle."""
+        config = replace(self.config, policy=policy)
         with self._lock:
-            if self._sinks or self._inbox:
+            if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
-            config = replace(self._executor.resolved.config, policy=policy)
             self._core = self._build_core(config)
             self._info = self._describe(config)
 
@@ -124,11 +140,7 @@ class LocalEngine:
                 raise self._error or EngineDeadError("the engine is not running; build and start a new one")
             if request.request_id in self._sinks:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
-            waiting = self._core.scheduler.stats.waiting + self._queued
-            if waiting + choices > self._config.max_waiting:
-                raise QueueFullError(
-                    f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
-                )
+            check_room(choices, self._core.scheduler.stats.waiting + self._queued, self._config.max_waiting)
             self._sinks[request.request_id] = (sink, set(range(choices)))
             self._queued += choices
             self._inbox.append(lambda: self._add(request, arrival_s))
@@ -136,19 +148,12 @@ class LocalEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise at once what no waiting can change."""
-        if not request.prompt_ids:
-            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
-        tokens, limit = len(request.prompt_ids), self.info.max_context
-        if tokens >= limit:
-            raise RequestError(
-                f"prompt must leave room for one token in a context of {limit}, got {tokens} tokens; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        vocab_size = self.info.vocab_size
+        self._core.check(request)
         low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self.info.vocab_size:
+        if low < 0 or high >= vocab_size:
             raise RequestError(
-                f"prompt token ids must be from 0 to {self.info.vocab_size - 1}, got {low if low < 0 else high}",
+                f"prompt token ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
                 param="prompt",
                 code="invalid_value",
             )
@@ -161,9 +166,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        busy = self._core.has_work
+        busy, live = self._core.has_work, self._core.scheduler.stats
         return EngineStats(
-            scheduler=self._core.scheduler.stats,
+            scheduler=replace(live, finished=live.finished.copy(), accepted_per_position=live.accepted_per_position[:]),
             compiles_after_ready=self._executor.compiles_after_ready,
             draft_resident=self._executor.drafter is not None,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
@@ -176,24 +181,24 @@ class LocalEngine:
         with self._lock:
             self._stopping = True
             self._lock.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-            self._thread = None
-            self._executor.close()
+            if self._thread is None or self._thread is threading.current_thread():
+                return
+            thread, self._thread = self._thread, None
+        thread.join()
+        self._executor.close()
 
     # ---- the engine thread ----
 
     def _run(self) -> None:
+        error = EngineDeadError("the engine was closed")
         try:
             while self._take_inbox():
                 if self._core.has_work:
-                    self._deliver_or_stall(self._core.step())
-                self._last_step_s = time.monotonic()
-            self._fail_open("the engine was closed")
-        except Exception as error:
+                    self._deliver(self._core.step())
+        except Exception as cause:
             _log.exception("the engine stopped")
-            self._error = EngineDeadError(f"the engine stopped: {type(error).__name__}: {error}")
-            self._fail_open(str(self._error))
+            error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
+        self._end(error)
 
     def _take_inbox(self) -> bool:
         """Do what clients asked for since the last step; wait while there is nothing to do. False: stop."""
@@ -202,15 +207,10 @@ class LocalEngine:
                 self._lock.wait()
             actions, self._inbox = self._inbox, deque()
             stopping = self._stopping
+            self._last_step_s = time.monotonic()  # a step that starts after a long idle time is not a late one
         for action in actions:
             action()
         return not stopping
-
-    def _deliver_or_stall(self, chunks: list[OutputChunk]) -> None:
-        if chunks:
-            self._deliver(chunks)
-        elif not self._core.scheduler.stats.running:
-            time.sleep(STALL_S)
 
     def _add(self, request: GenerateRequest, arrival_s: float) -> None:
         with self._lock:
@@ -218,7 +218,7 @@ class LocalEngine:
         try:
             self._core.add(request, arrival_s)
         except AdaServeError as error:
-            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), str(error)))
+            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:
@@ -228,26 +228,33 @@ class LocalEngine:
                     left.discard(chunk.choice)
                     if not left:
                         self._sinks.pop(chunk.request_id, None)
-            if sink is not None:
-                self._call(sink, chunk)
+            if sink is not None and not _call(sink, chunk):
+                with self._lock:
+                    self._sinks.pop(chunk.request_id, None)
+                self._core.abort(chunk.request_id)
 
-    def _call(self, sink: Sink, chunk: OutputChunk) -> None:
-        """A client's failing sink costs its own request only."""
-        try:
-            sink(chunk)
-        except Exception:
-            _log.exception("a sink failed; request %s is aborted", chunk.request_id)
-            with self._lock:
-                self._sinks.pop(chunk.request_id, None)
-            self._core.abort(chunk.request_id)
-
-    def _fail_open(self, message: str) -> None:
+    def _end(self, error: EngineDeadError) -> None:
+        """Refuse all that comes, and tell every open sink; the core, whose state may be broken, is left alone."""
         with self._lock:
-            self._stopping = True
-            left = {request_id: set(choices) for request_id, (_, choices) in self._sinks.items()}
-        for request_id, choices in left.items():
-            self._deliver(_failure(request_id, choices, message))
+            self._error = error
+            sinks, self._sinks = self._sinks, {}
+        for request_id, (sink, choices) in sinks.items():
+            for chunk in _failure(request_id, choices, error):
+                _call(sink, chunk)
 
 
-def _failure(request_id: str, choices: set[int], message: str) -> list[OutputChunk]:
-    return [OutputChunk(request_id, choice, "", [], "error", None, message) for choice in sorted(choices)]
+def _call(sink: Sink, chunk: OutputChunk) -> bool:
+    """Whether the sink took the chunk. A client's failing sink costs its own request only."""
+    try:
+        sink(chunk)
+    except Exception:
+        _log.exception("a sink failed on a chunk of request %s", chunk.request_id)
+        return False
+    return True
+
+
+def _failure(request_id: str, choices: set[int], error: AdaServeError) -> list[OutputChunk]:
+    return [
+        OutputChunk(request_id, choice, "", [], "error", None, str(error), error.code, error.param)
+        for choice in sorted(choices)
+    ]

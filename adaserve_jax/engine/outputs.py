@@ -19,7 +19,6 @@ class _Choice:
     index: int
     detokenizer: IncrementalDetokenizer
     text: str = ""
-    stopped: bool = False
 
 
 class OutputTracker:
@@ -46,7 +45,6 @@ class OutputTracker:
         choice = self._choices[request_id]
         shown, kept = choice.detokenizer.push(token_ids)
         choice.text += shown
-        choice.stopped = kept is not None
         return kept
 
     def chunk(self, update: RequestUpdate) -> OutputChunk:
@@ -54,8 +52,7 @@ class OutputTracker:
         choice = self._choices[update.request_id]
         if update.finish_reason is not None:
             del self._choices[update.request_id]
-            if not choice.stopped:
-                choice.text += choice.detokenizer.finish()
+            choice.text += choice.detokenizer.finish()
         text, choice.text = choice.text, ""
         return OutputChunk(
             choice.request_id, choice.index, text, list(update.token_ids), update.finish_reason, update.metrics

@@ -21,8 +21,9 @@ import zmq
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import wire
+from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
-from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.types import Progress, StepStats
 
 LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
@@ -75,8 +76,18 @@ class ProcessEngine:
         return None if self._child is None else self._child.pid
 
     def start(self) -> None:
-        if self._child is not None:
-            raise EngineDeadError("start() was called twice; build a new ProcessEngine instead")
+        with self._lock:  # a close() meanwhile waits until there is something to close
+            if self._child is not None or self._closing:
+                raise EngineDeadError("an engine starts once; build a new ProcessEngine instead")
+            self._child = self._spawn()
+        self._settled.wait()
+        if self._info is None:
+            error = self._error or EngineDeadError("the engine was closed while it started")
+            self.close()
+            raise error
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        """The child, told what to run, and the thread that reads what it sends."""
         self._folder = _socket_folder()
         self._context = zmq.Context()
         self._requests = _bind(self._context, zmq.PUSH, self._folder, "to_engine")
@@ -84,7 +95,6 @@ class ProcessEngine:
         command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self._folder]
         # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self._child = child
         start = wire.encode(wire.Start(self._config, self._factory))
         assert child.stdin is not None
         try:
@@ -92,13 +102,11 @@ class ProcessEngine:
             child.stdin.flush()
         except BrokenPipeError:
             pass  # the child died at once; the receiving thread says so
-        self._receiver = threading.Thread(target=self._receive, args=(replies,), name="engine-replies", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive, args=(child, replies), name="engine-replies", daemon=True
+        )
         self._receiver.start()
-        self._settled.wait()
-        if self._info is None:
-            error = self._error or EngineDeadError("the engine was closed while it started")
-            self.close()
-            raise error
+        return child
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         self._check(request)
@@ -109,10 +117,7 @@ class ProcessEngine:
             if request.request_id in self._open:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             waiting = self._stats.scheduler.waiting + self._submitted - self._received
-            if waiting + choices > self._config.max_waiting:
-                raise QueueFullError(
-                    f"{waiting} requests wait and at most {self._config.max_waiting} may; retry in a moment"
-                )
+            check_room(choices, waiting, self._config.max_waiting)
             if not self._send(wire.Submit(request)):
                 raise EngineDeadError("the engine process does not take messages; restart the server")
             self._open[request.request_id] = _Open(sink, set(range(choices)))
@@ -152,10 +157,12 @@ class ProcessEngine:
 
     def close(self) -> None:
         with self._lock:
-            if self._closing or self._child is None:
+            if self._closing:
                 return
             self._closing = True
         child = self._child
+        if child is None:
+            return
         if child.stdin is not None:
             child.stdin.close()  # the child ends by itself; while it still loads it has nothing worth waiting for
         if self._info is None:
@@ -177,10 +184,8 @@ class ProcessEngine:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _receive(self, replies: zmq.Socket) -> None:
+    def _receive(self, child: subprocess.Popen[bytes], replies: zmq.Socket) -> None:
         """The receiving thread: until the child is gone and everything that it sent is read."""
-        child = self._child
-        assert child is not None
         heard = time.monotonic()
         while True:
             ended = child.poll() is not None  # looked at before reading, so that nothing sent earlier is missed
@@ -190,7 +195,10 @@ class ProcessEngine:
             elif ended:
                 break
             elif self._info is not None and time.monotonic() - heard > HEARTBEAT_LIMIT_S:
-                _log.error("no sign of life from the engine process in %.0f s; ending it", HEARTBEAT_LIMIT_S)
+                self._error = EngineDeadError(
+                    f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended; "
+                    "restart the server"
+                )
                 child.kill()
         replies.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -204,7 +212,7 @@ class ProcessEngine:
                 for chunk in chunks:
                     self._deliver(chunk)
             case wire.Refused(request_id, fault):
-                self._fail(request_id, fault.message)
+                self._fail(request_id, fault)
             case wire.Loading(what, done, total):
                 if self._progress is not None:
                     self._progress(what, done, total)
@@ -229,22 +237,24 @@ class ProcessEngine:
             _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
             self.abort(chunk.request_id)
 
-    def _fail(self, request_id: str, message: str) -> None:
+    def _fail(self, request_id: str, fault: wire.Fault) -> None:
         """End every open choice of a request with finish_reason "error"."""
         with self._lock:
             entry = self._open.get(request_id)
             choices = sorted(entry.choices) if entry is not None else []
         for choice in choices:
-            self._deliver(OutputChunk(request_id, choice, "", [], "error", error=message))
+            self._deliver(
+                OutputChunk(request_id, choice, "", [], "error", None, fault.message, fault.code, fault.param)
+            )
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""
         with self._lock:
             if self._error is None:
                 self._error = EngineDeadError("the engine was closed" if self._closing else why)
-            request_ids, error = list(self._open), str(self._error)
+            request_ids, fault = list(self._open), wire.to_fault(self._error)
         for request_id in request_ids:
-            self._fail(request_id, error)
+            self._fail(request_id, fault)
         self._settled.set()
 
 

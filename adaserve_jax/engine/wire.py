@@ -45,7 +45,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An exception as data. kind: the class name; param and code: of a RequestError."""
+    """An exception as data. kind: the class name; param and code: of an AdaServeError."""
 
     kind: str
     message: str
@@ -88,7 +88,7 @@ decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
 
 def to_fault(error: BaseException) -> Fault:
     """Describe an exception so that `to_error` can build the same one on the other side."""
-    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    param, code = (error.param, error.code) if isinstance(error, AdaServeError) else (None, None)
     return Fault(type(error).__name__, str(error), param, code)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import Progress
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -36,8 +37,14 @@ def default_cache_folder() -> Path:
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Keep every compiled program on disk, however small or quick to compile."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    """Keep every compiled program on disk, however small or quick to compile. Raises ConfigError: no such folder can
+    be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"compile_cache: cannot create folder {folder} ({error.strerror}); choose another by compile_cache"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

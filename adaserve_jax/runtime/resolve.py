@@ -42,10 +42,8 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
     config = replace(
         config,
         dtype=("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype,
-        max_requests=config.max_requests or (32 if on_cpu else 128),
+        max_requests=config.max_requests or max(config.row_edges, default=32 if on_cpu else 128),
         max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
-        max_depth=config.max_depth if draft is not None else 0,
-        max_width=config.max_width if draft is not None else 0,
     )
     edges, rows = _edges(config, on_cpu)
     max_tree = config.max_tree_tokens or (128 if on_cpu else 512)
@@ -60,7 +58,8 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth, max_width=config.max_width,
+        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if draft is not None else 0,
+        max_width=config.max_width if draft is not None else 0,
     )  # fmt: skip
     sampled = edges[-1] if config.deterministic else max_tree
     catchup = _catchup_edges(edges)
@@ -76,11 +75,15 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
 
 def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token edges and row edges. Deterministic mode: one of each."""
-    largest = config.max_batch_tokens or (256 if on_cpu else 1024)
     if config.deterministic:
+        if config.token_edges or config.row_edges:
+            raise ConfigError(
+                "deterministic mode runs every step in one bucket: leave out token_edges and row_edges, and set its "
+                "size by max_batch_tokens and max_requests"
+            )
         largest = config.max_batch_tokens or max(64, 1 << (config.max_requests - 1).bit_length())
         return (largest,), (config.max_requests,)
-    tokens = config.token_edges or _geometric((1, 4), largest)
+    tokens = config.token_edges or _geometric((1, 4), config.max_batch_tokens or (256 if on_cpu else 1024))
     if config.token_edges and config.max_batch_tokens and config.max_batch_tokens != tokens[-1]:
         raise ConfigError(f"max_batch_tokens ({config.max_batch_tokens}) must equal the last of token_edges {tokens}")
     rows = config.row_edges or _row_edges(config.max_requests)

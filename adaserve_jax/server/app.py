@@ -30,7 +30,9 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     state = ServerState(client, settings)
     if tokenizer is not None:
         state.become_ready(tokenizer)
-    app = FastAPI(title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT)
+    app = FastAPI(
+        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT, redirect_slashes=False
+    )  # a redirect has no error body, and clients drop the request's
     app.state.server = state
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))

@@ -41,8 +41,8 @@ class Dialect(Protocol):
     @property
     def id(self) -> str: ...
 
-    def opening(self, index: int) -> BaseModel | None:
-        """The event that comes before a choice's first text, if the endpoint has one."""
+    def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
+        """The event that comes before a choice's first text, if the endpoint has one. extras: as of `event`."""
         ...
 
     def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
@@ -60,7 +60,7 @@ class CompletionDialect:
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def opening(self, index: int) -> BaseModel | None:
+    def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
         return None
 
     def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
@@ -79,10 +79,9 @@ class ChatDialect:
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def opening(self, index: int) -> BaseModel | None:
-        return self._event(
-            [ChatChunkChoice(index=index, delta=Delta(role="assistant", content=""), finish_reason=None)]
-        )
+    def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
+        delta = Delta(role="assistant", content="")
+        return self._event([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], **extras)
 
     def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
         return self._event([

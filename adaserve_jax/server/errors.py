@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from adaserve_jax.errors import AdaServeError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1
@@ -83,56 +83,67 @@ class _AsciiResponse(JSONResponse):
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
-def unavailable(message: str, code: str) -> ApiError:
-    return ApiError(503, message, code=code, headers={"retry-after": str(RETRY_AFTER_S)})
-
-
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
     return ApiError(400, message, code=code, param=param)
 
 
-def to_api_error(error: AdaServeError) -> ApiError:
-    """The response for an error of the engine or of this package."""
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error), code=error.code, param=error.param)
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(RETRY_AFTER_S)})
-    if isinstance(error, EngineDeadError):
-        return unavailable(str(error), "engine_dead")
-    return ApiError(500, str(error), code="engine_error")
+def of_code(message: str, code: str, param: str | None = None) -> ApiError:
+    """The response for an error of the engine: its code decides the status."""
+    status = int(CODES.get(code, "400")[:3])
+    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return ApiError(status, message, code=code, param=param, headers=headers)
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """One 400 out of pydantic's list: the first field at fault, with all that was expected of it."""
-    first = errors[0]
+    first = next((error for error in errors if error["type"] == "invalid_text"), errors[0])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "unreadable")
         return ApiError(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}", code="invalid_json")
-    location = [str(part) for part in first["loc"][1:]]
-    if not location:
+    if len(first["loc"]) < 2:
         return ApiError(
             400, "the body must be a JSON object, sent as content-type application/json", code="invalid_json"
         )
-    param = location[0]
+    param, where = str(first["loc"][1]), _spelled(first["loc"], body)
     if first["type"] == "missing":
-        return ApiError(400, f"{'.'.join(location)} must be given", code="missing_field", param=param)
-    expected: dict[str, None] = {}
-    for error in errors:
-        if len(error["loc"]) > 1 and error["loc"][1] == param:
-            expected[str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")] = None
+        return ApiError(400, f"{where} must be given", code="missing_field", param=param)
+    alternatives = [first] if first["type"] == "invalid_text" else errors
+    expected = dict.fromkeys(_expected(e) for e in alternatives if _spelled(e["loc"], body).startswith(where))
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:80] + "..."
     code = "invalid_slo" if param.startswith("slo_") else "invalid_value"
-    code = "invalid_text" if any(error["type"] == "invalid_text" for error in errors) else code
-    return ApiError(400, f"{param} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
+    code = "invalid_text" if first["type"] == "invalid_text" else code
+    return ApiError(400, f"{where} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
+
+
+def _spelled(location: Sequence[str | int], body: Any) -> str:
+    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); its names of types are left out."""
+    spelled, value = str(location[1]), body.get(location[1]) if isinstance(body, dict) else None
+    for position, part in enumerate(location[2:], 2):
+        if isinstance(value, list) and isinstance(part, int):
+            spelled, value = f"{spelled}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or position == len(location) - 1):
+            spelled, value = f"{spelled}.{part}", value.get(part)
+    return spelled
+
+
+def _expected(error: Mapping[str, Any]) -> str:
+    if error["type"] == "too_short":
+        return f"a list of at least {error['ctx']['min_length']}"
+    return str(error["msg"]).removeprefix("Input should be ").removeprefix("Value error, ")
 
 
 def from_http(error: StarletteHTTPException) -> ApiError:
     """An error that Starlette or FastAPI raised: no such route, wrong method, unreadable body."""
     if isinstance(error, ApiError):
         return error
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_json")
-    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
+    known = {
+        404: ("not_found", "there is no such route; /docs lists them"),
+        405: ("method_not_allowed", "this route exists for another method; the header 'allow' names it"),
+    }
+    unreadable = "the body is no readable JSON: not UTF-8, nested too deeply, or with a number of too many digits"
+    code, message = known.get(error.status_code, ("invalid_json", unreadable))
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
 def install(app: FastAPI) -> None:
@@ -140,7 +151,7 @@ def install(app: FastAPI) -> None:
 
     async def on_validation(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors()).response()
+        return from_validation(error.errors(), error.body).response()
 
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
@@ -148,7 +159,7 @@ def install(app: FastAPI) -> None:
 
     async def on_package(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AdaServeError)
-        return to_api_error(error).response()
+        return of_code(str(error), error.code, error.param).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(StarletteHTTPException, on_http)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
-from adaserve_jax.server.errors import ApiError, unavailable
+from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.responses import ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.types import RequestMetrics
@@ -84,6 +84,9 @@ class Generation:
                 self.state.in_flight.discard(chunk.request_id)
             if chunk.metrics is not None:
                 self.state.metrics.observe_end(chunk.metrics)
+            else:
+                request = self.requests[position]
+                self.state.metrics.observe_rejected(request.slo, request.slo_class, 1)
         self._queue.put_nowait((index, chunk))
 
     def abort(self) -> None:
@@ -112,11 +115,9 @@ class Generation:
 
     def _failure(self, chunk: OutputChunk) -> ApiError:
         if chunk.finish_reason == "abort":
-            return unavailable("the server stopped the request because it shuts down; retry elsewhere", "aborted")
-        message = chunk.error or "the engine failed on this request"
-        if not self.state.client.is_alive():
-            return unavailable(message, "engine_dead")
-        return ApiError(500, message, code="engine_error")
+            return of_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
+        code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
+        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param)
 
     def usage(self) -> Usage:
         """Tokens so far; a prompt counts once, however many choices it has."""

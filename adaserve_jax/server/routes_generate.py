@@ -55,9 +55,13 @@ def warning_headers(body: Body) -> dict[str, str]:
     unknown = body.unknown_fields()
     if not unknown:
         return {}
-    named = ["".join(c if 32 < ord(c) < 127 else "?" for c in name[:MAX_NAME]) for name in unknown[:MAX_NAMED_FIELDS]]
+    named = [_printable(name[:MAX_NAME]) or "''" for name in unknown[:MAX_NAMED_FIELDS]]
     more = f" and {len(unknown) - MAX_NAMED_FIELDS} more" if len(unknown) > MAX_NAMED_FIELDS else ""
     return {WARNING_HEADER: f"ignored unknown fields: {', '.join(named)}{more}"}
+
+
+def _printable(name: str) -> str:
+    return "".join(c if 32 < ord(c) < 127 else "?" for c in name)
 
 
 def router(state: ServerState) -> APIRouter:

@@ -61,6 +61,7 @@ def serve(settings: ServerSettings, client: EngineClient, tokenizer: Callable[[]
             app,
             log_level=settings.log_level,
             http="h11",
+            ws="none",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             access_log=settings.log_level in ("info", "debug"),
             server_header=False,
@@ -163,5 +164,5 @@ def example(url: str, state: ServerState) -> str:
     """A curl command that asks for a speed target a little tighter than what the target model does alone."""
     target_ms = max(round(0.8 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
     body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
-    key = " -H 'Authorization: Bearer '$ADASERVE_API_KEY" if state.settings.api_key else ""
+    key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.settings.api_key else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo
 from adaserve_jax.errors import QueueFullError
-from adaserve_jax.server.errors import ApiError, unavailable
+from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.responses import Health
 from adaserve_jax.server.settings import ServerSettings
@@ -116,7 +116,7 @@ class ServerState:
         health = self.health()
         codes = {"starting": "not_ready", "dead": "engine_dead", "draining": "shutting_down"}
         if health.status in codes:
-            raise unavailable(health.detail, codes[health.status])
+            raise of_code(health.detail, codes[health.status])
 
     def require_model(self, name: str | None) -> None:
         """Raises 503 when nothing is served, 404 when `name` is another model."""

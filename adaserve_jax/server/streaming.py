@@ -23,7 +23,7 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
     """The events of a stream, `data: {...}` each, the last one `data: [DONE]`.
 
     metrics come in the last event before it, which carries the usage when that is asked for. A failure is an event
-    with an `error` object.
+    with an `error` object; before the first event it is raised as ApiError instead.
     """
     left = len(generation.requests) * generation.choices_per_prompt
     null_usage = {"usage": None} if include_usage else {}
@@ -33,7 +33,7 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
             left -= chunk.finish_reason is not None
             if index not in opened:
                 opened.add(index)
-                opening = dialect.opening(index)
+                opening = dialect.opening(index, **null_usage)
                 if opening is not None:
                     yield _data(to_json(opening))
             if not chunk.text and chunk.finish_reason is None:
@@ -42,11 +42,13 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
             yield _data(to_json(dialect.event([Piece(index, chunk.text, chunk.finish_reason)], **null_usage, **last)))
         if include_usage:
             yield _data(to_json(dialect.event([], usage=generation.usage(), metrics=generation.metrics())))
-    except ApiError as error:
+    except Exception as error:  # the boundary: one stream's bug must not take the server down
+        if not isinstance(error, ApiError):
+            _log.exception("a stream failed")
+            error = ApiError(500, "the server failed on this request and goes on", code="internal_error")
+        if not opened:
+            raise error from None
         yield _data(json.dumps(error.body()))
-    except Exception:  # the boundary: one stream's bug must not take the server down
-        _log.exception("a stream failed")
-        yield _data(json.dumps(ApiError(500, "the server failed on this request", code="internal_error").body()))
     yield _data("[DONE]")
 
 
@@ -55,19 +57,38 @@ def _data(text: str) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Sends events until they end or the client goes away, whichever comes first; then calls `on_end`."""
+    """Sends events until they end or the client goes away, whichever comes first; then calls `on_end`.
+
+    The status is sent with the first event, so that what fails before it has the status of its error.
+    """
 
     def __init__(self, content: AsyncIterator[str], on_end: Callable[[], None], headers: Mapping[str, str]):
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        self._content = content
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first(self.stream_response(send), self.listen_for_disconnect(receive))
+            await _first(self._respond(scope, receive, send), self.listen_for_disconnect(receive))
         except OSError:
             _log.debug("the client went away while an event was sent")
         finally:
             self._on_end()
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            first = await anext(self._content)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+            return
+        self.body_iterator = _joined(first, self._content)
+        await self.stream_response(send)
+
+
+async def _joined(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    yield first
+    async for item in rest:
+        yield item
 
 
 async def collect(generation: Generation, dialect: Dialect, http: Request, headers: Mapping[str, str]) -> Response:

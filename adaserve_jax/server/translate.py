@@ -25,8 +25,8 @@ def check_supported(body: GenerationBody) -> None:
     """Refuse fields that ask for something this server does not do."""
     name = body.unsupported_field()
     if name is not None:
-        what = type(body).model_fields[name].description
-        raise invalid(f"{name} is not implemented. {what}", name, "unsupported_parameter")
+        what = type(body).model_fields[name].description or ""
+        raise invalid(f"{name} is {what[:1].lower()}{what[1:]}", name, "unsupported_parameter")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options must be left out unless stream is true", "stream_options")
 
@@ -59,8 +59,9 @@ def _content(message: Message, index: int) -> str:
         return message.content
     for part in message.content:
         if part.type != "text" or part.text is None:
+            got = f"of type {part.type!r}" if part.type != "text" else "without a text"
             raise invalid(
-                f"messages[{index}].content must hold parts of type text, got a part of type {part.type!r}",
+                f"messages[{index}].content must hold parts of type text, got a part {got}",
                 "messages",
                 "unsupported_content",
             )

@@ -107,7 +107,9 @@ question.
 
 Muon for the layers' matrices, AdamW for the rest, bf16 autocast over f32 weights, batches of {batch} tokens
 ({mean_batch:.0f} on the mean of the run) in sequences of 256, then 512, later up to 2048. The target learns the text;
-at the same time, and for a while after the target is frozen, the draft learns KL(target || draft) + 1 - sum min(p, q).
+at the same time the draft learns KL(target || draft) + w (1 - sum min(p, q)) with a little cross-entropy, w = 1; then
+the target is frozen and the draft goes on with w = 10. These are the script's settings; the shipped weights began under
+others and changed to them on the way (`scripts/demo_pair/README.md`, log in `shipped_run.jsonl`).
 
 {training_table(metrics["training"])}
 

@@ -18,6 +18,7 @@ from pair import DEMO, Pair, gumbel, held_out_texts, load_pair, sample, windows
 from torch import Tensor
 
 RANKS, DEPTHS, BINS = 4, 8, 24
+FEWEST_NODES = 25
 TEMPERATURES = (0.5, 0.6, 0.7, 0.85, 1.0, 1.2)
 PROMPT_TOKENS, NEW_TOKENS = 64, 192
 KINDS = {"lib": 0.5, "maths": 0.25, "maths_chat": 0.25}
@@ -67,7 +68,7 @@ def observe(pair: Pair, prompts: Tensor, *, temperature: float, seed: int) -> No
 def isotonic(value: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Return the non-decreasing f64[E] nearest to `value` in weighted squares (pool adjacent violators).
 
-    A bin without weight takes its left neighbour's value (the first ones, their right neighbour's).
+    A bin of weight 0 takes its left neighbour's value (the first ones, their right neighbour's).
     """
     blocks: list[tuple[float, float, int]] = []
     for new_value, new_weight in zip(value, weight, strict=True):
@@ -87,7 +88,7 @@ def edges_of(x: np.ndarray, count: int) -> np.ndarray:
 
 
 def fit(nodes: Nodes, edges: np.ndarray) -> np.ndarray:
-    """Return f64[DEPTHS, RANKS, E]: the fitted chances, from the half meant to fit."""
+    """Return f64[DEPTHS, RANKS, E], chances fitted on one half; a bin of fewer than FEWEST_NODES counts as empty."""
     table = np.empty((DEPTHS, RANKS, len(edges) + 1))
     bins = np.searchsorted(edges, nodes.x, side="right")
     for depth in range(DEPTHS):
@@ -95,7 +96,7 @@ def fit(nodes: Nodes, edges: np.ndarray) -> np.ndarray:
         for rank in range(RANKS):
             weight = np.bincount(bins[used, rank], minlength=len(edges) + 1)
             hits = np.bincount(bins[used, rank], weights=nodes.hit[used, rank], minlength=len(edges) + 1)
-            table[depth, rank] = isotonic(hits / np.maximum(weight, 1), weight)
+            table[depth, rank] = isotonic(hits / np.maximum(weight, 1), np.where(weight < FEWEST_NODES, 0, weight))
     return table.round(4)
 
 
@@ -133,14 +134,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gsm8k", type=Path, required=True, help="GSM8K's train.jsonl.gz")
     parser.add_argument("--pair", type=Path, default=DEMO)
-    parser.add_argument("--sequences", type=int, default=96, help="sequences sampled for each temperature")
+    parser.add_argument("--sequences", type=int, default=64, help="sequences for each temperature, and a batch")
     args = parser.parse_args()
     pair = load_pair(args.pair)
-    prompts = prompts_of(pair, held_out_texts(args.gsm8k), args.sequences)
+    texts = held_out_texts(args.gsm8k)
+    prompts = prompts_of(pair, texts, args.sequences)
     coupled = Nodes.join(
         [observe(pair, prompts, temperature=t, seed=10_000 * i) for i, t in enumerate(TEMPERATURES, start=1)]
     )
-    greedy = Nodes.join([observe(pair, rows, temperature=0.0, seed=0) for rows in (prompts,)])
+    more = prompts_of(pair, texts, args.sequences * 3)
+    greedy = Nodes.join([observe(pair, rows, temperature=0.0, seed=0) for rows in more.split(args.sequences)])
     positive, negative = edges_of(coupled.x[:, 0], BINS // 2 - 1), edges_of(coupled.x[:, 1:], BINS // 2 - 1)
     edges = {
         "coupled": np.unique(np.concatenate([negative, [0.0], positive])),

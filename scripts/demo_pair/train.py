@@ -167,7 +167,7 @@ class Trainer:
             with torch.set_grad_enabled(not frozen):
                 target_logits = self.target(inputs).flatten(0, 1)
             draft_logits = self.draft(inputs).flatten(0, 1)
-        overlap = 2.0 if frozen else 1.0
+        overlap = 10.0 if frozen else 1.0
         target_loss, draft_loss, shared = losses(target_logits, draft_logits, labels, overlap)
         (draft_loss if frozen else target_loss + draft_loss).backward()
         if not frozen:

@@ -13,6 +13,7 @@ from scipy import stats
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from tests.oracles.llama import oracle_logits
 
@@ -124,3 +125,14 @@ def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
     observed = np.append(counts[common], counts[~common].sum())
     wanted = np.append(expected[common], expected[~common].sum())
     return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+def test_an_engine_without_a_draft_gives_the_same_text(demo_engine: LocalEngine) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
+    with LLM(draft=None, max_requests=1, max_context=64, token_edges=(16,), page_size=16) as plain:
+        (output,) = plain.generate(PROMPTS[1], params)
+        assert not plain.stats().draft_resident
+        with pytest.raises(ConfigError, match="spec:4"):
+            plain.set_policy("spec:4")
+    (same,) = LLM.over(demo_engine).generate(PROMPTS[1], params)
+    assert same.token_ids == output.token_ids

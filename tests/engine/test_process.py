@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import wire
+from adaserve_jax.engine import process, wire
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
@@ -133,16 +133,23 @@ def test_what_is_knowable_is_refused_at_once(engine):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("refuse x", "cannot serve this"), ("full x", "queue is full"), ("bug x", "a bug in submit")],
+    ("prompt", "message", "code", "param"),
+    [
+        ("refuse x", "cannot serve this", "invalid_value", "prompt"),
+        ("late-refuse x", "cannot serve this", "invalid_value", "prompt"),
+        ("full x", "queue is full", "queue_full", None),
+        ("late-full x", "queue is full", "queue_full", None),
+        ("bug x", "a bug in submit", None, None),
+    ],
 )
-def test_a_refusal_of_the_engine_ends_every_choice_and_the_engine_goes_on(engine, prompt, message):
+def test_a_refusal_of_the_engine_ends_every_choice_and_the_engine_goes_on(engine, prompt, message, code, param):
     sink = Collected(2)
     engine.submit(request(prompt, prompt, n=2), sink)
     assert sink.ended.wait(5)
     for choice in (0, 1):
         assert sink.last(choice).finish_reason == "error"
         assert message in sink.last(choice).error
+        assert (sink.last(choice).error_code, sink.last(choice).error_param) == (code, param)
     after = Collected()
     engine.submit(request("after", "fine"), after)
     assert after.ended.wait(5)
@@ -173,6 +180,8 @@ def test_more_choices_than_may_wait_are_refused():
         assert first.ended.wait(5) and second.ended.wait(5)
         wait_until(lambda: engine.stats().scheduler.running == 0)
         engine.submit(request("over", "abc", n=3), Collected(3))
+        with pytest.raises(RequestError, match="n must be at most 3, the requests that may wait, got 4"):
+            engine.submit(request("never", "abc", n=4), Collected(4))
 
 
 def test_progress_is_told_and_close_leaves_nothing_behind():
@@ -224,12 +233,24 @@ def test_the_death_of_the_process_is_noticed():
     for chunk in (dying.last(), other.last(0), other.last(1)):
         assert chunk.finish_reason == "error"
         assert "ended with status 9" in chunk.error
+        assert chunk.error_code == "engine_dead"
     assert not engine.is_alive()
     with pytest.raises(EngineDeadError, match="status 9"):
         engine.submit(request("after", "x"), Collected())
     engine.abort("other")
     engine.close()
     assert not folder.exists()
+
+
+def test_a_frozen_process_is_ended(monkeypatch):
+    monkeypatch.setattr(process, "HEARTBEAT_LIMIT_S", 0.6)
+    with new_engine() as engine:
+        os.kill(engine.pid, signal.SIGSTOP)
+        sink = Collected()
+        engine.submit(request("waits", "abc"), sink)
+        assert sink.ended.wait(5)
+        assert "no sign of life for 0.6 s" in sink.last().error and sink.last().error_code == "engine_dead"
+        assert not engine.is_alive()
 
 
 def test_close_while_loading_ends_start():
@@ -249,6 +270,41 @@ def test_close_while_loading_ends_start():
     engine.close()
     thread.join(5)
     assert errors and time.monotonic() - began < 5
+
+
+def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
+    """Held at each call that start makes; what comes after it must not miss the close."""
+    for name in ("mkdtemp", "Popen", "Thread"):
+        engine, reached, ended = new_engine(target="hang"), threading.Event(), []
+        owner = {"mkdtemp": process.tempfile, "Popen": process.subprocess, "Thread": process.threading}[name]
+        original = getattr(owner, name)
+
+        def slowly(*args, original=original, reached=reached, **kwargs):
+            made = original(*args, **kwargs)
+            reached.set()
+            time.sleep(0.05)
+            return made
+
+        def start(engine=engine, ended=ended) -> None:
+            with pytest.raises(EngineDeadError, match="closed"):
+                engine.start()
+            ended.append(True)
+
+        thread = threading.Thread(target=start)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, slowly)
+            thread.start()
+            assert reached.wait(5)
+            engine.close()
+        thread.join(5)
+        assert ended and engine._child.returncode is not None and not Path(engine._folder).exists()
+
+
+def test_a_closed_engine_does_not_start():
+    engine = new_engine()
+    engine.close()
+    with pytest.raises(EngineDeadError, match="starts once"):
+        engine.start()
 
 
 PARENT = """

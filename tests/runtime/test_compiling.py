@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from adaserve_jax.runtime.compiling import CompileCounter
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.runtime.compiling import CompileCounter, use_compile_cache
 
 
 def compile_something(size: int) -> None:
@@ -30,3 +33,9 @@ def test_counts_inside_the_block_only_and_on_this_thread_only() -> None:
     with counter:
         compile_something(104)
     assert counter.count == seen
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot create folder .*/file/cache \(Not a directory\)"):
+        use_compile_cache(tmp_path / "file" / "cache")

@@ -2,8 +2,9 @@
 
 The engine answers with its prompt's bytes over and over, `STRIDE` tokens a step, as text that never splits a
 character. A prompt that starts with a word below does something else:
-"refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "fail": an error after one
-token; "die": the process ends (thread mode: the engine is dead); "crash-sink": nothing; "slow": 50 ms a step.
+"refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "late-refuse", "late-full": the
+same errors after submit has returned; "fail": an error after one step; "die": the process ends (thread mode: the engine
+is dead); "slow": 50 ms a step.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ from dataclasses import dataclass, field
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
-from adaserve_jax.errors import CheckpointError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.types import RequestMetrics, StepStats
 
 STRIDE = 3
 CONTEXT = 512
 BASELINE_S = 0.010
+REFUSALS = {
+    "refuse": RequestError("the engine cannot serve this", param="prompt", code="invalid_value"),
+    "full": QueueFullError("the queue is full"),
+}
 
 
 class ByteTokenizer:
@@ -101,10 +106,8 @@ class ScriptedEngine:
         if self.dead:
             raise EngineDeadError("the engine died")
         word = Choice(request, 0, sink, 0.0).word
-        if word == "refuse":
-            raise RequestError("the engine cannot serve this", param="prompt", code="invalid_value")
-        if word == "full":
-            raise QueueFullError("the queue is full")
+        if word in REFUSALS:
+            raise REFUSALS[word]
         if word == "bug":
             raise ZeroDivisionError("a bug in submit")
         with self.lock:
@@ -140,6 +143,12 @@ class ScriptedEngine:
         metrics = choice.metrics(time.monotonic())
         choice.sink(OutputChunk(choice.request.request_id, choice.index, text, ids, reason, metrics, error))
 
+    def refuse(self, choice: Choice, error: AdaServeError) -> None:
+        """As an engine whose queue or cache says no only when it comes to the request."""
+        self.active.remove(choice)
+        name, index = choice.request.request_id, choice.index
+        choice.sink(OutputChunk(name, index, "", [], "error", None, str(error), error.code, error.param))
+
     def run(self) -> None:
         while not self.dead:
             time.sleep(0.001)
@@ -159,6 +168,9 @@ class ScriptedEngine:
                 os._exit(9)
             self.close()
             return
+        if choice.word.startswith("late-"):
+            self.refuse(choice, REFUSALS[choice.word.removeprefix("late-")])
+            return
         prompt, sampling = choice.request.prompt_ids, choice.request.sampling
         count = min(STRIDE, sampling.max_tokens - choice.sent)
         ids = [prompt[(choice.sent + i) % len(prompt)] for i in range(count)]
@@ -167,7 +179,7 @@ class ScriptedEngine:
         choice.first_s = choice.first_s or now
         done = choice.sent == sampling.max_tokens
         text = choice.decoder.decode(bytes(ids), final=done)
-        if choice.word == "fail":
+        if choice.word == "fail" and choice.steps == 2:
             self.end(choice, text, ids, "error", "the scripted failure")
         elif done:
             self.end(choice, text, ids, "length")

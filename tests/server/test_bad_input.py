@@ -66,10 +66,13 @@ def goes_on(server):
         ({"min_p": 2}, 400, "invalid_value", "min_p", ""),
         ({"seed": -1}, 400, "invalid_value", "seed", ""),
         ({"seed": 2**64}, 400, "invalid_value", "seed", ""),
-        ({"stop": [""]}, 400, "invalid_value", "stop", "non-empty strings"),
+        ({"stop": [""]}, 400, "invalid_value", "stop", "at most 16 strings of 1 to 1024 characters"),
+        ({"stop": "x" * 1025}, 400, "invalid_value", "stop", "at most 16 strings of 1 to 1024 characters"),
         ({"stop": ["x"] * 17}, 400, "invalid_value", "stop", "at most 16"),
         ({"stop": 4}, 400, "invalid_value", "stop", ""),
-        ({"stop_token_ids": [-3]}, 400, "invalid_value", "stop_token_ids", ""),
+        ({"stop_token_ids": [-3]}, 400, "invalid_value", "stop_token_ids", "from 0 to 2147483647, got (-3,)"),
+        ({"stop_token_ids": [2**64]}, 400, "invalid_value", "stop_token_ids", ""),
+        ({"stop_token_ids": list(range(1025))}, 400, "invalid_value", "stop_token_ids", "at most 1024 token ids"),
         ({"priority": 2**31}, 400, "invalid_value", "priority", ""),
         ({"stream": "yes"}, 400, "invalid_value", "stream", ""),
         ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options", "unless stream is true"),
@@ -82,7 +85,8 @@ def goes_on(server):
         ({"slo_relative": 2, "slo_tpot_ms": 3}, 400, "invalid_slo", "slo_relative", "absent when slo_tpot_ms is given"),
         ({"slo_class": "vip"}, 400, "invalid_slo", "slo_class", "batch, chat, default, interactive, got 'vip'"),
         ({"service_tier": "vip"}, 400, "invalid_slo", "service_tier", ""),
-        ({"presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty", "only 0 is accepted"),
+        ({"presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty",
+         "presence_penalty is not implemented: only 0 is accepted."),
         ({"frequency_penalty": -1}, 400, "unsupported_parameter", "frequency_penalty", ""),
         ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", ""),
         ({"min_tokens": 3}, 400, "unsupported_parameter", "min_tokens", ""),
@@ -105,13 +109,18 @@ def test_bad_completions(server, fields, status, code, param, text):
 @pytest.mark.parametrize(
     ("fields", "code", "param", "text"),
     [
-        ({"messages": []}, "invalid_value", "messages", "at least 1 item"),
+        ({"messages": []}, "invalid_value", "messages", "messages must be a list of at least 1, got []"),
         ({"messages": "hello"}, "invalid_value", "messages", "valid list"),
-        ({"messages": [{"role": "user"}]}, "missing_field", "messages", "messages.0.content must be given"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "invalid_value", "messages", "'system'"),
-        ({"messages": [{"role": "user", "content": 7}]}, "invalid_value", "messages", ""),
+        ({"messages": [{"role": "user"}]}, "missing_field", "messages", "messages[0].content must be given"),
+        ({"messages": [*MESSAGES, {"role": "wizard", "content": 7}]}, "invalid_value", "messages",
+         "messages[1].role must be 'system', 'developer', 'user' or 'assistant', got 'wizard'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "invalid_value", "messages",
+         "messages[0].content must be a valid string or a valid list, got 7"),
+        ({"messages": [{"role": "user", "content": [{"type": 5}]}]}, "invalid_value", "messages", "messages[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-         "unsupported_content", "messages", "type 'image_url'"),
+         "unsupported_content", "messages", "got a part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "unsupported_content", "messages", "got a part without a text"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "context_length_exceeded", "messages", ""),
         ({"max_completion_tokens": 0}, "invalid_value", "max_completion_tokens", "max_completion_tokens must be"),
         ({"max_completion_tokens": 505}, "context_length_exceeded", "max_completion_tokens", ""),
@@ -156,6 +165,10 @@ def test_bad_chats(server, fields, code, param, text):
 def test_bad_bytes(server, body, code, param):
     response = server.http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     check(response, 400, code, param)
+    if code == "invalid_text":
+        assert "must be valid Unicode without half of a surrogate pair at character 0, got" in response.text
+    if len(body) > 5000:
+        assert "nested too deeply, or with a number of too many digits" in response.text
 
 
 def test_an_error_may_quote_what_is_not_unicode(server):
@@ -175,6 +188,7 @@ def test_a_body_that_is_not_declared_as_json(server):
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/completions", 405, "method_not_allowed"),
         ("POST", "/health", 405, "method_not_allowed"),
+        ("POST", "/v1/completions/", 404, "not_found"),
         ("GET", "/v1/models/other", 404, "model_not_found"),
     ],
 )
@@ -202,7 +216,9 @@ def test_bad_tokens(server, path, body, code, param):
     ("prompt", "status", "code", "param"),
     [
         ("refuse this", 400, "invalid_value", "prompt"),
+        ("late-refuse this", 400, "invalid_value", "prompt"),
         ("full queue", 429, "queue_full", None),
+        ("late-full queue", 429, "queue_full", None),
         ("bug here", 500, "internal_error", None),
     ],
 )
@@ -211,8 +227,9 @@ def test_what_the_engine_refuses(server, prompt, status, code, param, stream):
     check(response, status, code, param)
     assert ("retry-after" in response.headers) == (status == 429)
     assert "ZeroDivision" not in response.text
-    several = server.post(prompt=["slow but good", prompt], max_tokens=400, stream=stream)
-    check(several, status, code, param)
+    if not prompt.startswith("late"):
+        several = server.post(prompt=["slow but good", prompt], max_tokens=400, stream=stream)
+        check(several, status, code, param)
 
 
 def test_an_engine_error_ends_one_request(server):

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
+import adaserve_jax
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors, protocol, responses
 from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
@@ -51,8 +52,8 @@ def test_every_code_and_setting_is_documented_in_its_words():
 
 
 def test_every_code_in_the_source_is_one_of_the_table():
-    source = "".join(path.read_text() for path in Path(errors.__file__).parent.glob("*.py"))
-    used = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'unavailable\([^()]*"(\w+)"\)', source))
+    source = "".join(path.read_text() for path in Path(adaserve_jax.__file__).parent.rglob("*.py"))
+    used = set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(re.findall(r'of_code\([^()]*"(\w+)"\)', source))
     assert used and used <= set(errors.CODES)
 
 

@@ -156,12 +156,19 @@ def test_the_metrics_object(server, stream):
     assert 0 < slo["tpot_ms"] < 1000
 
 
-def test_usage_comes_last_and_carries_the_metrics(server):
-    events = sse(server, prompt="x", n=2, max_tokens=5, stream_options={"include_usage": True})
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_usage_comes_last_and_carries_the_metrics(server, path, asked):
+    events = sse(server, path, **asked, n=2, max_tokens=5, stream_options={"include_usage": True})
     assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 10
     assert "metrics" in events[-1]
     assert all(event["usage"] is None and "metrics" not in event for event in events[:-1])
-    assert all("usage" not in event for event in sse(server, prompt="x", max_tokens=5))
+    assert all("usage" not in event for event in sse(server, path, **asked, max_tokens=5))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +201,8 @@ def test_unknown_fields_are_ignored_and_named(server):
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 200
     assert answer.headers["x-adaserve-warning"] == f"ignored unknown fields: {'a' * 40}, colour, zoom??"
+    nameless = server.http.post("/v1/completions", json={"prompt": "x", "": 1})
+    assert nameless.headers["x-adaserve-warning"] == "ignored unknown fields: ''"
     many = server.post(prompt="x", **{f"f{i:03}": i for i in range(100)}).headers["x-adaserve-warning"]
     assert many.endswith("f015 and 84 more")
     streamed = server.post(prompt="x", stream=True, colour=1)

@@ -95,3 +95,9 @@ def test_the_route_serves_what_requests_did(server):
     text = server.http.get("/metrics").text
     assert 'adaserve_slo_requests_total{class="chat",metric="tpot",outcome="met"}' in text
     assert "secret-user" not in text and "count me" not in text
+
+
+def test_a_refusal_after_submit_counts_as_rejected(server):
+    server.post(prompt="late-full", slo_class="batch", slo_ttft_ms=50, n=2)
+    text = server.http.get("/metrics").text
+    assert 'adaserve_slo_requests_total{class="batch",metric="ttft",outcome="rejected"} 2.0' in text

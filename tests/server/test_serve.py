@@ -144,6 +144,15 @@ def test_the_example_is_one_shell_command(server):
     assert '"slo_tpot_ms": 8.0' in command
 
 
+def test_the_example_quotes_the_key(start_server):
+    with start_server(ServerSettings(api_key="two words")) as server:
+        command = example("http://h:1", server.state).replace("curl", "printf '%s\n'", 1)
+    lines = subprocess.check_output(
+        ["sh", "-c", command], env={"ADASERVE_API_KEY": "two words"}, text=True
+    ).splitlines()
+    assert lines[1:5] == ["-H", "Authorization: Bearer two words", "-H", "Content-Type: application/json"]
+
+
 def test_a_target_that_is_no_folder_is_refused_before_the_engine_starts(tmp_path):
     with pytest.raises(CheckpointError, match=r"target checkpoint '.*nowhere': expected a folder at .*, found nothing"):
         load_tokenizer(str(tmp_path / "nowhere"))

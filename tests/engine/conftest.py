@@ -1,0 +1,37 @@
+"""A `LocalEngine` whose executor is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import llm, local
+from adaserve_jax.engine.local import LocalEngine
+from tests.engine.simulated import Machine, Spelling
+
+
+@pytest.fixture
+def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
+    """The executors that engines have loaded so far."""
+    loaded: list[Machine] = []
+
+    def load(config: EngineConfig, progress: object = None) -> Machine:
+        loaded.append(Machine(config))
+        return loaded[-1]
+
+    monkeypatch.setattr(local, "load_executor", load)
+    for module in (local, llm):
+        monkeypatch.setattr(module, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+    return loaded
+
+
+@pytest.fixture
+def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
+    engine = LocalEngine(EngineConfig(max_waiting=8))
+    engine.start()
+    yield engine
+    engine.close()
+    assert [machine.closed for machine in machines] == [1]

@@ -1,0 +1,177 @@
+"""The step loop under random submits, aborts and stops: every choice ends once and gets its own text, nothing leaks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.errors import QueueFullError, RequestError
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import SLO, SamplingParams
+from tests.engine.simulated import EOS, VOCAB, Expected, Spelling, costs_of, expected, limits_of
+
+MAX_WAITING = 8
+SLOS = (SLO(), SLO(tpot_ms=8), SLO(relative=1.5, ttft_ms=100), SLO(tpot_ms=0.1, ttft_ms=0.1))
+
+SAMPLING = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([1, 2, 3, 7, 20, 1000]),
+    seed=st.none() | st.integers(0, 3),
+    n=st.sampled_from([1, 1, 1, 3]),
+    stop=st.lists(st.text("abcxy", min_size=1, max_size=4), max_size=2).map(tuple),
+    stop_token_ids=st.lists(st.integers(2, VOCAB - 1), max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+def core_of(policy: str, **changes: int) -> EngineCore:
+    limits, clock = limits_of(**changes), VirtualClock()
+    costs = costs_of(limits)
+    config = EngineConfig(policy=policy, max_waiting=MAX_WAITING)
+    executor = SimExecutor(limits, costs, 0.7, clock, vocab_size=VOCAB)
+    scheduler = build_scheduler(config, limits, costs)
+    return EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, seed=5, clock=clock.now)
+
+
+class Clients(RuleBasedStateMachine):
+    """Clients that submit, abort and read; what each choice should get is known when it is submitted."""
+
+    @initialize(policy=st.sampled_from(["ar", "spec:2", "adaserve"]))
+    def start(self, policy: str) -> None:
+        self.core = core_of(policy)
+        self.expected: dict[tuple[str, int], Expected] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.text: dict[tuple[str, int], str] = defaultdict(str)
+        self.ended: dict[tuple[str, int], str] = {}
+        self.submitted = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40),
+        sampling=SAMPLING,
+        slo=st.sampled_from(SLOS),
+    )
+    def submit(self, prompt: list[int], sampling: SamplingParams, slo: SLO) -> None:
+        name = f"q{self.submitted}"
+        request = GenerateRequest(name, prompt, sampling, slo, priority=self.submitted % 3)
+        before = self.core.num_open
+        try:
+            self.core.add(request, self.core.clock())
+        except QueueFullError:
+            assert self.core.scheduler.stats.waiting + sampling.n > MAX_WAITING
+            assert self.core.num_open == before
+            return
+        self.submitted += 1
+        (seed,) = {self.core.scheduler._requests[f"{name}/{choice}"].request.seed for choice in range(sampling.n)}
+        assert sampling.seed in (None, seed)
+        for choice in range(sampling.n):
+            self.expected[name, choice] = expected(request, choice, seed, self.core.executor.limits.max_context)
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        """Running, waiting, ended, or never submitted."""
+        chunks = self.core.abort(f"q{which}")
+        self.take(chunks)
+        assert all(chunk.finish_reason == "abort" for chunk in chunks)
+        assert not [key for key in self.expected if key[0] == f"q{which}" and key not in self.ended]
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            self.take(self.core.step())
+            self.core.scheduler.check_integrity()
+
+    @invariant()
+    def open_choices_are_counted(self) -> None:
+        if hasattr(self, "core"):
+            self.core.scheduler.check_integrity()
+            assert self.core.num_open == len(self.expected) - len(self.ended)
+            assert self.core.has_work == (self.core.num_open > 0)
+
+    def take(self, chunks: list[OutputChunk]) -> None:
+        for chunk in chunks:
+            key = chunk.request_id, chunk.choice
+            assert key not in self.ended, "a chunk after the last"
+            self.tokens[key] += chunk.token_ids
+            self.text[key] += chunk.text
+            assert (chunk.metrics is not None) == (chunk.finish_reason is not None)
+            if chunk.metrics is not None:
+                assert chunk.metrics.output_tokens == len(self.tokens[key])
+                self.ended[key] = chunk.finish_reason or ""
+            self.compare(key)
+
+    def compare(self, key: tuple[str, int]) -> None:
+        want, tokens, text = self.expected[key], self.tokens[key], self.text[key]
+        if self.ended.get(key) in ("stop", "length"):
+            assert (tokens, text, self.ended[key]) == (want.token_ids, want.text, want.finish_reason)
+        elif self.ended.get(key) == "abort":
+            assert tokens == want.token_ids[: len(tokens)]
+            assert text == Spelling().decode(tokens)
+        else:
+            assert tokens == want.token_ids[: len(tokens)]
+            assert want.text.startswith(text)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        while self.core.has_work:
+            self.run(1)
+        assert self.expected.keys() == self.ended.keys()
+        stats = self.core.scheduler.stats
+        assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
+        assert sum(stats.finished.values()) >= len(self.ended)
+
+
+def test_random_clients() -> None:
+    run_state_machine_as_test(Clients, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+
+
+@pytest.mark.parametrize("policy", ["ar", "spec:3", "adaserve"])
+def test_a_seed_drawn_once_survives_preemption_and_policy(policy: str) -> None:
+    """The engine's seed decides the seeds of requests without one, whatever runs beside them."""
+    core = core_of(policy, num_pages=12)
+    for index in range(6):
+        core.add(GenerateRequest(f"q{index}", [7] * 9, SamplingParams(max_tokens=30, ignore_eos=True)), 0.0)
+    tokens: dict[str, list[int]] = defaultdict(list)
+    while core.has_work:
+        for chunk in core.step():
+            tokens[chunk.request_id] += chunk.token_ids
+    assert core.scheduler.stats.preemptions > 0
+    plain = core_of("ar")
+    for index in range(6):
+        request = GenerateRequest(f"q{index}", [7] * 9, SamplingParams(max_tokens=30, ignore_eos=True))
+        plain.add(request, 0.0)
+        alone: list[int] = []
+        while plain.has_work:
+            alone += [token for chunk in plain.step() for token in chunk.token_ids]
+        assert tokens[f"q{index}"] == alone
+    assert len({tuple(ids) for ids in tokens.values()}) == 6
+
+
+def test_a_request_of_several_choices_is_queued_whole_or_not_at_all() -> None:
+    core = core_of("ar")
+    core.add(GenerateRequest("a", [3], SamplingParams(n=MAX_WAITING - 1)), 0.0)
+    with pytest.raises(QueueFullError):
+        core.add(GenerateRequest("b", [3], SamplingParams(n=2)), 0.0)
+    assert core.num_open == MAX_WAITING - 1
+    assert core.abort("b") == []
+    with pytest.raises(RequestError, match="'a/0' is in use"):
+        core.add(GenerateRequest("a", [3]), 0.0)
+    assert len(core.abort("a")) == MAX_WAITING - 1
+    assert not core.has_work
+
+
+def test_check_says_what_can_never_be_served() -> None:
+    core = core_of("adaserve", num_pages=8)
+    core.check(GenerateRequest("a", [3] * 16, SamplingParams(max_tokens=16)))
+    for prompt, tokens, param in ((0, 1, "prompt"), (48, 1, "prompt"), (16, 17, "max_tokens")):
+        with pytest.raises(RequestError) as caught:
+            core.check(GenerateRequest("a", [3] * prompt, SamplingParams(max_tokens=tokens)))
+        assert caught.value.param == param

@@ -1,0 +1,260 @@
+"""The engine thread around a simulated machine: failures, ends, aborts, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import local
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.types import CostSamples, Progress, SamplingParams
+from tests.engine.simulated import Machine
+
+LONG = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+
+
+class Reader:
+    """A sink that keeps what it gets, and fails at one chunk when asked to."""
+
+    def __init__(self, fails_at: int = -1):
+        self.chunks: list[OutputChunk] = []
+        self.ends: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
+        self.fails_at = fails_at
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        self.chunks.append(chunk)
+        if len(self.chunks) - 1 == self.fails_at:
+            raise ValueError("a reader's bug")
+        if chunk.finish_reason is not None:
+            self.ends.put(chunk)
+
+    def end(self) -> OutputChunk:
+        return self.ends.get(timeout=10)
+
+
+def request_of(name: str, sampling: SamplingParams = LONG, prompt: int = 3) -> GenerateRequest:
+    return GenerateRequest(name, [5] * prompt, sampling)
+
+
+def fail() -> None:
+    raise RuntimeError("out of device memory")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_failing_executor_ends_every_request_and_refuses_more(
+    engine: LocalEngine, machines: list[Machine], step: int
+) -> None:
+    gate, left = threading.Event(), iter(range(step + 1))
+
+    def hold_then_fail() -> None:
+        gate.wait(10)
+        if next(left, step) == step:
+            fail()
+
+    machines[0].before_step = hold_then_fail
+    readers = [Reader(), Reader(fails_at=0) if step == 0 else Reader(), Reader()]
+    for index, reader in enumerate(readers):
+        engine.submit(request_of(f"q{index}", replace(LONG, n=2)), reader)
+    gate.set()
+    for reader in (readers[0], readers[2]):
+        ends = [reader.end(), reader.end()]
+        assert [end.finish_reason for end in ends] == ["error", "error"]
+        assert {end.choice for end in ends} == {0, 1}
+        assert ends[0].error == "the engine stopped: RuntimeError: out of device memory"
+    assert not engine.is_alive()
+    with pytest.raises(EngineDeadError, match="out of device memory"):
+        engine.submit(request_of("late"), Reader())
+    engine.abort("q0")
+    assert engine.stats().compiles_after_ready == 0
+
+
+def test_a_failing_sink_costs_its_own_request_only(engine: LocalEngine) -> None:
+    bad, good = Reader(fails_at=1), Reader()
+    engine.submit(request_of("bad"), bad)
+    engine.submit(request_of("good"), good)
+    assert good.end().finish_reason == "length"
+    assert len(bad.chunks) == 2
+    wait_until(lambda: engine.stats().scheduler.pages_used == 0)
+    assert engine.stats().scheduler.finished["abort"] == 1
+    again = Reader()
+    engine.submit(request_of("bad"), again)
+    assert again.end().finish_reason == "length"
+
+
+def test_closing_ends_open_requests_and_an_engine_starts_once(engine: LocalEngine, machines: list[Machine]) -> None:
+    started, reader = threading.Event(), Reader()
+    machines[0].before_step = lambda: (started.set(), time.sleep(0.005))
+    engine.submit(request_of("q"), reader)
+    assert started.wait(10)
+    engine.close()
+    end = reader.end()
+    assert (end.finish_reason, end.error) == ("error", "the engine was closed")
+    engine.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        engine.submit(request_of("late"), Reader())
+    with pytest.raises(EngineDeadError, match="starts once"):
+        engine.start()
+
+
+def test_nothing_works_before_start() -> None:
+    engine = LocalEngine(EngineConfig())
+    for call in (
+        lambda: engine.submit(request_of("q"), Reader()),
+        lambda: engine.set_policy("ar"),
+        lambda: engine.info,
+    ):
+        with pytest.raises(EngineDeadError, match="not ready: call start"):
+            call()
+    assert not engine.is_alive()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(policy="fast"), "unknown policy 'fast'"),
+        (EngineConfig(policy="spec:7"), "max_depth of at least 7, but max_depth is 6"),
+        (EngineConfig(policy="spec:2", draft=None), "at least 2, but there is no draft"),
+    ],
+)
+def test_a_policy_that_cannot_run_is_refused_before_anything_loads(
+    machines: list[Machine], config: EngineConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LocalEngine(config).start()
+    assert machines == []
+
+
+def test_a_start_that_fails_frees_the_device(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    def warm_up(self: Machine, progress: Progress | None = None) -> CostSamples:
+        raise RuntimeError("no room to compile")
+
+    monkeypatch.setattr(Machine, "warm_up", warm_up)
+    engine = LocalEngine(EngineConfig())
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.start()
+    assert machines[0].closed == 1
+    engine.close()
+    assert machines[0].closed == 1
+
+
+def test_a_pool_smaller_than_the_baseline_measurement(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "load_executor", lambda config, _: Machine(config, page_size=8, num_pages=1))
+    with_one_page = LocalEngine(EngineConfig())
+    with_one_page.start()
+    assert with_one_page.info.baseline_s > 0
+    with_one_page.close()
+
+
+def test_what_can_never_be_served_is_refused_at_once(engine: LocalEngine) -> None:
+    with pytest.raises(RequestError, match="room for one token in a context of 48, got 48"):
+        engine.submit(request_of("long", prompt=48), Reader())
+    with pytest.raises(RequestError, match="token ids must be from 0 to 39, got 40"):
+        engine.submit(GenerateRequest("odd", [40]), Reader())
+    with pytest.raises(RequestError, match="n must be at most 8") as caught:
+        engine.submit(request_of("wide", replace(LONG, n=9)), Reader())
+    assert (caught.value.param, caught.value.code) == ("n", "invalid_value")
+
+
+def test_a_full_queue_and_a_second_request_of_the_same_id(engine: LocalEngine, machines: list[Machine]) -> None:
+    gate = threading.Event()
+    machines[0].before_step = lambda: gate.wait(10)
+    reader = Reader()
+    engine.submit(request_of("first", replace(LONG, n=4)), reader)
+    wait_until(lambda: engine.stats().scheduler.running == 4)
+    engine.submit(request_of("second", replace(LONG, n=8)), reader)
+    with pytest.raises(QueueFullError, match="8 requests wait and at most 8 may"):
+        engine.submit(request_of("third"), reader)
+    with pytest.raises(RequestError, match="'first' is in flight already"):
+        engine.submit(request_of("first"), reader)
+    with pytest.raises(ConfigError, match=r"needs an idle engine; 2 requests are open"):
+        engine.set_policy("ar")
+    gate.set()
+    assert {reader.end().finish_reason for _ in range(12)} == {"length"}
+
+
+def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: LocalEngine) -> None:
+    ended, gate = threading.Event(), threading.Event()
+
+    def hold_at_the_end(chunk: OutputChunk) -> None:
+        if chunk.finish_reason is not None:
+            ended.set()
+            gate.wait(10)
+
+    engine.submit(request_of("q"), hold_at_the_end)
+    assert ended.wait(10)
+    engine.abort("q")  # stays in the inbox: the engine's thread is held
+    engine.set_policy("ar")
+    gate.set()
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    assert reader.end().finish_reason == "length"
+    assert engine.info.policy == "ar"
+
+
+def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(request: GenerateRequest, arrival_s: float) -> None:
+        raise RequestError("too large after all", param="max_tokens", code="context_length_exceeded")
+
+    monkeypatch.setattr(engine._core, "add", refuse)
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    end = reader.end()
+    assert (end.error, end.error_code, end.error_param) == (
+        "too large after all",
+        "context_length_exceeded",
+        "max_tokens",
+    )
+
+
+def test_stats_are_a_snapshot(engine: LocalEngine) -> None:
+    before = engine.stats()
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    reader.end()
+    assert (before.scheduler.steps, before.scheduler.finished) == (0, {})
+    after = engine.stats().scheduler
+    assert after.steps > 0 and after.finished == {"length": 1}
+
+
+def test_a_step_after_a_long_idle_time_is_not_late(engine: LocalEngine, machines: list[Machine]) -> None:
+    time.sleep(0.3)
+    gate, entered = threading.Event(), threading.Event()
+    machines[0].before_step = lambda: (entered.set(), gate.wait(10))
+    assert engine.stats().step_age_s == 0
+    reader = Reader()
+    engine.submit(request_of("q"), reader)
+    assert entered.wait(10)
+    assert engine.stats().step_age_s < 0.25
+    time.sleep(0.3)
+    assert engine.stats().step_age_s > 0.25
+    gate.set()
+    reader.end()
+
+
+def test_an_abort_ends_all_choices_and_unknown_ids_are_ignored(engine: LocalEngine, machines: list[Machine]) -> None:
+    gate = threading.Event()
+    machines[0].before_step = lambda: gate.wait(10)
+    reader = Reader()
+    engine.submit(request_of("q", replace(LONG, n=3)), reader)
+    engine.abort("q")
+    engine.abort("nobody")
+    gate.set()
+    assert [reader.end().finish_reason for _ in range(3)] == ["abort"] * 3
+    wait_until(lambda: engine.stats().scheduler.pages_used == 0)
+    assert all(chunk.metrics is not None for chunk in reader.chunks if chunk.finish_reason)

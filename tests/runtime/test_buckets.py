@@ -1,0 +1,53 @@
+"""Every step that the limits allow has a bucket, and a bucket has blocks for every split of its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.runtime.buckets import BucketSet
+
+BUCKETS = BucketSet((1, 4, 8, 16, 32, 64), (1, 8, 32), max_sampled=32)
+
+
+def test_pick_holds_the_step_and_is_declared_and_is_the_smallest() -> None:
+    declared = BUCKETS.all()
+    for tokens in range(1, 65):
+        for rows in range(1, min(tokens, 32) + 1):
+            bucket = BUCKETS.pick(tokens, rows)
+            assert bucket in declared
+            assert bucket.tokens >= tokens
+            assert bucket.rows >= rows
+            smaller = [b for b in declared if b.tokens >= tokens and b.rows >= rows and b.tokens < bucket.tokens]
+            assert smaller == []
+
+
+def test_what_fits_no_bucket_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no bucket holds 65 tokens in 1 rows"):
+        BUCKETS.pick(65, 1)
+    with pytest.raises(ValueError, match="33 is above the largest edge 32"):
+        BUCKETS.pick(64, 33)
+
+
+@pytest.mark.parametrize("edges", [(), (4, 4), (8, 4), (0, 4)])
+def test_edges_must_increase(edges: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="token_edges must be increasing integers >= 1"):
+        BucketSet(edges, (1,), 4)
+
+
+def test_blocks_suffice_for_every_split() -> None:
+    rng = np.random.default_rng(0)
+    for bucket in BUCKETS.all():
+        for _ in range(50):
+            rows = int(rng.integers(1, min(bucket.rows, bucket.tokens) + 1))
+            cuts = np.sort(rng.choice(np.arange(1, bucket.tokens), rows - 1, replace=False))
+            counts = np.diff(np.concatenate([[0], cuts, [bucket.tokens]]))
+            needed = sum(-(-int(count) // bucket.block_size) for count in counts)
+            assert needed <= bucket.num_blocks
+
+
+def test_sampled_positions_are_capped_or_one_per_row() -> None:
+    assert {bucket.sampled for bucket in BUCKETS.all()} == {1, 4, 8, 16, 32}
+    per_row = BucketSet((16,), (1, 8), max_sampled=None)
+    assert [(bucket.rows, bucket.sampled) for bucket in per_row.all()] == [(1, 1), (8, 8)]
