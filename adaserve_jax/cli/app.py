@@ -11,6 +11,7 @@ import typer
 
 import adaserve_jax
 from adaserve_jax.cli.bench import bench
+from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.serve import serve
@@ -43,6 +44,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(bench)
 app.command()(grow)
+app.command()(convert)
 app.command("version")(show_version)
 
 

@@ -15,6 +15,7 @@ from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest,
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
 
@@ -93,7 +94,9 @@ class LLM:
 
     def _use(self, engine: LocalEngine) -> None:
         self._engine = engine
-        self.tokenizer = Tokenizer.from_folder(resolve_folder(engine.info.target, "target"))
+        folder = resolve_folder(engine.info.target, "target")
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self._defaults = GenerationDefaults.from_folder(folder)
 
     @property
     def info(self) -> EngineInfo:
@@ -115,8 +118,9 @@ class LLM:
     ) -> list[GenerateOutput]:
         """Complete all prompts together and return them in order.
 
-        prompts: texts or token ids. sampling_params, slo: one for all, or one per prompt. Raises RequestError when any
-        prompt cannot be served, EngineDeadError when the engine stops; then none runs on.
+        prompts: texts or token ids. sampling_params, slo: one for all, or one per prompt; without sampling_params,
+        those of the target's generation_config.json. Raises RequestError when any prompt cannot be served,
+        EngineDeadError when the engine stops; then none runs on.
         """
         requests = self._requests(prompts, sampling_params, slo)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
@@ -170,7 +174,7 @@ class LLM:
         slo: SLO | Sequence[SLO] | None,
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
-        sampling = _one_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        sampling = _one_each(sampling_params or self._defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
         return [
             GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo)

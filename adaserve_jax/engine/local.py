@@ -69,7 +69,7 @@ class LocalEngine:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
         find_policy(config.policy, config.max_depth if config.draft is not None else 0)  # before minutes of compiling
-        self._executor = load_executor(config)
+        self._executor = load_executor(config, self._progress)
         try:
             self._get_ready()
         except BaseException:

@@ -1,16 +1,18 @@
 """The shape of a model, read from a checkpoint folder's config.json. Imports no jax.
 
-Everything that the decoder does not implement is refused here, by the name of the setting, before a weight is read.
+Families differ by configuration only. Everything that the decoder does not implement is refused here, by the name of
+the setting, before a weight is read.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+from adaserve_jax.models.rope import RopeScaling, read_rope
+from adaserve_jax.models.settings import Settings, read_json
 
 _LLAMA_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -20,20 +22,63 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# What transformers assumes for a key that config.json leaves out, per architecture.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": _LLAMA_DEFAULTS,
-    "MistralForCausalLM": _LLAMA_DEFAULTS
-    | {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
-_ARCHITECTURE_OF_TYPE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What sets one architecture of transformers apart. defaults: values of keys that config.json leaves out. knows:
+    settings that change the model; one that a family does not know is refused when it is set."""
+
+    defaults: dict[str, Any]
+    knows: frozenset[str] = field(default_factory=frozenset)
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family(_LLAMA_DEFAULTS, frozenset({"attention_bias", "mlp_bias"})),
+    "MistralForCausalLM": _Family(
+        _LLAMA_DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+        frozenset({"sliding_window"}),
+    ),
+    "Qwen2ForCausalLM": _Family(_QWEN_DEFAULTS, frozenset({"sliding_window", "use_sliding_window"}), qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(
+        _QWEN_DEFAULTS | {"head_dim": 128},
+        frozenset({"attention_bias", "sliding_window", "use_sliding_window"}),
+        qk_norm=True,
+    ),
+}
+_ARCHITECTURE_OF_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Settings of other models that change the function; set, they are refused unless the family knows them.
+_SETTINGS = (
+    "attention_bias", "mlp_bias", "sliding_window", "use_sliding_window", "quantization_config", "use_mrope",
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
+    "residual_multiplier", "attention_multiplier", "clip_qkv", "alibi", "no_rope_layers", "num_experts",
+    "num_local_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """One dense decoder. num_heads queries share num_kv_heads keys; head_dim need not be hidden_size / num_heads.
 
-    max_position: tokens of context that the model was made for. eos_token_ids: any of them ends a text.
+    max_position: tokens of context that the model was made for. eos_token_ids: any of them ends a text. qkv_bias,
+    out_bias, mlp_bias: which products add a bias. qk_norm: queries and keys of each head are normalised before they are
+    turned. windows: tokens that each layer attends to, itself included; None: all; empty: all in every layer.
     """
 
     vocab_size: int
@@ -49,6 +94,12 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
 
     @property
     def q_size(self) -> int:
@@ -60,6 +111,10 @@ class ModelConfig:
         """Rows of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a layer attends to, itself included; None: all before it."""
+        return self.windows[layer] if self.windows else None
+
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
         """Read config.json, and generation_config.json for the EOS ids when it is there.
@@ -69,116 +124,100 @@ class ModelConfig:
         """
         path = Path(folder) / "config.json"
         given = read_json(path)
-        architecture = _architecture(given, path)
-        values = _DEFAULTS[architecture] | given
-        _refuse_unsupported(values, path)
-        heads = _integer(values, "num_attention_heads", path)
-        hidden = _integer(values, "hidden_size", path)
+        family = _family(given, path)
+        values = Settings(family.defaults | given, path)
+        _refuse_unsupported(values, family)
+        heads = values.integer("num_attention_heads")
+        hidden = values.integer("hidden_size")
+        layers = values.integer("num_hidden_layers")
+        theta, scaling = read_rope(values.values, path)
+        trained = values.integer("max_position_embeddings")
+        biased = bool(values.get("attention_bias"))
         config = cls(
-            vocab_size=_integer(values, "vocab_size", path),
+            vocab_size=values.integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_integer(values, "intermediate_size", path),
-            num_layers=_integer(values, "num_hidden_layers", path),
+            intermediate_size=values.integer("intermediate_size"),
+            num_layers=layers,
             num_heads=heads,
-            num_kv_heads=_integer(values, "num_key_value_heads", path, default=heads),
-            head_dim=_integer(values, "head_dim", path, default=hidden // heads),
-            rope_theta=_rope_theta(values, path),
-            rms_norm_eps=_positive(values["rms_norm_eps"], "rms_norm_eps", path),
-            tie_embeddings=bool(values["tie_word_embeddings"]),
-            max_position=_integer(values, "max_position_embeddings", path),
+            num_kv_heads=values.integer("num_key_value_heads", default=heads),
+            head_dim=values.integer("head_dim", default=hidden // heads),
+            rope_theta=theta,
+            rms_norm_eps=values.positive("rms_norm_eps"),
+            tie_embeddings=bool(values.get("tie_word_embeddings")),
+            max_position=scaling.max_position(trained) if scaling is not None else trained,
             eos_token_ids=_eos_ids(Path(folder), values),
-            bos_token_id=values["bos_token_id"],
+            bos_token_id=values.get("bos_token_id"),
+            rope_scaling=scaling,
+            qkv_bias=family.qkv_bias or biased,
+            out_bias=biased,
+            mlp_bias=bool(values.get("mlp_bias")),
+            qk_norm=family.qk_norm,
+            windows=_windows(values, family, layers),
         )
-        if config.num_heads % config.num_kv_heads:
-            raise CheckpointError(
-                f"{path}: num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {config.num_heads} and {config.num_kv_heads}"
-            )
-        if config.head_dim % 2:
-            raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {config.head_dim}")
+        _check_heads(config, path)
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint's file. Raises CheckpointError naming the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def _check_heads(config: ModelConfig, path: Path) -> None:
+    if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{path} is missing; expected a Hugging Face checkpoint folder with config.json, safetensors and tokenizer"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, "
+            f"got {config.num_heads} and {config.num_kv_heads}"
+        )
+    if config.head_dim % 2:
+        raise CheckpointError(f"{path}: head_dim must be even for rotary embedding, got {config.head_dim}")
 
 
-def _architecture(given: dict[str, Any], path: Path) -> str:
+def _family(given: dict[str, Any], path: Path) -> _Family:
     named: list[Any] = given.get("architectures") or [_ARCHITECTURE_OF_TYPE.get(given.get("model_type", ""))]
-    if len(named) == 1 and named[0] in _DEFAULTS:
-        return named[0]
+    if len(named) == 1 and named[0] in _FAMILIES:
+        return _FAMILIES[named[0]]
     asked = given.get("architectures") or given.get("model_type")
-    raise UnsupportedModelError(f"{path}: architectures {asked!r} is not supported; use one of {', '.join(_DEFAULTS)}")
+    raise UnsupportedModelError(f"{path}: architectures {asked!r} is not supported; use one of {', '.join(_FAMILIES)}")
 
 
-def _refuse_unsupported(values: dict[str, Any], path: Path) -> None:
-    for name in ("attention_bias", "mlp_bias", "sliding_window", "quantization_config"):
-        if values.get(name):
-            raise UnsupportedModelError(
-                f"{path}: {name} = {values[name]!r} is not supported; use a checkpoint without it"
-            )
-    if values["hidden_act"] != "silu":
-        raise UnsupportedModelError(f"{path}: hidden_act = {values['hidden_act']!r} is not supported, only 'silu' is")
-    for name in ("rope_scaling", "rope_parameters"):
-        _refuse_rope_scaling(name, values.get(name), path)
-    if values.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"{path}: partial_rotary_factor = {values['partial_rotary_factor']!r} is not supported, only 1.0 is"
-        )
+def _refuse_unsupported(values: Settings, family: _Family) -> None:
+    for name in _SETTINGS:
+        if values.get(name) and name not in family.knows:
+            raise values.unsupported(name)
+    if values.get("hidden_act") != "silu":
+        raise values.unsupported("hidden_act", "only 'silu' is")
+    if "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+        raise values.unsupported("auto_map", "code of a checkpoint is never run")
 
 
-def _refuse_rope_scaling(name: str, rope: Any, path: Path) -> None:
-    if rope is None:
-        return
-    plain = isinstance(rope, dict) and not any(isinstance(value, dict) for value in rope.values())
-    kind = (rope.get("rope_type") or rope.get("type") or "default") if plain else rope
-    if kind != "default":
-        raise UnsupportedModelError(f"{path}: {name} of type {kind!r} is not supported, only 'default' is")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            f"{path}: partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported, only 1.0 is"
-        )
+def _windows(values: Settings, family: _Family, layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, empty when no layer has one: layer_types where the family reads it, else all
+    layers (Mistral) or those from max_window_layers on (Qwen)."""
+    windowed = "sliding_window" in family.knows and values.get("sliding_window") is not None
+    optional = "use_sliding_window" in family.knows
+    windowed = windowed and (not optional or bool(values.get("use_sliding_window")))
+    full, sliding = "full_attention", "sliding_attention"
+    given = values.get("layer_types")
+    if optional and windowed:
+        first = values.get("max_window_layers")
+        if not isinstance(first, int):
+            raise values.wrong("max_window_layers", first, "an integer")
+        types = given or [full if layer < first else sliding for layer in range(layers)]
+    else:
+        types = [sliding if windowed else full] * layers
+        if given and given != types:
+            raise values.unsupported("layer_types", f"only {types[0]!r} in every layer is, with these other settings")
+    if len(types) != layers or set(types) - {full, sliding}:
+        raise values.unsupported("layer_types", f"one of {full!r} and {sliding!r} for each of {layers} layers is")
+    if sliding not in types:
+        return ()
+    window = values.integer("sliding_window")
+    return tuple(window if kind == sliding else None for kind in types)
 
 
-def _rope_theta(values: dict[str, Any], path: Path) -> float:
-    """transformers 5 keeps the base in rope_parameters, older versions at the top."""
-    nested = values.get("rope_parameters") or {}
-    return _positive(nested.get("rope_theta", values.get("rope_theta", 10000.0)), "rope_theta", path)
-
-
-def _eos_ids(folder: Path, values: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, values: Settings) -> tuple[int, ...]:
     """Every id that ends a text: generation_config.json's first, then config.json's."""
     path = folder / "generation_config.json"
     sources = [read_json(path).get("eos_token_id")] if path.exists() else []
     ids: list[int] = []
-    for source in [*sources, values["eos_token_id"]]:
+    for source in [*sources, values.get("eos_token_id")]:
         for token in source if isinstance(source, list) else [source]:
             if token is not None and token not in ids:
                 ids.append(token)
     return tuple(ids)
-
-
-def _integer(values: dict[str, Any], name: str, path: Path, default: int | None = None) -> int:
-    value = values.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CheckpointError(f"{path}: {name} must be an integer >= 1, got {value!r}")
-    return value
-
-
-def _positive(value: Any, name: str, path: Path) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"{path}: {name} must be a number above 0, got {value!r}")
-    return float(value)

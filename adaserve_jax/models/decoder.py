@@ -1,4 +1,5 @@
-"""One dense decoder for the Llama family: RMSNorm, rotary, grouped-query attention, SwiGLU, tied or untied head.
+"""One dense decoder for Llama, Mistral and Qwen: RMSNorm, rotary, grouped-query attention, SwiGLU, tied or untied head;
+biases and norms of queries and keys where the configuration has them.
 
 The residual stream is feature-major, [d, T], from the embedding to the head, so that each product is `W @ x` with the
 weight as Hugging Face stores it, [out, in]: on a CPU this is up to 1.5 times faster than the token-major form at
@@ -16,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.rope import plain_frequencies
 
 Params = dict[str, jax.Array]
 """Weights by dotted name, as `param_specs` lists them."""
@@ -30,7 +31,7 @@ dividing the scores by sqrt(D) is attend's work."""
 
 
 def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Params:
-    """Random weights: normal with standard deviation 1 / sqrt(inputs), norms 1."""
+    """Random weights: normal with standard deviation 1 / sqrt(inputs), norms 1, biases 0."""
 
     def create() -> Params:
         _, state = nnx.split(Decoder(config, nnx.Rngs(seed), dtype))
@@ -62,27 +63,31 @@ def param_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[s
 
 
 class Linear(nnx.Module):
-    """weight @ x without bias; accumulates and returns f32. weight: f[out, in]."""
+    """weight @ x + bias; accumulates and returns f32. weight: f[out, in]; bias: f[out], where there is one."""
 
-    def __init__(self, outputs: int, inputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any):
+    def __init__(
+        self, outputs: int, inputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any, *, bias: bool = False
+    ):
         noise = jax.random.normal(rngs.params(), (outputs, inputs), jnp.float32)
         self.weight = nnx.Param((noise * inputs**-0.5).astype(dtype), logical_axes=axes)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype), logical_axes=axes[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        return jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
+        out = jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
+        return out if self.bias is None else out + self.bias[...].astype(jnp.float32)[:, None]
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean over features of x^2 + eps) * weight. x: f32[d, T]; returns f32[d, T]."""
+    """x / sqrt(mean over features of x^2 + eps) * weight. x: f32[..., d, T]; returns the same shape."""
 
-    def __init__(self, features: int, eps: float, dtype: Any):
-        self.weight = nnx.Param(jnp.ones(features, dtype), logical_axes=("embed",))
+    def __init__(self, features: int, eps: float, dtype: Any, axis: str = "embed"):
+        self.weight = nnx.Param(jnp.ones(features, dtype), logical_axes=(axis,))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=0, keepdims=True) + self.eps)
+        scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-2, keepdims=True) + self.eps)
         return x * scale * self.weight[...].astype(jnp.float32)[:, None]
 
 
@@ -94,22 +99,33 @@ class Layer(nnx.Module):
         d, inner = config.hidden_size, config.intermediate_size
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attn_norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        self.qkv = Linear(config.q_size + 2 * config.kv_size, d, ("qkv", "embed"), rngs, dtype)
-        self.out = Linear(d, config.q_size, ("embed", "heads"), rngs, dtype)
+        self.qkv = Linear(
+            config.q_size + 2 * config.kv_size, d, ("qkv", "embed"), rngs, dtype, bias=config.qkv_bias
+        )  # fmt: skip
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
+        self.out = Linear(d, config.q_size, ("embed", "heads"), rngs, dtype, bias=config.out_bias)
         self.mlp_norm = RMSNorm(d, config.rms_norm_eps, dtype)
-        self.gate_up = Linear(2 * inner, d, ("gate_up", "embed"), rngs, dtype)
-        self.down = Linear(d, inner, ("embed", "mlp"), rngs, dtype)
+        self.gate_up = Linear(2 * inner, d, ("gate_up", "embed"), rngs, dtype, bias=config.mlp_bias)
+        self.down = Linear(d, inner, ("embed", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend) -> jax.Array:
         dtype = self.qkv.weight[...].dtype
         qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
-        rotated = _rotate(qkv[: self.heads + self.kv_heads], rotary).astype(dtype)
+        rotated = _rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary).astype(dtype)
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
         queries, keys, values = _as_laid_out((rotated[: self.heads], rotated[self.heads :], values))
         mixed = _as_laid_out(attend(layer, queries, keys, values))
         x = x + self.out(mixed.reshape(self.heads * self.head_dim, -1))
         gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2)
         return x + self.down(jax.nn.silu(gate) * up)
+
+    def _normed(self, queries_keys: jax.Array) -> jax.Array:
+        """f32[H + K, D, T], each head normalised where the model does that."""
+        if self.q_norm is None or self.k_norm is None:
+            return queries_keys
+        queries, keys = queries_keys[: self.heads], queries_keys[self.heads :]
+        return jnp.concatenate([self.q_norm(queries), self.k_norm(keys)])
 
 
 class Decoder(nnx.Module):
@@ -145,15 +161,14 @@ def _as_laid_out(x: Any) -> Any:
 
 
 def _rotary(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of position * theta^(-2i / D): f32[D/2, T] each.
-
-    Frequencies and angles are rounded to f32 exactly where transformers rounds them: models are trained with these
-    angles, and exact ones move the logits by 6e-4 at position 2,000.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    powers = np.power(config.rope_theta, exponents, dtype=np.float64).astype(np.float32)
-    angle = jnp.asarray(1 / powers)[:, None] * positions.astype(jnp.float32)[None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    """cos and sin of position * frequency, times the scaling's magnitude: f32[D/2, T] each. Angles are rounded to f32,
+    as in transformers: models are trained with them."""
+    scaling = config.rope_scaling
+    frequencies = (scaling.frequencies if scaling else plain_frequencies)(config.rope_theta, config.head_dim)
+    angle = jnp.asarray(frequencies)[:, None] * positions.astype(jnp.float32)[None, :]
+    if scaling is None or scaling.magnitude == 1:
+        return jnp.cos(angle), jnp.sin(angle)
+    return jnp.cos(angle) * scaling.magnitude, jnp.sin(angle) * scaling.magnitude
 
 
 def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -164,8 +179,8 @@ def _rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Dotted name of a weight: ("layers", 0, "qkv", "weight") -> "layers.0.qkv"."""
-    return ".".join(str(part) for part in path[:-1])
+    """Dotted name: ("layers", 0, "qkv", "weight") -> "layers.0.qkv", (..., "qkv", "bias") -> "layers.0.qkv.bias"."""
+    return ".".join(str(part) for part in (path[:-1] if path[-1] == "weight" else path))
 
 
 @lru_cache(maxsize=32)

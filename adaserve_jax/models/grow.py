@@ -21,7 +21,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig, read_json
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.settings import read_json
 
 SHARD_BYTES = 1 << 30
 _TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
@@ -90,6 +91,8 @@ def grow(
 def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
     if dtype not in _TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(_TYPES)}, got {dtype!r}")
+    if config.qkv_bias or config.mlp_bias or config.qk_norm:
+        raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
     pairs = (
         ("layers", shape.layers, config.num_layers),
         ("hidden", shape.hidden, config.hidden_size),
@@ -120,6 +123,7 @@ def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
         num_kv_heads=shape.kv_heads,
         intermediate_size=shape.mlp,
         rms_norm_eps=config.rms_norm_eps * config.hidden_size / shape.hidden,
+        windows=config.windows[:1] * shape.layers,  # what may grow has one window in all layers
     )
 
 

@@ -1,46 +1,72 @@
-"""Weights from a Hugging Face checkpoint folder: memory-mapped safetensors into the decoder's dict of arrays.
+"""Weights of a checkpoint folder as the decoder's dict of arrays, from safetensors or from `adaserve convert`.
 
 Nothing is read before every tensor's name and shape has been checked against config.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.config import ModelConfig, read_json
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.converted import is_converted, read_converted
 from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.tensors import TensorFiles
+from adaserve_jax.types import Progress
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_FLOATS = ("F16", "BF16", "F32", "F64")
-# Buffers that old exports carry and that the decoder computes itself.
-_COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+_ALIGNMENT = 64  # bytes; what XLA wants of a host buffer that it takes over without copying
 
 
-def load_params(folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """Read all weights, cast to dtype, fused as the decoder wants them; host memory holds one fused weight at a time.
+def load_params(
+    folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32, progress: Progress | None = None
+) -> Params:
+    """Read all weights, cast to dtype, fused as the decoder wants them.
 
+    Beside the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the
+    buffer that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
+    progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
     than config.json says.
     """
-    plan = {name: (_sources(name, config), shape) for name, (shape, _) in param_specs(config).items()}
-    expected = {source: shape for sources, _ in plan.values() for source, shape in sources.items()}
-    with _Tensors(Path(folder)) as tensors:
-        tensors.check(expected, optional=("lm_head.weight",) if config.tie_embeddings else ())
-        return {name: tensors.fused(tuple(sources), shape, dtype) for name, (sources, shape) in plan.items()}
+    folder = Path(folder)
+    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
+    if is_converted(folder):
+        return read_converted(folder, shapes, dtype, progress)
+    sources = {name: hf_tensors(name, config) for name in shapes}
+    files = TensorFiles(folder)
+    files.check(
+        {tensor: shape for one in sources.values() for tensor, shape in one.items()},
+        optional=("lm_head.weight",) if config.tie_embeddings else (),
+    )
+    params = {}
+    for name, shape in shapes.items():
+        params[name] = _to_device(files, tuple(sources[name]), shape, dtype)
+        if progress is not None:
+            progress("loading", len(params), len(shapes))
+    return params
 
 
-def _sources(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _to_device(files: TensorFiles, tensors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    buffer = _aligned_buffer(shape, jnp.dtype(dtype))
+    files.read_fused(tensors, buffer)
+    return jax.block_until_ready(jax.device_put(buffer))
+
+
+def _aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def hf_tensors(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's tensors behind one weight, in the order of their rows, with shapes."""
-    d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    d = config.hidden_size
     top = {
         "embed": {"model.embed_tokens.weight": (config.vocab_size, d)},
         "norm": {"model.norm.weight": (d,)},
@@ -48,95 +74,23 @@ def _sources(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if name in top:
         return top[name]
-    _, index, part = name.split(".")
-    prefix = f"model.layers.{index}"
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    _, index, part, *bias = name.split(".")
+    modules = _layer_modules(config)[part]
+    if bias:
+        return {f"model.layers.{index}.{module}.bias": shape[:1] for module, shape in modules.items()}
+    return {f"model.layers.{index}.{module}.weight": shape for module, shape in modules.items()}
+
+
+def _layer_modules(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Hugging Face's modules behind each part of a layer, with the shapes of their weights."""
+    d, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     return {
-        "attn_norm": {f"{prefix}.input_layernorm.weight": (d,)},
-        "qkv": {
-            f"{attention}.q_proj.weight": (q, d),
-            f"{attention}.k_proj.weight": (kv, d),
-            f"{attention}.v_proj.weight": (kv, d),
-        },
-        "out": {f"{attention}.o_proj.weight": (d, q)},
-        "mlp_norm": {f"{prefix}.post_attention_layernorm.weight": (d,)},
-        "gate_up": {f"{mlp}.gate_proj.weight": (inner, d), f"{mlp}.up_proj.weight": (inner, d)},
-        "down": {f"{mlp}.down_proj.weight": (d, inner)},
-    }[part]
-
-
-class _Tensors:
-    """The tensors of a checkpoint folder, one file or many, open while the `with` block runs."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._file_of: dict[str, Any] = {}
-
-    def __enter__(self) -> _Tensors:
-        for path in _weight_files(self.folder):
-            try:
-                opened = safe_open(path, framework="numpy")
-            except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing; expected the checkpoint's weights in it") from None
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file_of.clear()
-
-    def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
-        """Compare names, shapes and types with what config.json says; raise on the first difference."""
-        missing = [name for name in expected if name not in self._file_of]
-        if missing:
-            name = missing[0]
-            raise CheckpointError(
-                f"{self.folder}: tensor {name} is missing, expected with shape {list(expected[name])}"
-                f"{_and_more(missing)}; the files and config.json do not belong together"
-            )
-        known = {*expected, *optional}
-        extra = sorted(n for n in self._file_of if n not in known and not n.endswith(_COMPUTED_SUFFIX))
-        if extra:
-            raise CheckpointError(
-                f"{self.folder}: tensor {extra[0]} is not part of a model with this config.json{_and_more(extra)}; "
-                "the files and config.json do not belong together"
-            )
-        for name, shape in expected.items():
-            found = self._file_of[name].get_slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise CheckpointError(
-                    f"{self.folder}: tensor {name} has shape {found.get_shape()}, expected {list(shape)} by config.json"
-                )
-            if found.get_dtype() not in _FLOATS:
-                raise CheckpointError(
-                    f"{self.folder}: tensor {name} has type {found.get_dtype()}, expected one of {', '.join(_FLOATS)}"
-                )
-
-    def fused(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """The named tensors under one another, as one device array of the given shape and type."""
-        fused = np.empty(shape, dtype)
-        row = 0
-        for name in names:
-            part = self._file_of[name].get_tensor(name)
-            fused[row : row + len(part)] = part
-            row += len(part)
-        return jnp.asarray(fused)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """One file, or those that the index names. A name that leaves the folder is refused."""
-    if (folder / _SINGLE_FILE).exists():
-        return [folder / _SINGLE_FILE]
-    index = folder / _INDEX_FILE
-    if not index.exists():
-        raise CheckpointError(f"{folder}: expected {_SINGLE_FILE} or {_INDEX_FILE}, found neither")
-    weight_map = read_json(index).get("weight_map")
-    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
-    if not names or any(Path(name).name != name for name in names):
-        raise CheckpointError(f"{index}: expected a weight_map from tensor names to names of files beside it")
-    return [folder / name for name in names]
-
-
-def _and_more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        "attn_norm": {"input_layernorm": (d,)},
+        "qkv": {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d)},
+        "q_norm": {"self_attn.q_norm": (config.head_dim,)},
+        "k_norm": {"self_attn.k_norm": (config.head_dim,)},
+        "out": {"self_attn.o_proj": (d, q)},
+        "mlp_norm": {"post_attention_layernorm": (d,)},
+        "gate_up": {"mlp.gate_proj": (inner, d), "mlp.up_proj": (inner, d)},
+        "down": {"mlp.down_proj": (d, inner)},
+    }

@@ -103,7 +103,7 @@ class ModelExecutor:
             self.local_drafter.model.close()
 
 
-def load_executor(config: EngineConfig) -> ModelExecutor:
+def load_executor(config: EngineConfig, progress: Progress | None = None) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. Raises CheckpointError, ConfigError."""
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     target_folder = resolve_folder(config.target, "target")
@@ -117,15 +117,15 @@ def load_executor(config: EngineConfig) -> ModelExecutor:
     if config.draft is None:
         resolved = resolve(config, target_config, None)
         return ModelExecutor(
-            resolved, target_folder, _device_model("target", target_folder, target_config, resolved), None
+            resolved, target_folder, _device_model("target", target_folder, target_config, resolved, progress), None
         )
     draft_folder = resolve_folder(config.draft, "draft")
     draft_config = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     resolved = resolve(config, target_config, draft_config)
-    target = _device_model("target", target_folder, target_config, resolved)
+    target = _device_model("target", target_folder, target_config, resolved, progress)
     drafter = LocalDrafter(
-        _device_model("draft", draft_folder, draft_config, resolved),
+        _device_model("draft", draft_folder, draft_config, resolved, progress),
         load_acceptance_table(_calibration_file(draft_folder)),
         max_depth=resolved.limits.max_depth,
         widths=resolved.search_widths,
@@ -133,13 +133,15 @@ def load_executor(config: EngineConfig) -> ModelExecutor:
     return ModelExecutor(resolved, target_folder, target, drafter)
 
 
-def _device_model(role: Role, folder: Path, config: ModelConfig, resolved: Resolved) -> DeviceModel:
+def _device_model(
+    role: Role, folder: Path, config: ModelConfig, resolved: Resolved, progress: Progress | None
+) -> DeviceModel:
     limits = resolved.limits
     is_target = role == "target"
     return DeviceModel(
         role,
         config,
-        load_params(folder, config, resolved.dtype),
+        load_params(folder, config, resolved.dtype, progress),
         ModelPrograms(config, limits.max_pages_per_request, canonical=is_target and resolved.config.deterministic),
         resolved.verify_buckets if is_target else resolved.catchup_buckets,
         num_pages=limits.num_pages,

@@ -83,7 +83,7 @@ class ModelPrograms:
             k, v = k.astype(pools.k.dtype), v.astype(pools.v.dtype)
             new_k.append(k.transpose(2, 0, 1))
             new_v.append(v.transpose(2, 0, 1))
-            return paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens)
+            return paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer))
 
         hidden = decode(params, self.config, fields["token"], fields["position"], attend)
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
@@ -181,7 +181,7 @@ class ModelPrograms:
         kv_heads, head_dim = self.config.num_kv_heads, self.config.head_dim
         group = self.config.num_heads // kv_heads
         k_buffer, v_buffer = carry
-        row_visible = jnp.tile(visible, (1, group, 1))
+        key_position = fields["ctx_len"][:, None] + jnp.arange(visible.shape[2]) // width
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             nonlocal k_buffer, v_buffer
@@ -194,10 +194,16 @@ class ModelPrograms:
             v_buffer = lax.dynamic_update_slice(v_buffer, by_row(v), start)
             q_rows = q.reshape(kv_heads, group, head_dim, rows, width).transpose(3, 0, 1, 4, 2) * (head_dim**-0.5)
             q_rows = q_rows.reshape(rows, kv_heads, group * width, head_dim)
+            window = self.config.window_of(layer)
+            seen, first = visible, None
+            if window is not None:
+                seen = visible & (key_position[:, None, :] > position[:, :, None] - window)
+                first = jnp.tile(position - window + 1, (1, group))
             context = reference.context_partial(
-                q_rows, pools.k, pools.v, layer, fields["page_table"], fields["ctx_len"]
+                q_rows, pools.k, pools.v, layer, fields["page_table"], fields["ctx_len"], first
             )
-            tree = reference.inflight_partial(q_rows, k_buffer[layer], v_buffer[layer], row_visible)
+            row_seen = jnp.tile(seen, (1, group, 1))
+            tree = reference.inflight_partial(q_rows, k_buffer[layer], v_buffer[layer], row_seen)
             mixed = reference.merge(context, tree).reshape(rows, kv_heads, group, width, head_dim)
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 

@@ -18,7 +18,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
     """The executors that engines have loaded so far."""
     loaded: list[Machine] = []
 
-    def load(config: EngineConfig) -> Machine:
+    def load(config: EngineConfig, progress: object = None) -> Machine:
         loaded.append(Machine(config))
         return loaded[-1]
 

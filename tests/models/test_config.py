@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from adaserve_jax.errors import CheckpointError, UnsupportedModelError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from tests.models.checkpoints import CONFIG
 
 
@@ -62,26 +65,93 @@ def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(_write(tmp_path, eos_token_id=None)).eos_token_ids == (7, 3)
 
 
-def test_mistral_without_a_window_is_the_same_model(tmp_path: Path) -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_mistral_differs_by_its_window(tmp_path: Path) -> None:
     llama = ModelConfig.from_folder(_write(tmp_path))
-    assert ModelConfig.from_folder(_write(tmp_path, **mistral, sliding_window=None)) == llama
-    with pytest.raises(UnsupportedModelError, match="sliding_window = 4096 is not supported"):
-        ModelConfig.from_folder(_write(tmp_path, **mistral))
+    assert ModelConfig.from_folder(_write(tmp_path, **MISTRAL, sliding_window=None)) == llama
+    assert ModelConfig.from_folder(_write(tmp_path, **MISTRAL)) == replace(llama, windows=(4096, 4096))
+    window = ModelConfig.from_folder(_write(tmp_path, **MISTRAL, sliding_window=7))
+    assert (window.window_of(0), window.window_of(1), llama.window_of(1)) == (7, 7, None)
+
+
+def test_qwen2_has_biases_and_windows_only_when_asked(tmp_path: Path) -> None:
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    plain = ModelConfig.from_folder(_write(tmp_path, **QWEN2, sliding_window=4, max_window_layers=1))
+    assert plain == replace(llama, qkv_bias=True)
+    used = {"use_sliding_window": True, "sliding_window": 4}
+    window = ModelConfig.from_folder(_write(tmp_path, **QWEN2, **used, max_window_layers=1))
+    assert window == replace(plain, windows=(None, 4))
+    types = ["sliding_attention", "full_attention"]
+    assert ModelConfig.from_folder(_write(tmp_path, **QWEN2, **used, layer_types=types)).windows == (4, None)
+    assert ModelConfig.from_folder(_write(tmp_path, **QWEN2, **used)).windows == ()
+
+
+def test_qwen3_normalises_queries_and_keys(tmp_path: Path) -> None:
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    assert ModelConfig.from_folder(_write(tmp_path, **QWEN3)) == replace(llama, qk_norm=True)
+    biased = ModelConfig.from_folder(_write(tmp_path, **QWEN3, attention_bias=True, head_dim="absent"))
+    assert biased == replace(llama, qk_norm=True, qkv_bias=True, out_bias=True, head_dim=128)
+
+
+def test_llama_biases_are_read(tmp_path: Path) -> None:
+    llama = ModelConfig.from_folder(_write(tmp_path))
+    biased = ModelConfig.from_folder(_write(tmp_path, attention_bias=True, mlp_bias=True))
+    assert biased == replace(llama, qkv_bias=True, out_bias=True, mlp_bias=True)
+
+
+def test_scalings_are_read_in_both_spellings(tmp_path: Path) -> None:
+    def scaled(**rope: Any) -> ModelConfig:
+        return ModelConfig.from_folder(_write(tmp_path, **rope))
+
+    linear = scaled(rope_scaling={"type": "linear", "factor": 2})
+    assert (linear.rope_scaling, linear.max_position) == (LinearScaling(2.0), 512)
+    assert scaled(rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 1e4}) == linear
+    llama3 = scaled(rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64}, rope_theta=5e5)
+    assert (llama3.rope_scaling, llama3.max_position) == (Llama3Scaling(8.0, 1.0, 4.0, 64), 256)
+    assert scaled(rope_scaling=LLAMA3).rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 256)
+    yarn = scaled(rope_scaling={"type": "yarn", "factor": 4.0, "attention_factor": 1.5})
+    assert (yarn.rope_scaling, yarn.max_position) == (YarnScaling(4.0, 256, 1.5), 1024)
+    above = scaled(rope_scaling={"type": "yarn", "factor": None}, original_max_position_embeddings=64)
+    assert above.rope_scaling == YarnScaling(4.0, 64, 0.1 * math.log(4) + 1)
+    dynamic = scaled(rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert dynamic == ModelConfig.from_folder(_write(tmp_path))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["GPT2LMHeadModel"]}, r"architectures \['GPT2LMHeadModel'\] is not supported; use one of Llama"),
     ({"architectures": "absent", "model_type": "gemma"}, "architectures 'gemma' is not supported"),
-    ({"attention_bias": True}, "attention_bias = True is not supported"),
-    ({"mlp_bias": True}, "mlp_bias = True is not supported"),
+    (MISTRAL | {"attention_bias": True}, "attention_bias = True is not supported"),
+    (QWEN3 | {"mlp_bias": True}, "mlp_bias = True is not supported"),
     ({"sliding_window": 512}, "sliding_window = 512 is not supported"),
+    (QWEN2 | {"use_mrope": True}, "use_mrope = True is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu' is"),
-    ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling of type 'linear' is not supported"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling of type 'llama3' is not supported"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn' is not supported"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of type .*full_attention"),
+    (
+        {"auto_map": {"AutoModelForCausalLM": "m.M"}},
+        "auto_map = .* is not supported; code of a checkpoint is never run",
+    ),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; only 'silu' is"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .* is not supported; only 'full_attention' in every"),
+    (MISTRAL | {"layer_types": ["full_attention"] * 2}, "layer_types = .*; only 'sliding_attention' in every layer"),
+    (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "layer_types = .*; only 'full_attention' in every layer"),
+    (
+        QWEN3 | {"use_sliding_window": True, "layer_types": ["full_attention", "chunked_attention"]},
+        "layer_types = .*; one of 'full_attention' and 'sliding_attention' for each of 2 layers is",
+    ),
+    (
+        {"rope_scaling": {"type": "longrope"}},
+        "rope_scaling of type 'longrope' is not supported; use one of default, li",
+    ),
+    ({"rope_parameters": {"rope_type": "proportional"}}, "rope_parameters of type 'proportional' is not supported"),
+    (
+        {"rope_scaling": {"type": "default", "mrope_section": [1]}},
+        r"rope_scaling.mrope_section = \[1\] is not supported",
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters = .*full_attention"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
 ]
@@ -102,11 +172,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
     ({"head_dim": 7}, "head_dim must be even for rotary embedding, got 7"),
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a number above 0, got -1"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor must be a number above 0, got None"),
+    (
+        {"rope_scaling": LLAMA3 | {"high_freq_factor": 1}},
+        r"high_freq_factor must be above low_freq_factor \(1\), got 1",
+    ),
+    (MISTRAL | {"sliding_window": 0}, "sliding_window must be an integer >= 1, got 0"),
     ({"rope_theta": None}, "rope_theta must be a number above 0, got None"),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "text"), WRONG, ids=[next(iter(o)) for o, _ in WRONG])
+@pytest.mark.parametrize(("overrides", "text"), WRONG, ids=[next(iter(o)) + str(i) for i, (o, _) in enumerate(WRONG)])
 def test_wrong_values_are_named(tmp_path: Path, overrides: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         ModelConfig.from_folder(_write(tmp_path, **overrides))
@@ -124,6 +200,8 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 
 def test_host_side_modules_import_no_jax() -> None:
-    modules = ", ".join(f"adaserve_jax.models.{name}" for name in ("config", "tokenizer", "detokenizer", "stops"))
+    modules = ", ".join(
+        f"adaserve_jax.models.{name}" for name in ("config", "tokenizer", "detokenizer", "stops", "generation_defaults")
+    )
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

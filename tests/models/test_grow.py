@@ -35,6 +35,18 @@ def test_logits_are_preserved(tmp_path: Path, shape: Shape, tied: bool) -> None:
     assert difference.max() < 1e-5
 
 
+def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path: Path) -> None:
+    shape = Shape(layers=4, hidden=48, heads=4, kv_heads=2, mlp=48)
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4}
+    source = write_checkpoint(tmp_path / "mistral", **mistral)
+    config = grow(source, tmp_path / "grown", shape)
+    assert config.windows == (4, 4, 4, 4)
+    assert ModelConfig.from_folder(tmp_path / "grown") == config
+    qwen = write_checkpoint(tmp_path / "qwen", architectures=["Qwen3ForCausalLM"], model_type="qwen3")
+    with pytest.raises(ConfigError, match="with biases or with norms of queries and keys cannot grow"):
+        grow(qwen, tmp_path / "other", shape)
+
+
 def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adaserve_jax.models.grow.SHARD_BYTES", 20_000)
     source = write_checkpoint(tmp_path / "source", shards=2, dtype="bf16")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from adaserve_jax.errors import CheckpointError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.loading import load_params
+from tests.conftest import ROOT
 from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
 
 
@@ -106,3 +109,43 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
         _load(folder)
+
+
+def test_biases_and_head_norms_are_loaded(tmp_path: Path) -> None:
+    """Qwen3 with biases has every kind of weight that a plain Llama lacks, but for those of the MLP."""
+    config = CONFIG | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": True}
+    folder = write_checkpoint(tmp_path, **config)
+    tensors = random_tensors(CONFIG, seed=0)
+    rng = np.random.default_rng(1)
+    added = {"q_proj.bias": 64, "k_proj.bias": 32, "v_proj.bias": 32, "o_proj.bias": 32}
+    added |= {"q_norm.weight": 16, "k_norm.weight": 16}
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}": rng.random(size) for name, size in added.items()}
+    write_tensors(folder, tensors)
+    params = _load(folder)
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.bias"] for name in "qkv"]
+    np.testing.assert_array_equal(params["layers.1.qkv.bias"], np.concatenate(parts).astype(np.float32))
+    for ours, theirs in {"out.bias": "o_proj.bias", "q_norm": "q_norm.weight", "k_norm": "k_norm.weight"}.items():
+        expected = tensors[f"model.layers.0.self_attn.{theirs}"].astype(np.float32)
+        np.testing.assert_array_equal(params[f"layers.0.{ours}"], expected)
+    without = {name: tensor for name, tensor in tensors.items() if not name.endswith("1.self_attn.k_proj.bias")}
+    assert "tensor model.layers.1.self_attn.k_proj.bias is missing" in _refusal(folder, without)
+
+
+def test_progress_counts_the_weights(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    calls: list[tuple[str, int, int]] = []
+    params = load_params(folder, ModelConfig.from_folder(folder), progress=lambda *call: calls.append(call))
+    assert calls == [("loading", done, len(params)) for done in range(1, len(params) + 1)]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is read from /proc")
+def test_host_memory_holds_one_weight_beside_the_model(tmp_path: Path) -> None:
+    """Measured in a process of its own, as the growth of its largest resident set."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 6144, "num_hidden_layers": 3}
+    write_checkpoint(tmp_path, **sizes, dtype="bf16", shards=2)
+    command = [sys.executable, ROOT / "benchmarks" / "load_time.py", "one", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    load = json.loads(done.stdout.splitlines()[-1])
+    assert load["largest_bytes"] == 2 * 6144 * 1024 * 4
+    assert load["weight_bytes"] <= load["peak_bytes"] <= load["weight_bytes"] + 1.2 * load["largest_bytes"]

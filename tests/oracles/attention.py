@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 
-def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent):
-    """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D]. Returns f64[H, D, T]; tokens with row >= R are zero."""
+def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None):
+    """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D]. Returns f64[H, D, T]; tokens with row >= R are zero.
+    window: a token sees the last `window` of its keys only."""
     heads, head_dim, tokens = q.shape
     group = heads // k.shape[0]
     page_size = k_pool.shape[3]
@@ -27,6 +28,8 @@ def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, p
             for node in reversed(chain):
                 keys.append(k[kv, :, node])
                 values.append(v[kv, :, node])
+            if window is not None:
+                keys, values = keys[-window:], values[-window:]
             scores = np.asarray(keys, np.float64) @ q[head, :, token].astype(np.float64) / np.sqrt(head_dim)
             weights = np.exp(scores - scores.max())
             out[head, :, token] = weights @ np.asarray(values, np.float64) / weights.sum()

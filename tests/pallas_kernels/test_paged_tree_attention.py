@@ -28,17 +28,21 @@ class Spec:
     page_size: int
     tokens: int
     block_size: int
+    window: int | None = None
 
 
 SPECS = {
     "decode": Spec((1, 1, 1), (0, 17, 40), True, 4, 1, 16, 8, 4, 1),
     "tree": Spec((5, 1, 8), (3, 33, 16), False, 4, 2, 16, 8, 16, 4),
     "prefill": Spec((21, 1, 6), (8, 5, 0), True, 2, 2, 8, 16, 32, 16),
+    "windowed_decode": Spec((1, 1, 1), (0, 17, 40), True, 4, 1, 16, 8, 4, 1, window=10),
+    "windowed_tree": Spec((5, 1, 8), (3, 33, 16), False, 4, 2, 16, 8, 16, 4, window=3),
+    "windowed_prefill": Spec((21, 1, 6), (8, 50, 30), True, 2, 2, 8, 8, 32, 8, window=17),
 }
 
 
 def random_case(spec: Spec, seed: int):
-    """Inputs with NaN in every page and slot that no context uses."""
+    """Inputs with NaN in every page and slot that no context uses, or that lies before the window of its row."""
     rng = np.random.default_rng(seed)
     rows = len(spec.counts)
     max_pages = -(-(max(spec.contexts) + 32) // spec.page_size)
@@ -47,7 +51,7 @@ def random_case(spec: Spec, seed: int):
     shape = (2, num_pages, spec.kv_heads, spec.page_size, spec.head_dim)
     k_pool, v_pool = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
     for row, context in enumerate(spec.contexts):
-        for position in range(context):
+        for position in range(max(0, context - (spec.window or context + 1) + 1), context):
             at = (slice(None), page_table[row, position // spec.page_size], slice(None), position % spec.page_size)
             k_pool[at] = rng.normal(size=(2, spec.kv_heads, spec.head_dim))
             v_pool[at] = rng.normal(size=(2, spec.kv_heads, spec.head_dim))
@@ -77,7 +81,7 @@ def run(q, k, v, k_pool, v_pool, page_table, ctx_len, row, parent, position, *, 
         page_table, ctx_len, jnp.minimum(row, rows - 1), position, mask, None if canonical else blocks,
         ancestor_paths(mask) if canonical else None,
     )  # fmt: skip
-    return paged_tree_attention(q, k, v, k_pool, v_pool, 1, tokens)
+    return paged_tree_attention(q, k, v, k_pool, v_pool, 1, tokens, spec.window)
 
 
 @pytest.mark.parametrize("canonical", [False, True], ids=["blocks", "canonical"])
@@ -87,9 +91,9 @@ def test_equals_the_float64_oracle_and_poison_does_not_leak(name: str, canonical
     case = random_case(spec, seed=3)
     out = np.asarray(run(*case, spec=spec, canonical=canonical))
     q, k, v, k_pool, v_pool, page_table, ctx_len, row, parent, _ = case
-    expected = oracle_attention(q, k, v, k_pool, v_pool, 1, page_table, ctx_len, row, parent)
+    expected = oracle_attention(q, k, v, k_pool, v_pool, 1, page_table, ctx_len, row, parent, spec.window)
     real = row < len(spec.counts)
-    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=2e-6)
+    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=2e-6, equal_nan=False)
 
 
 def test_canonical_is_bitwise_the_same_committed_or_in_flight() -> None:

@@ -60,12 +60,20 @@ def query_blocks(counts: jax.Array, row: jax.Array, *, num_blocks: int, block_si
 
 
 def paged_tree_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int, tokens: PackedTokens
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: int,
+    tokens: PackedTokens,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention of packed tokens over their committed context and in-flight ancestors.
 
-    q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D]. Returns [H, D, T] in q's dtype.
-    Scores are scaled by 1/sqrt(D) and reduced in float32.
+    q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D]. window: a token sees only keys at
+    positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype. Scores are scaled
+    by 1/sqrt(D) and reduced in float32.
     """
     num_heads, head_dim, num_tokens = q.shape
     kv_heads = k.shape[0]
@@ -77,10 +85,10 @@ def paged_tree_attention(
         k_tokens, v_tokens = k.transpose(2, 0, 1), v.transpose(2, 0, 1)
         out = reference.canonical_attention(
             q_tokens, k_tokens, v_tokens, k_pool, v_pool, layer, tokens.page_table[tokens.row],
-            tokens.ctx_len[tokens.row], tokens.position, tokens.path,
+            tokens.ctx_len[tokens.row], tokens.position, tokens.path, window,
         )  # fmt: skip
     else:
-        out = _by_blocks(q_tokens, k, v, k_pool, v_pool, layer, tokens, tokens.blocks)
+        out = _by_blocks(q_tokens, k, v, k_pool, v_pool, layer, tokens, tokens.blocks, window)
     return out.transpose(1, 2, 3, 0).reshape(num_heads, head_dim, num_tokens).astype(q.dtype)
 
 
@@ -93,6 +101,7 @@ def _by_blocks(
     layer: int,
     tokens: PackedTokens,
     blocks: QueryBlocks,
+    window: int | None,
 ) -> jax.Array:
     """Context per query block, tree over the packed array, merged. q: [T, K, G, D]; returns f32[T, K, G, D]."""
     num_tokens, kv_heads, group, head_dim = q.shape
@@ -101,7 +110,8 @@ def _by_blocks(
     q_blocks = gathered.transpose(0, 2, 3, 1, 4).reshape(num_blocks, kv_heads, group * block_size, head_dim)
     occupied = jnp.any(blocks.token < num_tokens, axis=1)
     ctx_len = jnp.where(occupied, tokens.ctx_len[blocks.row], 0)
-    context = reference.context_partial(q_blocks, k_pool, v_pool, layer, tokens.page_table[blocks.row], ctx_len)
+    first = None if window is None else jnp.tile(_first_visible(tokens, blocks, window), (1, group))
+    context = reference.context_partial(q_blocks, k_pool, v_pool, layer, tokens.page_table[blocks.row], ctx_len, first)
 
     def to_tokens(x: jax.Array) -> jax.Array:
         """[B, K, G*Q, ...] -> [1, K, G*T, ...]."""
@@ -112,7 +122,17 @@ def _by_blocks(
 
     context = reference.Partial(*(to_tokens(x) for x in context))
     q_flat = q.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * num_tokens, head_dim)
-    visible = jnp.tile(tokens.mask, (group, 1))[None]
+    mask = tokens.mask
+    if window is not None:
+        mask &= tokens.position[None, :] > tokens.position[:, None] - window
+    visible = jnp.tile(mask, (group, 1))[None]
     tree = reference.inflight_partial(q_flat, k.transpose(0, 2, 1)[None], v.transpose(0, 2, 1)[None], visible)
     out = reference.merge(context, tree)[0].reshape(kv_heads, group, num_tokens, head_dim)
     return out.transpose(2, 0, 1, 3)
+
+
+def _first_visible(tokens: PackedTokens, blocks: QueryBlocks, window: int) -> jax.Array:
+    """First position that each query of each block sees, i32[B, Q]; absent queries repeat their block's first one."""
+    first = jnp.minimum(blocks.token, tokens.position.shape[0] - 1)
+    first = jnp.where(blocks.token < tokens.position.shape[0], first, first[:, :1])
+    return tokens.position[first] - window + 1

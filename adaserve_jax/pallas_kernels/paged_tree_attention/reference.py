@@ -1,7 +1,8 @@
 """The XLA implementation: online softmax over pages, then over in-flight tokens, merged by log-sum-exp.
 
-Context is visible by length, so committed pages need no mask; only in-flight tokens do. Pages beyond a context and
-slots beyond its end are never read into a result, whatever they hold (NaN included).
+Context is visible by length, and by a sliding window where there is one, so committed pages need no mask; only
+in-flight tokens do. Pages beyond a context or before the window, and slots beyond its end, are never read into a
+result, whatever they hold (NaN included).
 Axes: B query blocks, M query rows of one KV head (queries x heads per KV head), N in-flight keys, and those of
 docs/architecture (H/K heads, D head dim, S page slots, P pages, L layers).
 """
@@ -51,12 +52,21 @@ def merge(first: Partial, second: Partial) -> jax.Array:
 
 
 def context_partial(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int, page_table: jax.Array, ctx_len: jax.Array
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: int,
+    page_table: jax.Array,
+    ctx_len: jax.Array,
+    first: jax.Array | None = None,
 ) -> Partial:
-    """Attend to committed context, page by page; the trip count is the longest live context.
+    """Attend to committed context, page by page; the trip count is the longest live context, or part of it in a window.
 
-    q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B].
+    q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B]; first: i32[B, M], the
+    first position that each query row sees, None: 0.
     """
+    if first is not None:
+        return _windowed_partial(q, k_pool, v_pool, layer, page_table, ctx_len, first)
     page_size = k_pool.shape[3]
     num_live = (jnp.max(ctx_len) + page_size - 1) // page_size
     slot = jnp.arange(page_size)
@@ -68,6 +78,35 @@ def context_partial(
         values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
         scores = jnp.einsum("bkmd,bksd->bkms", q, keys, preferred_element_type=jnp.float32)
         return _absorb(state, scores, live[:, None, None, :], values)
+
+    return lax.fori_loop(0, num_live, page, _empty(q.shape))
+
+
+def _windowed_partial(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: int,
+    page_table: jax.Array,
+    ctx_len: jax.Array,
+    first: jax.Array,
+) -> Partial:
+    """`context_partial` from the page in which each block's window begins."""
+    page_size = k_pool.shape[3]
+    floor = jnp.maximum(jnp.min(first, axis=1), 0)
+    first_page = floor // page_size
+    num_live = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
+    slot = jnp.arange(page_size)
+
+    def page(index: jax.Array, state: Partial) -> Partial:
+        at_page = first_page + index
+        ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1)[:, None], axis=1)[:, 0]
+        at = at_page[:, None] * page_size + slot
+        live = (at < ctx_len[:, None]) & (at >= floor[:, None])
+        values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
+        scores = jnp.einsum("bkmd,bksd->bkms", q, k_pool[layer, ids], preferred_element_type=jnp.float32)
+        visible = live[:, None, None, :] & (at[:, None, :] >= first[:, :, None])[:, None]
+        return _absorb(state, scores, visible, values)
 
     return lax.fori_loop(0, num_live, page, _empty(q.shape))
 
@@ -89,6 +128,7 @@ def canonical_attention(
     ctx_len: jax.Array,
     position: jax.Array,
     path: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Attention whose result is bitwise the same whether a token's predecessors are committed or in flight.
 
@@ -106,6 +146,8 @@ def canonical_attention(
         at = (index * page_size + slot)[None, :]
         committed = (at < ctx_len[:, None])[:, None, :, None]
         visible = at <= position[:, None]
+        if window is not None:
+            visible &= at > position[:, None] - window
         steps = jnp.clip(at - ctx_len[:, None], 0, path.shape[1] - 1)
         source = jnp.take_along_axis(path, steps, axis=1)
         flying_k, flying_v = (x[source].transpose(0, 2, 1, 3).astype(k_pool.dtype) for x in (k, v))

@@ -1,0 +1,45 @@
+"""Conversion of a Hugging Face checkpoint into the engine's layout, which needs no fusing and no casting to load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.converted import is_converted, write_converted
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.tensors import TensorFiles
+from adaserve_jax.types import Progress
+
+DTYPES: dict[str, Any] = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
+_DTYPE_OF = {"F16": "f16", "BF16": "bf16", "F32": "f32", "F64": "f32"}
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
+
+
+def convert(source: Path, out: Path, *, dtype: str = "auto", progress: Progress | None = None) -> ModelConfig:
+    """Write `source` at `out` in the engine's layout, with every file that is not weights copied beside it.
+
+    dtype: f16, bf16, f32, or auto (that of the source's embedding). The whole model is in memory once. Raises
+    ConfigError: the source is converted already, `out` is not empty, or there is no such dtype. CheckpointError: as
+    loading.
+    """
+    if dtype not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
+    if is_converted(source):
+        raise ConfigError(f"{source} is converted already; give the Hugging Face checkpoint that it was made from")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} must be an empty or a new folder")
+    config = ModelConfig.from_folder(source)
+    if dtype == "auto":
+        dtype = _DTYPE_OF.get(TensorFiles(source).dtype_of("model.embed_tokens.weight"), "f32")
+    params = load_params(source, config, DTYPES[dtype], progress)
+    out.mkdir(parents=True, exist_ok=True)
+    write_converted(out, params)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, out / path.name)
+    return config

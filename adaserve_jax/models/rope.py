@@ -1,0 +1,174 @@
+"""Rotary frequencies, scaled for long contexts as transformers scales them. Imports no jax.
+
+Everything is rounded to f32 where transformers rounds it: models are trained with these angles, and exact ones move
+the logits by 6e-4 at position 2,000. Source: transformers/modeling_rope_utils.py.
+
+`dynamic` (NTK) has no class here. Up to max_position_embeddings it changes nothing, and longer contexts are refused by
+the limit on the context's length. Beyond it every frequency depends on the length of the whole text, so a cached key
+would have to be turned again with each new token; transformers does not do that either, so that its logits with a cache
+and without one differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaserve_jax.errors import UnsupportedModelError
+from adaserve_jax.models.settings import Settings
+
+DEFAULT_THETA = 10000.0
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_KEYS = (
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "truncate", "finetuned",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by factor."""
+
+    factor: float
+    magnitude = 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
+        return plain_frequencies(theta, head_dim) / np.float32(self.factor)
+
+    def max_position(self, trained: int) -> int:
+        return int(trained * self.factor)
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths divided by factor, short ones kept, a smooth passage between. original: tokens of context
+    before the extension."""
+
+    factor: float
+    low: float
+    high: float
+    original: int
+    magnitude = 1.0
+
+    def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
+        plain = plain_frequencies(theta, head_dim)
+        wavelength = np.float32(2 * math.pi) / plain
+        scaled = np.where(wavelength > np.float32(self.original / self.low), plain / np.float32(self.factor), plain)
+        smooth = (np.float32(self.original) / wavelength - np.float32(self.low)) / np.float32(self.high - self.low)
+        passage = (1 - smooth) * scaled / np.float32(self.factor) + smooth * scaled
+        short, long = wavelength < self.original / self.high, wavelength > self.original / self.low
+        return np.where(short | long, scaled, passage).astype(np.float32)
+
+    def max_position(self, trained: int) -> int:
+        return trained
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Pairs that turn often keep their frequency, those that turn rarely have it divided by factor, with a ramp
+    between; cos and sin are multiplied by magnitude. beta_fast, beta_slow: turns over `original` tokens at the ramp's
+    ends. truncate: round those ends outward to whole pairs."""
+
+    factor: float
+    original: int
+    magnitude: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
+        powers = _powers(theta, head_dim)
+        low, high = (self._pair(turns, theta, head_dim) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        width = high - low or 0.001
+        pairs = np.arange(head_dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(low)) / np.float32(width), 0, 1)
+        return 1 / (np.float32(self.factor) * powers) * (1 - kept) + 1 / powers * kept
+
+    def _pair(self, turns: float, theta: float, head_dim: int) -> float:
+        """The pair, not rounded, that turns so often over the original context."""
+        return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def max_position(self, trained: int) -> int:
+        return max(trained, int(self.original * self.factor))
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
+    """theta^(-2i / D), f32[D/2]: radians per token of pair i."""
+    return 1 / _powers(theta, head_dim)
+
+
+def _powers(theta: float, head_dim: int) -> np.ndarray:
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return np.power(theta, exponents, dtype=np.float64).astype(np.float32)
+
+
+def read_rope(values: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling (None: plain) of a config.json, in the spelling of transformers 5 (rope_parameters) or
+    an older one (rope_theta, rope_scaling). Raises CheckpointError, UnsupportedModelError."""
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    given = values.get(name) or {}
+    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+        raise UnsupportedModelError(f"{path}: {name} = {given!r} is not supported; one for all layers is")
+    rope = Settings(given, path, name)
+    for key in given:
+        if key not in _KEYS:
+            raise rope.unsupported(key)
+    for settings in (rope, Settings(values, path)):
+        if settings.get("partial_rotary_factor") not in (None, 1.0):
+            raise settings.unsupported("partial_rotary_factor", "only 1.0 is")
+    theta = rope.positive("rope_theta") if "rope_theta" in given else Settings(values, path).positive(
+        "rope_theta", DEFAULT_THETA
+    )  # fmt: skip
+    return theta, _scaling(rope, name, values)
+
+
+def _scaling(rope: Settings, name: str, values: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{rope.path}: {name} of type {kind!r} is not supported; use one of {', '.join(KINDS)}"
+        )
+    if kind in ("default", "dynamic"):
+        return None
+    if kind == "linear":
+        return LinearScaling(rope.positive("factor"))
+    top = Settings(values, rope.path)
+    trained = top.integer("max_position_embeddings")
+    before = "original_max_position_embeddings"
+    original = top.integer(before) if top.get(before) else rope.integer(before, default=trained)
+    if kind == "llama3":
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
+        if high <= low:
+            raise rope.wrong("high_freq_factor", high, f"above low_freq_factor ({low:g})")
+        return Llama3Scaling(rope.positive("factor"), low, high, original)
+    has_factor = "factor" not in rope.values or rope.values["factor"] is not None
+    factor = rope.positive("factor") if has_factor else trained / original
+    return YarnScaling(
+        factor, original, _yarn_magnitude(rope, factor), rope.optional("beta_fast") or 32.0,
+        rope.optional("beta_slow") or 1.0, bool(rope.get("truncate", True)),
+    )  # fmt: skip
+
+
+def _yarn_magnitude(rope: Settings, factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = rope.optional("attention_factor")
+    if given is not None:
+        return given
+    weight, weight_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if weight and weight_all:
+        return magnitude(rope.positive("mscale")) / magnitude(rope.positive("mscale_all_dim"))
+    return magnitude(1.0)

@@ -1,0 +1,64 @@
+"""Values of a checkpoint's JSON file, read with errors that name the file and the setting. Imports no jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from adaserve_jax.errors import CheckpointError, UnsupportedModelError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file. Raises CheckpointError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; expected a Hugging Face checkpoint folder with config.json, safetensors and tokenizer"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+class Settings:
+    """The values of one file. within: the name of the nested object that they come from, for messages."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, within: str = ""):
+        self.values = values
+        self.path = path
+        self._within = f"{within}." if within else ""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer >= 1; absent and null mean the default. Raises CheckpointError."""
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(name, value, "an integer >= 1")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A number above 0; the default stands for an absent key only. Raises CheckpointError."""
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+            raise self.wrong(name, value, "a number above 0")
+        return float(value)
+
+    def optional(self, name: str) -> float | None:
+        """A number above 0, or None where the key is absent or null. Raises CheckpointError."""
+        return None if self.get(name) is None else self.positive(name)
+
+    def wrong(self, name: str, value: Any, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {self._within}{name} must be {expected}, got {value!r}")
+
+    def unsupported(self, name: str, advice: str = "use a checkpoint without it") -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self.path}: {self._within}{name} = {self.get(name)!r} is not supported; {advice}"
+        )

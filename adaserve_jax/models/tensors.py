@@ -1,0 +1,122 @@
+"""The tensors of a safetensors checkpoint: found and checked by their headers, read in small blocks. Imports no jax.
+
+Files are mapped into memory for one block at a time, so that pages once read do not stay in the process: what reading
+needs beside its destination is two blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from adaserve_jax.errors import CheckpointError
+from adaserve_jax.models.settings import read_json
+
+BLOCK_BYTES = 8 << 20
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_ITEM_BYTES = 8  # of the widest type
+# Buffers that old exports carry and that the decoder computes itself.
+_COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Where a tensor lies. dtype: safetensors' name of its type."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFiles:
+    """The tensors of a checkpoint folder, one file or many. Construction reads headers only.
+
+    Raises CheckpointError: a file is missing or unreadable.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._tensors: dict[str, _Tensor] = {}
+        for path in _weight_files(folder):
+            try:
+                with safe_open(path, framework="numpy") as file:
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a dict
+                    self._tensors |= {
+                        name: _Tensor(path, tuple(found.get_shape()), found.get_dtype())
+                        for name, found in slices.items()
+                    }
+            except FileNotFoundError:
+                raise CheckpointError(f"{path} is missing; expected the checkpoint's weights in it") from None
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+
+    def check(self, expected: Mapping[str, tuple[int, ...]], optional: tuple[str, ...]) -> None:
+        """Compare names, shapes and types with what config.json says; raise CheckpointError on the first difference."""
+        missing = [name for name in expected if name not in self._tensors]
+        if missing:
+            name = missing[0]
+            raise CheckpointError(
+                f"{self.folder}: tensor {name} is missing, expected with shape {list(expected[name])}"
+                f"{_and_more(missing)}; the files and config.json do not belong together"
+            )
+        known = {*expected, *optional}
+        extra = sorted(n for n in self._tensors if n not in known and not n.endswith(_COMPUTED_SUFFIX))
+        if extra:
+            raise CheckpointError(
+                f"{self.folder}: tensor {extra[0]} is not part of a model with this config.json{_and_more(extra)}; "
+                "the files and config.json do not belong together"
+            )
+        for name, shape in expected.items():
+            found = self._tensors[name]
+            if found.shape != shape:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name} has shape {list(found.shape)}, expected {list(shape)} by config.json"
+                )
+            if found.dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{self.folder}: tensor {name} has type {found.dtype}, expected one of {', '.join(_FLOATS)}"
+                )
+
+    def dtype_of(self, name: str) -> str:
+        """safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
+        return self._tensors[name].dtype
+
+    def read_fused(self, names: tuple[str, ...], out: np.ndarray) -> None:
+        """Write the named tensors into `out`, under one another by rows, cast to its type."""
+        start = 0
+        for name in names:
+            rows = self._tensors[name].shape[0]
+            self._read(name, out[start : start + rows])
+            start += rows
+
+    def _read(self, name: str, out: np.ndarray) -> None:
+        row_bytes = _ITEM_BYTES * int(np.prod(out.shape[1:]))
+        step = max(1, BLOCK_BYTES // row_bytes)
+        for start in range(0, len(out), step):
+            stop = min(start + step, len(out))
+            with safe_open(self._tensors[name].path, framework="numpy") as file:
+                out[start:stop] = file.get_slice(name)[start:stop]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or those that the index names. A name that leaves the folder is refused."""
+    if (folder / _SINGLE_FILE).exists():
+        return [folder / _SINGLE_FILE]
+    index = folder / _INDEX_FILE
+    if not index.exists():
+        raise CheckpointError(f"{folder}: expected {_SINGLE_FILE} or {_INDEX_FILE}, found neither")
+    weight_map = read_json(index).get("weight_map")
+    names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+    if not names or any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index}: expected a weight_map from tensor names to names of files beside it")
+    return [folder / name for name in names]
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,99 @@
+"""Tiny random checkpoints of real families, written by transformers itself (torch), and what it makes of them.
+
+Weights are drawn so that attention is peaked and logits spread over a few units; with the library's own initialisation
+every difference would be hidden.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models.checkpoints import byte_tokenizer, write_tokenizer
+
+VOCABULARY = 320
+WINDOW = 48
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "bos_token_id": 0, "eos_token_id": [0, 1], "head_dim": 16,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "num_key_value_heads": 4}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama_llama3": ("Llama", {"rope_parameters": _LLAMA3}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama_yarn": ("Llama", {"rope_parameters": _YARN}),
+    "llama_yarn_mscale": (
+        "Llama", {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False, "beta_fast": 16}}
+    ),
+    "mistral": ("Mistral", {"sliding_window": WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True, "rope_parameters": _YARN | {"attention_factor": 1.3}}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3_window": (
+        "Qwen3", {
+            "use_sliding_window": True, "sliding_window": WINDOW, "attention_bias": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}  # fmt: skip
+"""Class and configuration by name. head_dim is not hidden_size / num_attention_heads."""
+
+
+def write_family(folder: Path, name: str, *, seed: int = 0, shards: bool = False) -> Path:
+    """Let transformers write the checkpoint, with a tokenizer beside it; return the folder."""
+    import torch
+    import transformers
+
+    family, overrides = FAMILIES[name]
+    config = getattr(transformers, f"{family}Config")(**(_SIZES | overrides))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("norm.weight"):
+                    parameter.uniform_(0.5, 1.5)
+                elif parameter_name.endswith("bias"):
+                    parameter.normal_(0, 0.5)
+                else:
+                    parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder, max_shard_size="40KB" if shards else "5GB")
+    write_tokenizer(folder, byte_tokenizer())
+    return folder
+
+
+def torch_model(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def torch_logits(model: Any, tokens: list[int] | np.ndarray) -> np.ndarray:
+    """f32[T, V]: row i is what a text of i + 1 tokens gives."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.as_tensor(np.asarray(tokens))[None], use_cache=False).logits[0].numpy()
+
+
+def torch_greedy(model: Any, tokens: list[int], count: int) -> list[int]:
+    """The next `count` tokens that transformers' generate gives, whatever ends a text."""
+    import torch
+
+    with torch.no_grad():
+        out = model.generate(
+            torch.as_tensor([tokens]), attention_mask=torch.ones((1, len(tokens)), dtype=torch.long),
+            do_sample=False, max_new_tokens=count, min_new_tokens=count, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return out[0, len(tokens) :].tolist()
