@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--modes", default="deterministic,default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    commit = source_commit()  # of the code that runs, whatever is committed meanwhile
     texts, margins = prompts(options.prompts), Margins()
     results = []
     for mode in options.modes.split(","):
@@ -127,7 +128,7 @@ def main() -> None:
             if llm.stats().compiles_after_ready:
                 raise SystemExit(f"{llm.stats().compiles_after_ready} programs were compiled after ready")
     report = {
-        "commit": source_commit(),
+        "commit": commit,
         "machine": machine_name(),
         "prompts": options.prompts,
         "tokens_each": options.tokens,
