@@ -36,7 +36,7 @@ class CostTable:
         self._steps = 0
         self._verify_drift = 1.0
         self._draft_drift = 1.0
-        self._overhead_s = 0.0
+        self._overhead_s = {False: 0.0, True: 0.0}  # by whether the step drafts
         self.baseline_s = float(self._sample[0, 0])
         """Seconds of one token of one request, without speculation, as measured at warm-up."""
         self._catchup_tokens = sorted(samples.catchup_s)
@@ -52,10 +52,12 @@ class CostTable:
         """Most catch-up tokens of one step: the largest size that was timed, else the largest token edge."""
         return self._catchup_tokens[-1] if self._catchup_tokens else self._edges[-1]
 
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of a step outside draft and verification, averaged."""
-        return self._overhead_s
+    def overhead_s(self, drafting: bool) -> float:
+        """Seconds of a step outside draft and verification, averaged over the steps that draft, or that do not.
+
+        A kind that was never seen counts as free, so that it is tried.
+        """
+        return self._overhead_s[drafting]
 
     def verify_s(self, rows: int) -> np.ndarray:
         """f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""
@@ -85,14 +87,15 @@ class CostTable:
         edge = bisect_left(self._edges, outcome.bucket)
         if outcome.verify_s > 0 and edge < len(self._edges):
             self._observe_verify(edge, _bucket(self._row_buckets, plan.num_rows), outcome.verify_s)
-        if plan.draft is not None and plan.draft.depth and outcome.draft_s > 0:
+        drafting = plan.draft is not None and plan.draft.depth > 0
+        if plan.draft is not None and drafting and outcome.draft_s > 0:
             predicted = self.catchup_s(int(plan.draft.catchup_counts.sum()))
             predicted += plan.draft.depth * float(self.level_s(plan.num_rows)[plan.draft.width - 1])
             if predicted > 0:
                 ratio = min(max(outcome.draft_s / predicted, 1 / OUTLIER), OUTLIER)
                 self._draft_drift *= 1 + ENTRY_RATE * (ratio - 1)
         overhead_s = min(max(step_s - outcome.draft_s - outcome.verify_s, 0.0), OUTLIER * self.baseline_s)
-        self._overhead_s += DRIFT_RATE * (overhead_s - self._overhead_s)
+        self._overhead_s[drafting] += DRIFT_RATE * (overhead_s - self._overhead_s[drafting])
 
     def _observe_verify(self, edge: int, rows: int, seconds: float) -> None:
         predicted = self._blend()[edge, rows]

@@ -103,7 +103,8 @@ class JointController:
         depth, width = self._shapes.depth[:options], self._shapes.width[:options]
         draft_s = depth * self._cost.level_s(all_rows)[np.maximum(width, 1) - 1]
         draft_s = draft_s + np.where(depth > 0, self._catchup_s(load, int(edges[-1])), 0.0)
-        return edges, draft_s[:, None] + verify_s[None, :] + self._cost.overhead_s
+        draft_s = draft_s + np.where(depth > 0, self._cost.overhead_s(True), self._cost.overhead_s(False))
+        return edges, draft_s[:, None] + verify_s[None, :]
 
     def _catchup_s(self, load: Load, most_tokens: int) -> float:
         """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
