@@ -21,6 +21,9 @@ LEAST = {
     "max_tree_tokens": 0,
     "max_slo_nodes": 0,
     "seed": 0,
+    "tp": 1,
+    "num_processes": 1,
+    "process_id": 0,
 }
 """Integers and their least values; 0 means "auto", or off, where it is allowed."""
 LEAST_CONTEXT = 8
@@ -54,9 +57,13 @@ class EngineConfig:
     dtype: str = "auto"
     compile_cache: str | None = None
     seed: int = 0
+    tp: int = 1
+    coordinator: str | None = None
+    num_processes: int = 1
+    process_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("target", "draft", "compile_cache"):
+        for name in ("target", "draft", "compile_cache", "coordinator"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
@@ -79,6 +86,14 @@ class EngineConfig:
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
+        if self.num_processes == 1:
+            self._check(self.coordinator is None, "coordinator", "none while num_processes is 1")
+        else:
+            self._check(is_address(self.coordinator), "coordinator", "host:port of process 0 where num_processes > 1")
+        self._check(self.process_id < self.num_processes, "process_id", f"below num_processes ({self.num_processes})")
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
         if not ok:
@@ -92,6 +107,12 @@ class EngineConfig:
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
         return cls(**values)
+
+
+def is_address(value: object) -> bool:
+    """Whether a value is "host:port"; the port after it is used too."""
+    host, _, port = str(value).rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65535
 
 
 def _is_integer(value: object, least: int) -> bool:
@@ -119,4 +140,8 @@ FIELD_HELP: dict[str, str] = {
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
+    "tp": "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",
+    "coordinator": "host:port of process 0, where several processes hold the devices; the port after it is used too",
+    "num_processes": "processes that hold the devices together, usually one per host",
+    "process_id": "which of them this is; process 0 serves, the others run `adaserve follow`",
 }

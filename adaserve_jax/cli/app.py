@@ -12,6 +12,7 @@ import typer
 import adaserve_jax
 from adaserve_jax.cli.bench import bench
 from adaserve_jax.cli.convert import convert
+from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.serve import serve
@@ -45,6 +46,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(grow)
 app.command()(convert)
+app.command()(follow)
 app.command("version")(show_version)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.types import Progress
 
 WEIGHTS_FOLDER = "weights"
 GROUP_BYTES = 64 << 20
+_LEVEL = "-"
 _MARKER = "_METADATA"  # orbax writes it into every checkpoint
 
 
@@ -23,10 +23,8 @@ def is_converted(folder: Path) -> bool:
     return (folder / WEIGHTS_FOLDER / _MARKER).is_file()
 
 
-def read_converted(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any, progress: Progress | None = None
-) -> dict[str, jax.Array]:
-    """All weights by name, cast to dtype, on the first device.
+def read_converted(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> Iterator[tuple[str, jax.Array]]:
+    """All weights by name, cast to dtype, on this process's first device.
 
     Raises CheckpointError: a weight is missing, not asked for, or of another shape than config.json says.
     """
@@ -34,17 +32,14 @@ def read_converted(
 
     path = (folder / WEIGHTS_FOLDER).absolute()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params: dict[str, jax.Array] = {}
     with ocp.Checkpointer(_handler()) as checkpointer:
         _check(folder, checkpointer.metadata(path).item_metadata.tree, shapes)
         for names in _groups(shapes, jnp.dtype(dtype).itemsize):
-            wanted = {name: jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding) for name in names}
-            options = {name: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for name in names}
+            wanted = {_stored(name): jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding) for name in names}
+            options = {stored: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for stored in wanted}
             arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
-            params |= jax.block_until_ready(checkpointer.restore(path, args=arguments))
-            if progress is not None:
-                progress("loading", len(params), len(shapes))
-    return params
+            read = jax.block_until_ready(checkpointer.restore(path, args=arguments))
+            yield from ((name, read[_stored(name)]) for name in names)
 
 
 def _groups(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> list[list[str]]:
@@ -66,7 +61,15 @@ def write_converted(folder: Path, params: Mapping[str, jax.Array]) -> None:
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(_handler()) as checkpointer:
-        checkpointer.save((folder / WEIGHTS_FOLDER).absolute(), args=ocp.args.PyTreeSave(dict(params)))
+        checkpointer.save(
+            (folder / WEIGHTS_FOLDER).absolute(),
+            args=ocp.args.PyTreeSave({_stored(name): weight for name, weight in params.items()}),
+        )
+
+
+def _stored(name: str) -> str:
+    """The name of a weight in the files: orbax takes dots for levels, and a weight cannot stand above its bias."""
+    return name.replace(".", _LEVEL)
 
 
 def _handler() -> Any:
@@ -77,6 +80,7 @@ def _handler() -> Any:
 
 
 def _check(folder: Path, found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    found = {stored.replace(_LEVEL, "."): weight for stored, weight in found.items()}
     differing = [
         f"weight {name} has shape {list(found[name].shape)}, expected {list(shape)} by config.json"
         if name in found

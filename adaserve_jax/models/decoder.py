@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.rope import plain_frequencies
 
 Params = dict[str, jax.Array]
@@ -40,22 +41,27 @@ def init_params(config: ModelConfig, seed: int, dtype: Any = jnp.float32) -> Par
     return jax.jit(create)()
 
 
-def decode(params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+def decode(
+    params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
+    partition: Partition = WHOLE,
+) -> jax.Array:  # fmt: skip
     """Run all layers and the final norm. tokens, positions: i32[T]. Returns f[d, T] in the weights' type.
 
     Pure; call it inside `jax.jit`. The order of tokens has no meaning here: only `positions` (rotary) and `attend` do.
+    partition: of the weights over devices; then params and config are those of one device, the call stands inside
+    `jax.shard_map`, `attend` sees this device's heads, and the result is whole.
     """
-    return _merge(params, config)(tokens, positions, attend)
+    return _merge(params, config, partition)(tokens, positions, attend)
 
 
-def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Partition = WHOLE) -> jax.Array:
     """Scores over the vocabulary for chosen columns of `decode`'s result. hidden: f[d, S]. Returns f32[S, V]."""
-    return _merge(params, config).logits(hidden)
+    return _merge(params, config, partition).logits(hidden)
 
 
 def param_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """(shape, logical axis names) of each weight by name; the names are what a mesh rule maps to mesh axes."""
-    _, state = _abstract(config)
+    _, state = _abstract(config, WHOLE)
     return {
         _name(path): (variable.shape, variable.get_metadata()["logical_axes"])
         for path, variable in nnx.to_flat_state(state)
@@ -73,10 +79,15 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), logical_axes=axes[:1]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        return self.biased(self.product(x))
+
+    def product(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        out = jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
-        return out if self.bias is None else out + self.bias[...].astype(jnp.float32)[:, None]
+        return jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+    def biased(self, product: jax.Array) -> jax.Array:
+        return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]
 
 
 class RMSNorm(nnx.Module):
@@ -95,8 +106,9 @@ class Layer(nnx.Module):
     """Attention and SwiGLU, each behind a norm and added to the stream. Query, key and value are one product, gate
     and up another: fewer and larger products are faster below 16 tokens, and fewer arrays are cheaper to dispatch."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition):
         d, inner = config.hidden_size, config.intermediate_size
+        self.partition = partition
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.attn_norm = RMSNorm(d, config.rms_norm_eps, dtype)
         self.qkv = Linear(
@@ -104,10 +116,10 @@ class Layer(nnx.Module):
         )  # fmt: skip
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, dtype, "head_dim") if config.qk_norm else None
-        self.out = Linear(d, config.q_size, ("embed", "heads"), rngs, dtype, bias=config.out_bias)
+        self.out = Linear(d, config.q_size, ("residual", "heads"), rngs, dtype, bias=config.out_bias)
         self.mlp_norm = RMSNorm(d, config.rms_norm_eps, dtype)
         self.gate_up = Linear(2 * inner, d, ("gate_up", "embed"), rngs, dtype, bias=config.mlp_bias)
-        self.down = Linear(d, inner, ("embed", "mlp"), rngs, dtype, bias=config.mlp_bias)
+        self.down = Linear(d, inner, ("residual", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend) -> jax.Array:
         dtype = self.qkv.weight[...].dtype
@@ -116,9 +128,9 @@ class Layer(nnx.Module):
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
         queries, keys, values = _as_laid_out((rotated[: self.heads], rotated[self.heads :], values))
         mixed = _as_laid_out(attend(layer, queries, keys, values))
-        x = x + self.out(mixed.reshape(self.heads * self.head_dim, -1))
+        x = x + self.partition.to_stream(self.out, mixed.reshape(self.heads * self.head_dim, -1))
         gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2)
-        return x + self.down(jax.nn.silu(gate) * up)
+        return x + self.partition.to_stream(self.down, jax.nn.silu(gate) * up)
 
     def _normed(self, queries_keys: jax.Array) -> jax.Array:
         """f32[H + K, D, T], each head normalised where the model does that."""
@@ -131,10 +143,11 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """The whole model. Called with tokens and positions i32[T]; returns f[d, T] after the final norm."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, dtype: Any, partition: Partition = WHOLE):
         self.config = config
+        self.partition = partition
         self.embed = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
-        self.layers = nnx.List([Layer(config, rngs, dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List([Layer(config, rngs, dtype, partition) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_embeddings:
             self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
@@ -142,14 +155,14 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         weight = self.embed.weight[...]
         rotary = _rotary(positions, self.config)
-        x = weight[tokens].T.astype(jnp.float32)
+        x = self.partition.look_up(weight, tokens).T.astype(jnp.float32)
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, index, attend)
         return self.norm(x).astype(weight.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         head = self.embed if self.config.tie_embeddings else self.head
-        return _as_laid_out(head(hidden)).T
+        return self.partition.join_vocabulary(_as_laid_out(head(hidden))).T
 
 
 def _as_laid_out(x: Any) -> Any:
@@ -184,12 +197,12 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=32)
-def _abstract(config: ModelConfig) -> tuple[Any, Any]:
+def _abstract(config: ModelConfig, partition: Partition) -> tuple[Any, Any]:
     """Structure and abstract weights of a model; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32)))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32, partition)))
 
 
-def _merge(params: Params, config: ModelConfig) -> Decoder:
-    graphdef, state = _abstract(config)
+def _merge(params: Params, config: ModelConfig, partition: Partition) -> Decoder:
+    graphdef, state = _abstract(config, partition)
     weights = {path: variable.replace(params[_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, nnx.from_flat_state(weights))

@@ -6,6 +6,8 @@ Nothing is read before every tensor's name and shape has been checked against co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +18,93 @@ import numpy as np
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.converted import is_converted, read_converted
 from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tensors import TensorFiles
 from adaserve_jax.types import Progress
 
+ReadRows = Callable[[tuple[int, int], slice, np.ndarray], None]
+"""read(rows [start, stop), columns, out): a part of a fused weight of one device, cast to out's type."""
 _ALIGNMENT = 64  # bytes; what XLA wants of a host buffer that it takes over without copying
 
 
 def load_params(
-    folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32, progress: Progress | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
 ) -> Params:
-    """Read all weights, cast to dtype, fused as the decoder wants them.
+    """Read all weights, cast to dtype, fused as the decoder wants them, each shard straight to its device.
 
-    Beside the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the
-    buffer that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
+    placement: where the model lies; None: the first device. A process reads the shards of its own devices only. Beside
+    the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the buffer
+    that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
     progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
     than config.json says.
     """
-    folder = Path(folder)
-    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
-    if is_converted(folder):
-        return read_converted(folder, shapes, dtype, progress)
-    sources = {name: hf_tensors(name, config) for name in shapes}
+    folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
+    specs = param_specs(placement.partition.whole(config))
+    params: Params = {}
+    for name, weight in _converted(folder, config, dtype) if is_converted(folder) else _fused(folder, config):
+        if isinstance(weight, jax.Array) and placement.mesh is None:
+            params[name] = weight
+        else:
+            read = partial(_read_array, np.asarray(weight)) if isinstance(weight, jax.Array) else weight
+            params[name] = _place(read, *specs[name], config, placement, dtype)
+        if progress is not None:
+            progress("loading", len(params), len(specs))
+    return params
+
+
+def _fused(folder: Path, config: ModelConfig) -> Iterator[tuple[str, ReadRows]]:
+    """What reads each weight from safetensors, once all of them are checked."""
+    sources = {name: hf_tensors(name, config) for name in param_specs(config)}
     files = TensorFiles(folder)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
     )
-    params = {}
-    for name, shape in shapes.items():
-        params[name] = _to_device(files, tuple(sources[name]), shape, dtype)
-        if progress is not None:
-            progress("loading", len(params), len(shapes))
-    return params
+    for name, tensors in sources.items():
+        yield name, partial(files.read_rows, tuple(tensors))
 
 
-def _to_device(files: TensorFiles, tensors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    buffer = _aligned_buffer(shape, jnp.dtype(dtype))
-    files.read_fused(tensors, buffer)
-    return jax.block_until_ready(jax.device_put(buffer))
+def _converted(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, jax.Array]]:
+    return read_converted(folder, {name: shape for name, (shape, _) in param_specs(config).items()}, dtype)
+
+
+def _read_array(weight: np.ndarray, rows: tuple[int, int], columns: slice, out: np.ndarray) -> None:
+    out[...] = weight[slice(*rows)] if weight.ndim == 1 else weight[slice(*rows), columns]
+
+
+def _place(
+    read: ReadRows, shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, placement: Placement,
+    dtype: np.dtype,
+) -> jax.Array:  # fmt: skip
+    """The global array of a weight, each of this process's shards read into a buffer of its own. shape, axes: of
+    `param_specs` for the whole model of the partition."""
+    partition = placement.partition
+    axis = partition.split_axis(axes)
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        number, rows, columns = 0, ((0, shape[0]),), slice(None)
+        local = list(shape)
+        if axis is not None:
+            local[axis] //= partition.ways
+            number = (index[axis].start or 0) // local[axis]
+        if axis == 0:
+            rows = partition.rows_of(axes[0], shape[0], config, number)
+        elif axis == 1:
+            columns = index[1]
+        buffer = _aligned_buffer(tuple(local), dtype)
+        start = 0
+        for first, last in rows:
+            read((first, last), columns, buffer[start : start + last - first])
+            start += last - first
+        return buffer
+
+    sharding = placement.sharding(placement.spec(axis))
+    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, shard))
 
 
 def _aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -87,21 +87,28 @@ class TensorFiles:
         """safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
         return self._tensors[name].dtype
 
-    def read_fused(self, names: tuple[str, ...], out: np.ndarray) -> None:
-        """Write the named tensors into `out`, under one another by rows, cast to its type."""
-        start = 0
+    def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: np.ndarray) -> None:
+        """Write rows [start, stop) of the named tensors, under one another, into `out`, cast to its type. columns: of
+        tensors of two axes."""
+        start, stop = rows
+        first = 0
         for name in names:
-            rows = self._tensors[name].shape[0]
-            self._read(name, out[start : start + rows])
-            start += rows
+            last = first + self._tensors[name].shape[0]
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                self._read(name, low - first, columns, out[low - start : high - start])
+            first = last
 
-    def _read(self, name: str, out: np.ndarray) -> None:
+    def _read(self, name: str, first: int, columns: slice, out: np.ndarray) -> None:
+        tensor = self._tensors[name]
         row_bytes = _ITEM_BYTES * int(np.prod(out.shape[1:]))
         step = max(1, BLOCK_BYTES // row_bytes)
         for start in range(0, len(out), step):
             stop = min(start + step, len(out))
-            with safe_open(self._tensors[name].path, framework="numpy") as file:
-                out[start:stop] = file.get_slice(name)[start:stop]
+            with safe_open(tensor.path, framework="numpy") as file:
+                found = file.get_slice(name)
+                part = slice(first + start, first + stop)
+                out[start:stop] = found[part] if len(tensor.shape) == 1 else found[part, columns]
 
 
 def _weight_files(folder: Path) -> list[Path]:

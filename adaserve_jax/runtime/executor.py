@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +16,17 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
-from adaserve_jax.runtime.compiling import CompileCounter, compile_all, default_cache_folder, use_compile_cache
+from adaserve_jax.runtime import hosts
+from adaserve_jax.runtime.compiling import (
+    CompileCounter,
+    Declared,
+    compile_all,
+    default_cache_folder,
+    use_compile_cache,
+)
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.runtime.model import DeviceModel, Role
-from adaserve_jax.runtime.packing import pack_verify
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.packing import PackedStep, pack_verify
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.runtime.timing import measure
@@ -31,13 +40,15 @@ class ModelExecutor:
     """Implements `types.Executor` with one target and at most one drafter. One step at a time."""
 
     def __init__(
-        self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None
-    ) -> None:
+        self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None,
+        followers: hosts.Followers | None = None,
+    ) -> None:  # fmt: skip
         self.resolved = resolved
         self.target_folder = target_folder
         self.target = target
         self.local_drafter = drafter
         self.drafter: Drafter | None = drafter
+        self._followers = followers
         self._counter = CompileCounter()
         self._draft_s = self._draft_wait_s = 0.0
 
@@ -51,8 +62,7 @@ class ModelExecutor:
 
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
         """Compile everything, then run and time each program."""
-        verify = partial(self.target.programs.verify, max_depth=self.limits.max_depth)
-        declared = self.target.declare_forward(verify)
+        declared = declare_target(self.target, self.limits)
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
         compiled = compile_all(declared, progress)
@@ -101,53 +111,113 @@ class ModelExecutor:
         self.target.close()
         if self.local_drafter is not None:
             self.local_drafter.model.close()
+        if self._followers is not None:
+            self._followers.close()
+            hosts.leave()
 
 
 def load_executor(config: EngineConfig, progress: Progress | None = None) -> ModelExecutor:
-    """Load the models and size everything; nothing is compiled yet. Raises CheckpointError, ConfigError."""
+    """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
+
+    Raises CheckpointError, ConfigError.
+    """
+    if config.process_id:
+        raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
+    if config.num_processes == 1:
+        return _load(config, progress, None)
+    followers = hosts.Followers(config)
+    try:
+        hosts.join(config)
+        return _load(config, progress, followers)
+    except BaseException:
+        followers.close()
+        hosts.leave()
+        raise
+
+
+def _load(config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None) -> ModelExecutor:
+    pair = find_pair(config)
+    resolved = resolve(config, pair.target, pair.draft)
+    if followers is not None:
+        followers.tell(resolved.config)
+    target = load_target(pair, resolved, progress, None if followers is None else followers.announce)
+    return ModelExecutor(resolved, pair.target_folder, target, _load_drafter(pair, resolved, progress), followers)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The checkpoints of an engine, before their weights are read."""
+
+    target_folder: Path
+    target: ModelConfig
+    draft_folder: Path | None
+    draft: ModelConfig | None
+
+
+def find_pair(config: EngineConfig) -> Pair:
+    """Read the configurations, and hold the vocabularies against each other. Raises CheckpointError."""
     target_folder = resolve_folder(config.target, "target")
-    target_config = ModelConfig.from_folder(target_folder)
+    target = ModelConfig.from_folder(target_folder)
     tokenizer = Tokenizer.from_folder(target_folder)
-    if tokenizer.vocab_size > target_config.vocab_size:
+    if tokenizer.vocab_size > target.vocab_size:
         raise CheckpointError(
             f"{target_folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only "
-            f"{target_config.vocab_size}; use the tokenizer that belongs to the model"
+            f"{target.vocab_size}; use the tokenizer that belongs to the model"
         )
     if config.draft is None:
-        resolved = resolve(config, target_config, None)
-        return ModelExecutor(
-            resolved, target_folder, _device_model("target", target_folder, target_config, resolved, progress), None
-        )
+        return Pair(target_folder, target, None, None)
     draft_folder = resolve_folder(config.draft, "draft")
-    draft_config = ModelConfig.from_folder(draft_folder)
+    draft = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
-    resolved = resolve(config, target_config, draft_config)
-    target = _device_model("target", target_folder, target_config, resolved, progress)
-    drafter = LocalDrafter(
-        _device_model("draft", draft_folder, draft_config, resolved, progress),
-        load_acceptance_table(_calibration_file(draft_folder)),
-        max_depth=resolved.limits.max_depth,
-        widths=resolved.search_widths,
-    )
-    return ModelExecutor(resolved, target_folder, target, drafter)
+    return Pair(target_folder, target, draft_folder, draft)
 
 
-def _device_model(
-    role: Role, folder: Path, config: ModelConfig, resolved: Resolved, progress: Progress | None
+def load_target(
+    pair: Pair, resolved: Resolved, progress: Progress | None, announce: Callable[[PackedStep], None] | None = None
 ) -> DeviceModel:
-    limits = resolved.limits
-    is_target = role == "target"
+    """The target on its devices; in each of several processes, the part that lies on its own."""
+    partition, limits = resolved.placement.partition, resolved.limits
+    programs = ModelPrograms(
+        partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition
+    )
     return DeviceModel(
-        role,
-        config,
-        load_params(folder, config, resolved.dtype, progress),
-        ModelPrograms(config, limits.max_pages_per_request, canonical=is_target and resolved.config.deterministic),
-        resolved.verify_buckets if is_target else resolved.catchup_buckets,
+        "target",
+        pair.target,
+        load_params(pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement),
+        programs,
+        resolved.verify_buckets,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        dtype=resolved.dtype,
+        placement=resolved.placement,
+        announce=announce,
+    )
+
+
+def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
+    """The verify program for every bucket, and its commits."""
+    return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth))
+
+
+def _load_drafter(pair: Pair, resolved: Resolved, progress: Progress | None) -> LocalDrafter | None:
+    """The draft on the first device, wherever the target lies: it is small, and exchanges would cost more than they
+    save."""
+    if pair.draft is None or pair.draft_folder is None:
+        return None
+    limits = resolved.limits
+    model = DeviceModel(
+        "draft",
+        pair.draft,
+        load_params(pair.draft_folder, pair.draft, resolved.dtype, progress),
+        ModelPrograms(pair.draft, limits.max_pages_per_request),
+        resolved.catchup_buckets,
         num_pages=limits.num_pages,
         page_size=limits.page_size,
         dtype=resolved.dtype,
     )
+    table = load_acceptance_table(_calibration_file(pair.draft_folder))
+    return LocalDrafter(model, table, max_depth=limits.max_depth, widths=resolved.search_widths)
 
 
 def _calibration_file(draft_folder: Path) -> Path:

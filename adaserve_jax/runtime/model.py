@@ -3,73 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.compiling import Declared
 from adaserve_jax.runtime.packing import PackedStep, step_layout
-from adaserve_jax.runtime.programs import InFlight, ModelPrograms, commit, new_pools
+from adaserve_jax.runtime.programs import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, ModelPrograms, Pools, commit, new_pools
 
 Role = Literal["target", "draft"]
 
 
 class DeviceModel:
-    """Owns one model's weights and KV pools. Not thread-safe: one step at a time."""
+    """Owns one model's weights and KV pools. Not thread-safe: one step at a time.
+
+    config: of the whole model; programs: of one device's part of it; params: as `load_params` places them; announce:
+    called with every step before it runs, where other processes must run it too.
+    """
 
     def __init__(
         self, role: Role, config: ModelConfig, params: Params, programs: ModelPrograms, buckets: BucketSet,
-        *, num_pages: int, page_size: int, dtype: jnp.dtype,
+        *, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement | None = None,
+        announce: Callable[[PackedStep], None] | None = None,
     ) -> None:  # fmt: skip
         self.role = role
         self.config = config
         self.params = params
         self.programs = programs
         self.buckets = buckets
-        self.pools = new_pools(config, num_pages, page_size, dtype)
+        self.placement = placement or Placement.on_one()
+        self.whole = programs.partition.whole(config)
+        self.pools = new_pools(self.whole, num_pages, page_size, dtype, self.placement)
         self.compiled: dict[tuple[Any, ...], Callable] = {}
+        self._announce = announce
 
     def declare_forward(self, function: Callable) -> list[Declared]:
-        """The packed forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits."""
+        """The packed forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits. The
+        function's own result must be whole on every device."""
+        place = self.placement
+        inputs, in_flight_specs = self._specs()
         declared, in_flight_by_tokens = [], {}
         for bucket in self.buckets.all():
-            jitted = jax.jit(function, static_argnames="bucket")
-            packed = jax.ShapeDtypeStruct((step_layout(bucket, self.programs.max_pages).size,), jnp.int32)
-            arguments = (self.params, self.pools, packed)
-            declared.append(Declared((self.role, bucket), _Bound(jitted, bucket), arguments))
-            in_flight_by_tokens[bucket.tokens] = self._abstract_in_flight(bucket.tokens)
-        committing = jax.jit(commit, donate_argnums=0)
+            program = place.spmd(partial(function, bucket=bucket), inputs, (EVERYWHERE, in_flight_specs))
+            packed = place.abstract((step_layout(bucket, self.programs.max_pages).size,), jnp.int32)
+            declared.append(Declared((self.role, bucket), jax.jit(program), (self.params, self.pools, packed)))
+            in_flight_by_tokens[bucket.tokens] = self._abstract_in_flight(bucket.tokens, in_flight_specs)
+        pool_specs = inputs[1]
+        committing = jax.jit(place.spmd(commit, (pool_specs, in_flight_specs), pool_specs), donate_argnums=0)
         for tokens, in_flight in in_flight_by_tokens.items():
             declared.append(Declared((self.role, "commit", tokens), committing, (self.pools, in_flight)))
         return declared
 
     def run(self, step: PackedStep) -> Any:
         """Run the packed forward, then commit what it keeps; returns the program's own result, on the device."""
+        if self._announce is not None:
+            self._announce(step)
         result, in_flight = self.compiled[self.role, step.bucket](self.params, self.pools, step.packed)
         self.pools = self.compiled[self.role, "commit", step.bucket.tokens](self.pools, in_flight)
+        if self.placement.blocks:
+            jax.block_until_ready((result, self.pools))
         return result
 
-    def _abstract_in_flight(self, tokens: int) -> InFlight:
-        shape = (self.config.num_layers, tokens, self.config.num_kv_heads, self.config.head_dim)
-        new: Any = jax.ShapeDtypeStruct(shape, self.pools.k.dtype)
-        index: Any = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-        return InFlight(new, new, index, index)
+    def _specs(self) -> tuple[Any, InFlight]:
+        """How (params, pools, packed) and the in-flight K/V lie on the devices."""
+        place, split = self.placement, self.programs.partition.split_axis
+        params = {name: place.spec(split(axes)) for name, (_, axes) in param_specs(self.whole).items()}
+        pools = Pools(place.spec(POOL_HEADS), place.spec(POOL_HEADS))
+        heads = place.spec(IN_FLIGHT_HEADS)
+        return (params, pools, EVERYWHERE), InFlight(heads, heads, EVERYWHERE, EVERYWHERE)
+
+    def _abstract_in_flight(self, tokens: int, specs: InFlight) -> InFlight:
+        shape = (self.config.num_layers, tokens, self.whole.num_kv_heads, self.config.head_dim)
+        shapes = (shape, shape, (tokens,), (tokens,))
+        dtypes = (self.pools.k.dtype, self.pools.v.dtype, jnp.int32, jnp.int32)
+        return InFlight(*(self.placement.abstract(*of) for of in zip(shapes, dtypes, specs, strict=True)))
 
     def close(self) -> None:
         for leaf in jax.tree.leaves((self.params, self.pools)):
             leaf.delete()
         self.compiled.clear()
-
-
-class _Bound:
-    """A jitted function with its bucket filled in, so that it lowers like any other."""
-
-    def __init__(self, jitted: Any, bucket: Any):
-        self._jitted, self._bucket = jitted, bucket
-
-    def lower(self, *arguments: Any) -> Any:
-        return self._jitted.lower(*arguments, bucket=self._bucket)

@@ -16,6 +16,8 @@ from jax import lax
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
+from adaserve_jax.models.partition import WHOLE, Partition
+from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.paged_tree_attention import reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import PackedTokens, paged_tree_attention, query_blocks
 from adaserve_jax.runtime.buckets import Bucket
@@ -42,6 +44,11 @@ class Pools(NamedTuple):
         return self.k.shape[1]
 
 
+POOL_HEADS = 2
+IN_FLIGHT_HEADS = 2
+"""The axis of KV heads in a pool, and in a step's in-flight K/V."""
+
+
 class InFlight(NamedTuple):
     """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = P for tokens that are
     not kept."""
@@ -60,18 +67,22 @@ class Forward(NamedTuple):
     new_v: jax.Array
 
 
-def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pools:
+def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement) -> Pools:
+    """Empty pools of the whole model, divided by heads where it lies on several devices."""
     shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
-    return Pools(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    spec = placement.spec(POOL_HEADS)
+    return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec))
 
 
 @dataclass(frozen=True)
 class ModelPrograms:
-    """The programs of one model. canonical: attend in the order of the deterministic mode."""
+    """The programs of one model, as one device runs them. config: that device's part of the model; partition: how it
+    belongs to the whole; canonical: attend in the order of the deterministic mode."""
 
     config: ModelConfig
     max_pages: int
     canonical: bool = False
+    partition: Partition = WHOLE
 
     def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
         """Run the model over packed tokens. fields: of `step_layout`."""
@@ -83,9 +94,11 @@ class ModelPrograms:
             k, v = k.astype(pools.k.dtype), v.astype(pools.v.dtype)
             new_k.append(k.transpose(2, 0, 1))
             new_v.append(v.transpose(2, 0, 1))
-            return paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer))
+            q = self.partition.with_copies(q, k.shape[0])
+            mixed = paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer))
+            return self.partition.without_copies(mixed, k.shape[0])
 
-        hidden = decode(params, self.config, fields["token"], fields["position"], attend)
+        hidden = decode(params, self.config, fields["token"], fields["position"], attend, self.partition)
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
@@ -103,7 +116,7 @@ class ModelPrograms:
     def sampled_logits(self, params: Params, forward: Forward, sampled: jax.Array) -> jax.Array:
         """f32[N, V] at packed positions `sampled` (those past the array read the last position)."""
         columns = jnp.minimum(sampled, forward.hidden.shape[1] - 1)
-        return logits(params, self.config, forward.hidden[:, columns])
+        return logits(params, self.config, forward.hidden[:, columns], self.partition)
 
     def in_flight(self, pools: Pools, fields: dict[str, jax.Array], forward: Forward, keep: jax.Array) -> InFlight:
         """Where each kept token's K/V goes: the page and slot of its position. keep: bool[T]."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.partition import Partition
+from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.types import Limits
 
@@ -20,7 +21,7 @@ DEVICE_KV_SHARE = 0.5  # share of a GPU's or TPU's memory that auto sizing gives
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration without "auto", and the buckets and limits that follow from it."""
+    """A configuration without "auto", and the buckets and limits that follow from it. placement: of the target."""
 
     config: EngineConfig
     limits: Limits
@@ -28,6 +29,7 @@ class Resolved:
     catchup_buckets: BucketSet
     search_widths: tuple[int, ...]
     dtype: jnp.dtype
+    placement: Placement
 
 
 def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None) -> Resolved:
@@ -54,7 +56,8 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
             "verifies one token; raise max_tree_tokens and max_batch_tokens or lower max_requests"
         )
     dtype = jnp.dtype(jnp.float32 if config.dtype == "f32" else jnp.bfloat16)
-    pages = config.num_pages or _auto_pages(config, [m for m in (target, draft) if m is not None], dtype, device)
+    placement = _placement(config, target)
+    pages = config.num_pages or _auto_pages(config, target, draft, dtype, placement)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
@@ -70,6 +73,7 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         catchup_buckets=BucketSet(catchup, rows, None),
         search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
         dtype=dtype,
+        placement=placement,
     )
 
 
@@ -112,12 +116,35 @@ def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*edges[1::2], edges[-1]}))
 
 
-def _auto_pages(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, device: Any) -> int:
-    """Pages for every request at full length, capped by memory."""
-    page_bytes = sum(2 * m.num_layers * m.kv_size * config.page_size * dtype.itemsize for m in models)
-    wanted = config.max_requests * -(-config.max_context // config.page_size)
+def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
+    """The devices of the target. Several processes give all that they have: every one must hold a part."""
+    devices = jax.devices()
+    if config.tp > len(devices):
+        hint = "; a CPU shows more with XLA_FLAGS=--xla_force_host_platform_device_count=N"
+        raise ConfigError(
+            f"tp must be at most {len(devices)}, the {devices[0].platform} devices that jax sees, got {config.tp}"
+            f"{hint if devices[0].platform == 'cpu' else ''}"
+        )
+    if config.num_processes > 1 and config.tp != len(devices):
+        raise ConfigError(
+            f"tp must be {len(devices)}, all devices of the {config.num_processes} processes, got {config.tp}"
+        )
+    return Placement.over(tuple(devices[: config.tp]), Partition.of(target, config.tp, exact=config.deterministic))
+
+
+def _auto_pages(
+    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement
+) -> int:
+    """Pages for every request at full length, capped by the memory of the first device, which holds the draft's too.
+    CPU devices share one memory."""
+    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     available = stats.get("bytes_limit")
+    partition = placement.partition
+    of_target = partition.local(target) if available else partition.whole(target)
+    models = [of_target] if draft is None else [of_target, draft]
+    page_bytes = sum(2 * m.num_layers * m.kv_size * config.page_size * dtype.itemsize for m in models)
+    wanted = config.max_requests * -(-config.max_context // config.page_size)
     cap = int(available * DEVICE_KV_SHARE) if available else CPU_KV_BYTES
     least = -(-config.max_context // config.page_size)
     return max(least, min(wanted, cap // page_bytes))

@@ -1,0 +1,18 @@
+"""`adaserve follow`: the devices of this process, for an engine that another process serves."""
+
+from __future__ import annotations
+
+from adaserve_jax.cli.options import takes
+from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+
+
+@takes("config", EngineConfig, FIELD_HELP)
+def follow(config: EngineConfig) -> None:
+    """Hold a part of the target for process 0 (several hosts); give the options of its `adaserve serve`, and
+    --process-id 1, 2, ...; ends when it stops."""
+    with progress_bar() as progress:
+        from adaserve_jax.runtime.follow import follow as run
+
+        steps = run(config, progress)
+    notes().print(f"process 0 stopped after {steps} steps", style="dim", highlight=False)

@@ -1,0 +1,141 @@
+"""How one model is divided over several devices: what each holds of every weight, and what they exchange.
+
+One mesh axis, Megatron's division: queries, keys, values, gate and up by rows, so that a device has whole heads and
+whole neurons; the two products that write to the stream by their inputs, each followed by one sum over the devices;
+the vocabulary by rows. Fewer key-value heads than devices are repeated. Every device then computes the whole stream
+and the whole result, so that nothing above the decoder knows of it.
+
+`exact` never splits a sum: the two products are divided by rows too, and gathered. The bits are then those of one
+device, at the price of a second exchange per product (docs/architecture/device.md).
+
+The methods that exchange are for inside `jax.shard_map` over AXIS; the others are plain arithmetic on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from adaserve_jax.models.decoder import Linear
+
+AXIS = "tp"
+"""Name of the mesh axis."""
+
+Rows = tuple[tuple[int, int], ...]
+"""Ranges [start, stop) of rows."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A division over `ways` devices. splits_vocab: by rows where the vocabulary divides, else whole everywhere.
+    query_copies: how often one device computes its queries of a key-value head that other devices hold too; in `exact`,
+    as often as it takes for the products to have the sizes, and so the bits, that they have on one device.
+    """
+
+    ways: int = 1
+    exact: bool = False
+    splits_vocab: bool = False
+    query_copies: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig, ways: int, *, exact: bool) -> Partition:
+        """The division of a model. Raises ConfigError naming the dimension that does not divide."""
+        if ways == 1:
+            return cls()
+        divided = {"num_attention_heads": config.num_heads, "intermediate_size": config.intermediate_size}
+        if exact:
+            divided["hidden_size"] = config.hidden_size
+        for name, size in divided.items():
+            if size % ways:
+                raise ConfigError(f"tp must divide the target's {name} ({size}), got {ways}")
+        kv_heads = config.num_kv_heads
+        if kv_heads % ways and ways % kv_heads:
+            raise ConfigError(
+                f"tp must divide the target's num_key_value_heads ({kv_heads}) or be a multiple of it, got {ways}"
+            )
+        copies = max(1, ways // kv_heads) if exact else 1
+        return cls(ways, exact, config.vocab_size % ways == 0, copies)
+
+    def whole(self, config: ModelConfig) -> ModelConfig:
+        """The model as all devices together hold it: at least one key-value head each."""
+        return replace(config, num_kv_heads=max(config.num_kv_heads, self.ways))
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """The model as one device computes it, but for the vocabulary, which stays whole in its results."""
+        whole = self.whole(config)
+        return replace(
+            config,
+            num_heads=whole.num_heads // self.ways,
+            num_kv_heads=whole.num_kv_heads // self.ways,
+            intermediate_size=whole.intermediate_size // self.ways,
+        )
+
+    def split_axis(self, logical_axes: tuple[str, ...]) -> int | None:
+        """The axis of a weight that is divided, None: every device holds all of it."""
+        if self.ways == 1:
+            return None
+        divided = {"qkv", "gate_up"} | ({"residual"} if self.exact else {"heads", "mlp"})
+        divided |= {"vocab"} if self.splits_vocab else set()
+        return next((axis for axis, name in enumerate(logical_axes) if name in divided), None)
+
+    def rows_of(self, logical_axis: str, size: int, config: ModelConfig, shard: int) -> Rows:
+        """Rows of a fused weight of one device, of `size` rows, that device `shard` holds, in its order."""
+        if logical_axis == "qkv":
+            q_rows = config.q_size // self.ways
+            kv_rows = max(config.kv_size // self.ways, config.head_dim)
+            first = shard * config.num_kv_heads // self.ways * config.head_dim
+            starts = (shard * q_rows, config.q_size + first, config.q_size + config.kv_size + first)
+            return tuple((start, start + rows) for start, rows in zip(starts, (q_rows, kv_rows, kv_rows), strict=True))
+        if logical_axis == "gate_up":
+            inner = config.intermediate_size
+            rows = inner // self.ways
+            return tuple((start + shard * rows, start + (shard + 1) * rows) for start in (0, inner))
+        rows = size // self.ways
+        return ((shard * rows, (shard + 1) * rows),)
+
+    def to_stream(self, linear: Linear, x: jax.Array) -> jax.Array:
+        """A product whose inputs are divided, whole on every device. x: f[features / ways, T]. Returns f32[d, T]."""
+        if self.ways == 1:
+            return linear(x)
+        if self.exact:
+            return _gather(linear(_gather(x, axis=0)), axis=0)
+        return linear.biased(jax.lax.psum(linear.product(x), AXIS))
+
+    def with_copies(self, q: jax.Array, kv_heads: int) -> jax.Array:
+        """f[H, D, T] with the queries of each key-value head `query_copies` times."""
+        grouped = q.reshape(kv_heads, -1, *q.shape[1:])
+        return jnp.tile(grouped, (1, self.query_copies, 1, 1)).reshape(-1, *q.shape[1:])
+
+    def without_copies(self, mixed: jax.Array, kv_heads: int) -> jax.Array:
+        """The inverse of `with_copies`, for what attention makes of its result."""
+        grouped = mixed.reshape(kv_heads, self.query_copies, -1, *mixed.shape[1:])
+        return grouped[:, 0].reshape(-1, *mixed.shape[1:])
+
+    def look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding f[V / ways, d] for tokens i32[T]; returns f[T, d]. Exact: all but one device add 0."""
+        if not self.splits_vocab:
+            return table[tokens]
+        rows = table.shape[0]
+        own = tokens - jax.lax.axis_index(AXIS) * rows
+        inside = (own >= 0) & (own < rows)
+        found = jnp.where(inside[:, None], table[jnp.clip(own, 0, rows - 1)], 0)
+        return jax.lax.psum(found, AXIS)
+
+    def join_vocabulary(self, scores: jax.Array) -> jax.Array:
+        """Every device's scores f32[V / ways, S] under one another: f32[V, S]."""
+        return _gather(scores, axis=0) if self.splits_vocab else scores
+
+
+WHOLE = Partition()
+"""One device."""
+
+
+def _gather(x: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.all_gather(x, AXIS, axis=axis, tiled=True)

@@ -1,0 +1,68 @@
+"""Where one model lies: one device, or a mesh of several over which its weights, pages and programs are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from adaserve_jax.models.partition import AXIS, WHOLE, Partition
+
+EVERYWHERE = PartitionSpec()
+"""Whole on every device."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Devices of a model and its partition over them. mesh: None for one device."""
+
+    devices: tuple[jax.Device, ...]
+    partition: Partition = WHOLE
+    mesh: Mesh | None = None
+
+    @classmethod
+    def on_one(cls, device: jax.Device | None = None) -> Placement:
+        """The whole model on one device, the first of this process unless another is given."""
+        return cls((device or jax.local_devices()[0],))
+
+    @classmethod
+    def over(cls, devices: tuple[jax.Device, ...], partition: Partition) -> Placement:
+        """One shard on each device; a single device needs no mesh."""
+        if partition.ways == 1:
+            return cls(devices[:1])
+        return cls(devices, partition, Mesh(np.array(devices), (AXIS,)))
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a program must end before the next may start: CPU devices of one process share their threads, and
+        two programs that wait for one another's exchanges deadlock."""
+        return self.mesh is not None and self.devices[0].platform == "cpu"
+
+    def spec(self, split_axis: int | None) -> PartitionSpec:
+        """The division of an array along one axis."""
+        return EVERYWHERE if split_axis is None else PartitionSpec(*[None] * split_axis, AXIS)
+
+    def sharding(self, spec: PartitionSpec) -> Sharding:
+        return SingleDeviceSharding(self.devices[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
+
+    def abstract(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = EVERYWHERE) -> jax.ShapeDtypeStruct:
+        """A global array to compile for."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(spec))
+
+    def spmd(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """The function as every device runs it on its shards; on one device the function itself.
+
+        out_specs says what is whole everywhere; that it is so is the function's promise, since the partition's
+        exchanges make it so.
+        """
+        if self.mesh is None:
+            return function
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.Array:
+        """A new global array; every process makes its own shards."""
+        return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=self.sharding(spec))()

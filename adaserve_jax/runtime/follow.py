@@ -1,0 +1,39 @@
+"""What every process but the first runs: its part of the target, step by step as process 0 announces them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.runtime import hosts
+from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
+from adaserve_jax.runtime.executor import declare_target, find_pair, load_target
+from adaserve_jax.runtime.resolve import resolve
+from adaserve_jax.types import Progress
+
+
+def follow(config: EngineConfig, progress: Progress | None = None) -> int:
+    """Run the steps of process 0 until it stops; returns how many. It says what "auto" means, so that all agree.
+
+    Raises ConfigError: this is process 0, or its options differ. CheckpointError. EngineDeadError: process 0 is gone.
+    """
+    if not config.process_id:
+        raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
+    use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
+    leader = hosts.Leader(config)
+    steps = 0
+    try:
+        hosts.join(config)
+        pair = find_pair(config)
+        resolved = resolve(leader.config(), pair.target, pair.draft)
+        target = load_target(pair, resolved, progress)
+        target.compiled = compile_all(declare_target(target, resolved.limits), progress)
+        while (step := leader.next_step()) is not None:
+            target.run(step)
+            steps += 1
+        target.close()
+    finally:
+        leader.close()
+        hosts.leave()
+    return steps

@@ -1,0 +1,101 @@
+"""Run by test_mesh.py in a process of its own, which sees four CPU devices: logits and texts on 1, 2 and 4 of them.
+
+Writes logits.npz and report.json into the folder that it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.convert import convert
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.runtime.model import DeviceModel
+from tests.models.checkpoints import write_checkpoint
+from tests.models.torch_checkpoints import VOCABULARY, write_family
+from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
+
+WAYS = (1, 2, 4)
+PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
+ENGINE = {
+    "deterministic": True, "max_requests": 4, "max_context": 96, "max_batch_tokens": 16, "max_depth": 3, "max_width": 2,
+    "num_pages": 16,
+}  # fmt: skip
+
+
+def logits_of(model: DeviceModel) -> np.ndarray:
+    """Two chunks of a prompt, then a tree."""
+    sequence = np.random.default_rng(1).integers(2, VOCABULARY, 130).tolist()
+    parts = [run(model, plan_of(0, sequence[:90]), trees([], []))[:90]]
+    parts.append(run(model, plan_of(90, sequence[90:]), trees([], []))[:40])
+    parts.append(run(model, plan_of(130, []), trees(TREE_TOKENS, TREE_PARENTS))[: len(TREE_TOKENS)])
+    return np.concatenate(parts)
+
+
+def bytes_by_device(arrays: dict[str, jax.Array] | tuple[jax.Array, ...]) -> list[int]:
+    held: dict[int, int] = {}
+    for leaf in jax.tree.leaves(arrays):
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+    return [held[device] for device in sorted(held)]
+
+
+def texts(ways: int) -> list[list[int]]:
+    params = [
+        SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed, temperature in enumerate((0.0, 0.8, 1.2, 0.8))
+    ]
+    with LLM(tp=ways, **ENGINE) as llm:
+        outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
+        assert llm.stats().compiles_after_ready == 0
+        assert llm.stats().scheduler.accepted_tokens > 0
+    return [output.token_ids for output in outputs]
+
+
+def refusal(**options: object) -> str:
+    try:
+        LLM(**(ENGINE | options)).close()  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path) -> None:
+    checkpoints = {
+        "biases": write_family(folder / "biases", "llama_biases"),
+        "norms": write_family(folder / "norms", "qwen3_window", shards=True),
+        "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
+    }
+    checkpoints["demo"] = resolve_folder("demo", "target")
+    convert(checkpoints["norms"], folder / "converted")
+    checkpoints["converted"] = folder / "converted"
+    logits, held, hlo = {}, {}, {}
+    for name, checkpoint in checkpoints.items():
+        for ways in WAYS:
+            for canonical in (False, True):
+                if (canonical and name in ("odd", "converted")) or (name == "demo" and not canonical):
+                    continue
+                model = build(checkpoint, canonical, ways)
+                key = f"{name}-{ways}-{'canonical' if canonical else 'blocks'}"
+                logits[key] = logits_of(model)
+                held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}
+                hlo[key] = [program.as_text() for program in model.compiled.values()] if name == "norms" else []
+                model.close()
+    np.savez(folder / "logits.npz", **logits)
+    report = {
+        "held": held,
+        "hlo": hlo,
+        "texts": {ways: texts(ways) for ways in WAYS},
+        "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},
+    }
+    (folder / "report.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Tensor parallelism on forced host devices: the same logits and, in deterministic mode, the same bits and texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.runtime.test_programs import copies_of
+
+pytestmark = pytest.mark.torch
+DEVICES = 4
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What the process with four devices found. logits: f32[tokens, V] by "checkpoint-ways-attention"."""
+
+    logits: dict[str, np.ndarray]
+    report: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
+    folder = tmp_path_factory.mktemp("mesh")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.mesh_process", folder],
+        cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=115,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with np.load(folder / "logits.npz") as logits:
+        return Mesh(dict(logits), json.loads((folder / "report.json").read_text()))
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+@pytest.mark.parametrize("name", ["biases", "norms", "odd", "converted"])
+def test_the_logits_are_those_of_one_device(mesh: Mesh, name: str, ways: int) -> None:
+    one, several = mesh.logits[f"{name}-1-blocks"], mesh.logits[f"{name}-{ways}-blocks"]
+    assert one.std() > 0.5
+    np.testing.assert_allclose(several, one, atol=1e-4)
+
+
+@pytest.mark.parametrize("ways", [2, 4])
+def test_deterministic_mode_gives_the_bits_of_one_device(mesh: Mesh, ways: int) -> None:
+    """At sizes of real products; those of the tiny checkpoints take other paths through the CPU's libraries."""
+    np.testing.assert_array_equal(mesh.logits[f"demo-{ways}-canonical"], mesh.logits["demo-1-canonical"])
+    for name in ("biases", "norms"):
+        one, several = mesh.logits[f"{name}-1-canonical"], mesh.logits[f"{name}-{ways}-canonical"]
+        np.testing.assert_allclose(several, one, atol=1e-4)
+
+
+def test_a_converted_checkpoint_divides_as_its_source_does(mesh: Mesh) -> None:
+    np.testing.assert_array_equal(mesh.logits["converted-4-blocks"], mesh.logits["norms-4-blocks"])
+
+
+def test_texts_do_not_depend_on_the_number_of_devices(mesh: Mesh) -> None:
+    texts = mesh.report["texts"]
+    assert all(len(text) == 24 for text in texts["1"])
+    assert texts["2"] == texts["1"]
+    assert texts["4"] == texts["1"]
+
+
+def test_every_device_holds_its_share(mesh: Mesh) -> None:
+    """Two key-value heads: each device of two has one of them, and of four one that another has too."""
+    for attention in ("blocks", "canonical"):
+        one, two, four = (mesh.report["held"][f"norms-{ways}-{attention}"] for ways in (1, 2, 4))
+        assert two["pools"] == [one["pools"][0] // 2] * 2
+        assert four["pools"] == [one["pools"][0] // 2] * 4
+        assert len(set(two["weights"])) == len(set(four["weights"])) == 1
+        assert 0.5 <= two["weights"][0] / one["weights"][0] < 0.52  # norms are whole everywhere
+        assert 0.25 <= four["weights"][0] / one["weights"][0] < 0.30  # and key-value rows twice
+
+
+def test_no_program_on_a_mesh_copies_a_pool(mesh: Mesh) -> None:
+    held = mesh.report["held"]
+    for ways, heads in ((1, 2), (2, 1), (4, 1)):
+        for program in mesh.report["hlo"][f"norms-{ways}-blocks"]:
+            shape = next(s for s in _shapes(program) if len(s) == 5 and s[2] == heads)
+            assert 2 * 4 * np.prod(shape) == held[f"norms-{ways}-blocks"]["pools"][0]
+            assert copies_of(program, shape) == []
+
+
+def _shapes(hlo: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, text.split(","))) for text in re.findall(r"f32\[([\d,]+)\]", hlo)]
+
+
+def test_sizes_that_do_not_divide_are_named(mesh: Mesh) -> None:
+    refusals = mesh.report["refusals"]
+    assert refusals["more"].startswith("tp must be at most 4, the cpu devices that jax sees, got 8; a CPU shows more")
+    assert refusals["uneven"] == "tp must divide the target's num_attention_heads (4), got 3"
