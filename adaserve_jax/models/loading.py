@@ -18,6 +18,7 @@ import numpy as np
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.converted import is_converted, read_converted
 from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.partition import Rows
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tensors import TensorFiles
 from adaserve_jax.types import Progress
@@ -46,19 +47,20 @@ def load_params(
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config))
     params: Params = {}
-    for name, weight in _converted(folder, config, dtype) if is_converted(folder) else _fused(folder, config):
-        if isinstance(weight, jax.Array) and placement.mesh is None:
+    for name, weight in (_converted if is_converted(folder) else _fused)(folder, config, dtype):
+        if not isinstance(weight, jax.Array):
+            params[name] = _place(weight, *specs[name], config, placement, dtype)
+        elif placement.mesh is None:
             params[name] = weight
         else:
-            read = partial(_read_array, np.asarray(weight)) if isinstance(weight, jax.Array) else weight
-            params[name] = _place(read, *specs[name], config, placement, dtype)
+            params[name] = _place(partial(_read_array, np.asarray(weight)), *specs[name], config, placement, dtype)
         if progress is not None:
             progress("loading", len(params), len(specs))
     return params
 
 
-def _fused(folder: Path, config: ModelConfig) -> Iterator[tuple[str, ReadRows]]:
-    """What reads each weight from safetensors, once all of them are checked."""
+def _fused(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, ReadRows]]:
+    """What reads each weight from safetensors, in any type, once all of them are checked."""
     sources = {name: hf_tensors(name, config) for name in param_specs(config)}
     files = TensorFiles(folder)
     files.check(
@@ -70,6 +72,7 @@ def _fused(folder: Path, config: ModelConfig) -> Iterator[tuple[str, ReadRows]]:
 
 
 def _converted(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, jax.Array]]:
+    """Each weight from orbax, whole, on this process's first device."""
     return read_converted(folder, {name: shape for name, (shape, _) in param_specs(config).items()}, dtype)
 
 
@@ -86,21 +89,19 @@ def _place(
     partition = placement.partition
     axis = partition.split_axis(axes)
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
-        number, rows, columns = 0, ((0, shape[0]),), slice(None)
+    def shard(index: Any) -> np.ndarray:
         local = list(shape)
+        rows: Rows = ((0, shape[0]),)
         if axis is not None:
             local[axis] //= partition.ways
-            number = (index[axis].start or 0) // local[axis]
         if axis == 0:
-            rows = partition.rows_of(axes[0], shape[0], config, number)
-        elif axis == 1:
-            columns = index[1]
+            rows = partition.rows_of(axes[0], shape[0], config, shard=(index[0].start or 0) // local[0])
+        columns = index[1] if axis == 1 else slice(None)
         buffer = _aligned_buffer(tuple(local), dtype)
-        start = 0
+        filled = 0
         for first, last in rows:
-            read((first, last), columns, buffer[start : start + last - first])
-            start += last - first
+            read((first, last), columns, buffer[filled : filled + last - first])
+            filled += last - first
         return buffer
 
     sharding = placement.sharding(placement.spec(axis))

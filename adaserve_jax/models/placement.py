@@ -18,19 +18,19 @@ EVERYWHERE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices of a model and its partition over them. mesh: None for one device."""
+    """Devices of a model (of jax) and its partition over them. mesh: None for one device."""
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     partition: Partition = WHOLE
     mesh: Mesh | None = None
 
     @classmethod
-    def on_one(cls, device: jax.Device | None = None) -> Placement:
+    def on_one(cls, device: Any = None) -> Placement:
         """The whole model on one device, the first of this process unless another is given."""
         return cls((device or jax.local_devices()[0],))
 
     @classmethod
-    def over(cls, devices: tuple[jax.Device, ...], partition: Partition) -> Placement:
+    def over(cls, devices: tuple[Any, ...], partition: Partition) -> Placement:
         """One shard on each device; a single device needs no mesh."""
         if partition.ways == 1:
             return cls(devices[:1])

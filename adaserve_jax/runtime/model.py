@@ -70,19 +70,20 @@ class DeviceModel:
             jax.block_until_ready((result, self.pools))
         return result
 
-    def _specs(self) -> tuple[Any, InFlight]:
+    def _specs(self) -> tuple[Any, Any]:
         """How (params, pools, packed) and the in-flight K/V lie on the devices."""
         place, split = self.placement, self.programs.partition.split_axis
         params = {name: place.spec(split(axes)) for name, (_, axes) in param_specs(self.whole).items()}
-        pools = Pools(place.spec(POOL_HEADS), place.spec(POOL_HEADS))
-        heads = place.spec(IN_FLIGHT_HEADS)
-        return (params, pools, EVERYWHERE), InFlight(heads, heads, EVERYWHERE, EVERYWHERE)
+        pool: Any = place.spec(POOL_HEADS)
+        heads: Any = place.spec(IN_FLIGHT_HEADS)
+        whole: Any = EVERYWHERE
+        return (params, Pools(pool, pool), whole), InFlight(heads, heads, whole, whole)
 
-    def _abstract_in_flight(self, tokens: int, specs: InFlight) -> InFlight:
+    def _abstract_in_flight(self, tokens: int, specs: Any) -> InFlight:
         shape = (self.config.num_layers, tokens, self.whole.num_kv_heads, self.config.head_dim)
-        shapes = (shape, shape, (tokens,), (tokens,))
-        dtypes = (self.pools.k.dtype, self.pools.v.dtype, jnp.int32, jnp.int32)
-        return InFlight(*(self.placement.abstract(*of) for of in zip(shapes, dtypes, specs, strict=True)))
+        new: Any = self.placement.abstract(shape, self.pools.k.dtype, specs.k)
+        index: Any = self.placement.abstract((tokens,), jnp.int32)
+        return InFlight(new, new, index, index)
 
     def close(self) -> None:
         for leaf in jax.tree.leaves((self.params, self.pools)):
