@@ -23,6 +23,8 @@ LEAST = {
     "seed": 0,
 }
 """Integers and their least values; 0 means "auto", or off, where it is allowed."""
+QUANTIZE = ("none", "int8")
+"""What a model's weights can become when they are loaded."""
 LEAST_CONTEXT = 8
 """Tokens: room for a prompt and for a few that are timed at the start."""
 
@@ -52,6 +54,7 @@ class EngineConfig:
     max_slo_nodes: int = 0
     eq8_eq9: bool = False
     dtype: str = "auto"
+    quantize: str = "none"
     compile_cache: str | None = None
     seed: int = 0
 
@@ -79,6 +82,7 @@ class EngineConfig:
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
+        self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
         if not ok:
@@ -117,6 +121,7 @@ FIELD_HELP: dict[str, str] = {
     "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
+    "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
 }

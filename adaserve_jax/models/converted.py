@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adaserve_jax.errors import CheckpointError
+from adaserve_jax.models.quantize import Int8Rows
+from adaserve_jax.models.tensors import BLOCK_BYTES
 from adaserve_jax.types import Progress
 
 WEIGHTS_FOLDER = "weights"
@@ -24,27 +27,47 @@ def is_converted(folder: Path) -> bool:
 
 
 def read_converted(
-    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any, progress: Progress | None = None
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: Any,
+    progress: Progress | None = None,
+    int8: Collection[str] = (),
 ) -> dict[str, jax.Array]:
-    """All weights by name, cast to dtype, on the first device.
+    """All weights by name, cast to dtype, on the first device. int8: those that become int8 with a scale instead; each
+    is on the host as it is stored meanwhile.
 
-    Raises CheckpointError: a weight is missing, not asked for, or of another shape than config.json says.
+    Raises CheckpointError: a weight is missing, not asked for, or of another shape than config.json says; a value that
+    is to be int8 is not finite.
     """
     import orbax.checkpoint as ocp  # seconds of import time, which safetensors folders should not pay
 
     path = (folder / WEIGHTS_FOLDER).absolute()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    on_host = ocp.RestoreArgs(restore_type=np.ndarray)
+    on_device = ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding)
     params: dict[str, jax.Array] = {}
+    done = 0
     with ocp.Checkpointer(_handler()) as checkpointer:
         _check(folder, checkpointer.metadata(path).item_metadata.tree, shapes)
-        for names in _groups(shapes, jnp.dtype(dtype).itemsize):
+        for names in _groups(shapes, 4 if int8 else jnp.dtype(dtype).itemsize):
             wanted = {name: jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding) for name in names}
-            options = {name: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for name in names}
+            options = {name: on_host if name in int8 else on_device for name in names}
             arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
-            params |= jax.block_until_ready(checkpointer.restore(path, args=arguments))
+            read = jax.block_until_ready(checkpointer.restore(path, args=arguments))
+            for name in names:
+                params |= _as_int8(name, read.pop(name)) if name in int8 else {name: read.pop(name)}
+            done += len(names)
             if progress is not None:
-                progress("loading", len(params), len(shapes))
+                progress("loading", done, len(shapes))
     return params
+
+
+def _as_int8(name: str, weight: np.ndarray) -> dict[str, jax.Array]:
+    rows = Int8Rows(name, np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32))
+    step = max(1, BLOCK_BYTES // weight[:1].nbytes)
+    for start in range(0, len(weight), step):
+        rows[start : start + step] = weight[start : start + step]
+    return rows.to_device()
 
 
 def _groups(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> list[list[str]]:

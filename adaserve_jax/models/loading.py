@@ -16,6 +16,7 @@ import numpy as np
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.converted import is_converted, read_converted
 from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.models.quantize import SCALE, Int8Rows
 from adaserve_jax.models.tensors import TensorFiles
 from adaserve_jax.types import Progress
 
@@ -23,38 +24,58 @@ _ALIGNMENT = 64  # bytes; what XLA wants of a host buffer that it takes over wit
 
 
 def load_params(
-    folder: str | Path, config: ModelConfig, dtype: Any = jnp.float32, progress: Progress | None = None
+    folder: str | Path,
+    config: ModelConfig,
+    dtype: Any = jnp.float32,
+    progress: Progress | None = None,
+    *,
+    quantize: str = "none",
 ) -> Params:
     """Read all weights, cast to dtype, fused as the decoder wants them.
 
     Beside the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the
     buffer that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
-    progress: called with ("loading", weights read, weights).
+    quantize: "int8" reads every linear weight as int8, block by block, with a scale; dtype is then that of the rest and
+    of the products. progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
-    than config.json says.
+    than config.json says; a value that is to be int8 is not finite.
     """
     folder = Path(folder)
-    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
+    specs = param_specs(config, quantize)
+    shapes = {name: shape for name, (shape, _) in specs.items() if not name.endswith(SCALE)}
+    int8 = frozenset(name for name in shapes if name + SCALE in specs)
     if is_converted(folder):
-        return read_converted(folder, shapes, dtype, progress)
+        return read_converted(folder, shapes, dtype, progress, int8)
     sources = {name: hf_tensors(name, config) for name in shapes}
     files = TensorFiles(folder)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
     )
-    params = {}
-    for name, shape in shapes.items():
-        params[name] = _to_device(files, tuple(sources[name]), shape, dtype)
+    params: Params = {}
+    for done, (name, shape) in enumerate(shapes.items(), 1):
+        read = _int8_to_device if name in int8 else _to_device
+        params |= read(files, name, tuple(sources[name]), shape, dtype)
         if progress is not None:
-            progress("loading", len(params), len(shapes))
+            progress("loading", done, len(shapes))
     return params
 
 
-def _to_device(files: TensorFiles, tensors: tuple[str, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _to_device(
+    files: TensorFiles, name: str, tensors: tuple[str, ...], shape: tuple[int, ...], dtype: Any
+) -> dict[str, jax.Array]:
     buffer = _aligned_buffer(shape, jnp.dtype(dtype))
     files.read_fused(tensors, buffer)
-    return jax.block_until_ready(jax.device_put(buffer))
+    return {name: jax.block_until_ready(jax.device_put(buffer))}
+
+
+def _int8_to_device(
+    files: TensorFiles, name: str, tensors: tuple[str, ...], shape: tuple[int, ...], dtype: Any
+) -> dict[str, jax.Array]:
+    weight, scale = _aligned_buffer(shape, np.dtype(np.int8)), _aligned_buffer(shape[:1], np.dtype(np.float32))
+    rows = Int8Rows(name, weight, scale)
+    files.read_fused(tensors, rows)
+    return rows.to_device()
 
 
 def _aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

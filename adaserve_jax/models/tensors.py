@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -32,6 +33,19 @@ class _Tensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class Rows(Protocol):
+    """What tensors are read into: an array of rows, or what takes rows as one does. A slice is a view."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+    def __setitem__(self, rows: slice, block: Any, /) -> None: ...
 
 
 class TensorFiles:
@@ -87,15 +101,15 @@ class TensorFiles:
         """safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
         return self._tensors[name].dtype
 
-    def read_fused(self, names: tuple[str, ...], out: np.ndarray) -> None:
-        """Write the named tensors into `out`, under one another by rows, cast to its type."""
+    def read_fused(self, names: tuple[str, ...], out: Rows) -> None:
+        """Write the named tensors into `out`, under one another by rows, cast to its type, block by block."""
         start = 0
         for name in names:
             rows = self._tensors[name].shape[0]
             self._read(name, out[start : start + rows])
             start += rows
 
-    def _read(self, name: str, out: np.ndarray) -> None:
+    def _read(self, name: str, out: Rows) -> None:
         row_bytes = _ITEM_BYTES * int(np.prod(out.shape[1:]))
         step = max(1, BLOCK_BYTES // row_bytes)
         for start in range(0, len(out), step):

@@ -141,7 +141,9 @@ def _device_model(
     return DeviceModel(
         role,
         config,
-        load_params(folder, config, resolved.dtype, progress),
+        load_params(
+            folder, config, resolved.dtype, progress, quantize=resolved.config.quantize if is_target else "none"
+        ),
         ModelPrograms(config, limits.max_pages_per_request, canonical=is_target and resolved.config.deterministic),
         resolved.verify_buckets if is_target else resolved.catchup_buckets,
         num_pages=limits.num_pages,
