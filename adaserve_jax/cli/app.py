@@ -14,6 +14,7 @@ from adaserve_jax.cli.bench import bench
 from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
+from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.errors import AdaServeError
 
@@ -45,6 +46,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(grow)
 app.command()(convert)
+app.command()(perplexity)
 app.command("version")(show_version)
 
 
