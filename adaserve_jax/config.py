@@ -26,6 +26,8 @@ LEAST = {
     "process_id": 0,
 }
 """Integers and their least values; 0 means "auto", or off, where it is allowed."""
+QUANTIZE = ("none", "int8")
+"""What a model's weights can become when they are loaded."""
 LEAST_CONTEXT = 8
 """Tokens: room for a prompt and for a few that are timed at the start."""
 
@@ -55,6 +57,7 @@ class EngineConfig:
     max_slo_nodes: int = 0
     eq8_eq9: bool = False
     dtype: str = "auto"
+    quantize: str = "none"
     compile_cache: str | None = None
     seed: int = 0
     tp: int = 1
@@ -86,6 +89,7 @@ class EngineConfig:
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
+        self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
         self._check_processes()
 
     def _check_processes(self) -> None:
@@ -138,6 +142,7 @@ FIELD_HELP: dict[str, str] = {
     "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
+    "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
     "tp": "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",

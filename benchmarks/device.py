@@ -31,6 +31,7 @@ from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.runtime.executor import load_executor
@@ -133,8 +134,9 @@ def measure_programs(config: EngineConfig) -> tuple[Ceilings, ProgramTimes]:
         with progress_bar() as progress:
             samples = executor.warm_up(progress)
         ready = time.perf_counter()
-        leaves = jax.tree.leaves(executor.target.params)
-        params, weight_bytes = sum(x.size for x in leaves), sum(x.nbytes for x in leaves)
+        weights = executor.target.params
+        params = sum(x.size for name, x in weights.items() if not name.endswith(SCALE))
+        weight_bytes = sum(x.nbytes for x in weights.values())
         dtype = executor.resolved.dtype
         memory = jax.local_devices()[0].memory_stats() or {}
     finally:

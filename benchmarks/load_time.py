@@ -47,7 +47,7 @@ class Load:
         return self.peak_bytes - self.weight_bytes
 
 
-def measure_here(folder: Path, dtype: str) -> Load:
+def measure_here(folder: Path, dtype: str, quantize: str = "none") -> Load:
     """Load in this process, which must not have loaded anything before."""
     import jax.numpy as jnp
 
@@ -64,7 +64,7 @@ def measure_here(folder: Path, dtype: str) -> Load:
     imported = time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status_bytes("VmRSS")
-    params = load_params(folder, ModelConfig.from_folder(folder), DTYPES[dtype])
+    params = load_params(folder, ModelConfig.from_folder(folder), DTYPES[dtype], quantize=quantize)
     done = time.perf_counter()
     peak = _status_bytes("VmHWM")
     sizes = [value.nbytes for value in params.values()]
@@ -77,9 +77,9 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(folder: Path, dtype: str, repeats: int) -> list[Load]:
+def measure(folder: Path, dtype: str, quantize: str, repeats: int) -> list[Load]:
     """The same load in `repeats` fresh processes."""
-    command = [sys.executable, __file__, "one", str(folder), "--dtype", dtype]
+    command = [sys.executable, __file__, "one", str(folder), "--dtype", dtype, "--quantize", quantize]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
     return [Load(**json.loads(run.splitlines()[-1])) for run in runs]
 
@@ -88,9 +88,9 @@ app = typer.Typer()
 
 
 @app.command()
-def one(folder: Path, dtype: str = "f32") -> None:
+def one(folder: Path, dtype: str = "f32", quantize: str = "none") -> None:
     """Measure one load in this process and print it as JSON; used by `compare`."""
-    print(json.dumps(asdict(measure_here(folder, dtype))))
+    print(json.dumps(asdict(measure_here(folder, dtype, quantize))))
 
 
 @app.command()
@@ -100,6 +100,7 @@ def compare(
     source: Annotated[str, typer.Option(help="checkpoint folder to measure instead")] = "",
     stored: Annotated[str, typer.Option(help="type that the grown checkpoint is stored in")] = "bf16",
     dtype: Annotated[str, typer.Option(help="type to load as: f32 or bf16")] = "f32",
+    quantize: Annotated[str, typer.Option(help="weights to load: none or int8")] = "none",
     repeats: Annotated[int, typer.Option(help="loads of each layout")] = 3,
 ) -> None:
     """Measure both layouts of one checkpoint."""
@@ -111,10 +112,10 @@ def compare(
             grow(resolve_folder("demo", "target"), folder, SHAPES[params], dtype=stored)
         command = [sys.executable, "-m", "adaserve_jax.cli", "convert", str(folder), str(converted), "--dtype", dtype]
         subprocess.run(command, check=True)
-        loads = [load for path in (folder, converted) for load in measure(path, dtype, repeats)]
+        loads = [load for path in (folder, converted) for load in measure(path, dtype, quantize, repeats)]
     result = {
         "commit": source_commit(), "machine": machine_name(),
-        "checkpoint": source or f"demo grown to {params}, {stored}",
+        "checkpoint": source or f"demo grown to {params}, {stored}", "quantize": quantize,
         "loads": [asdict(load) for load in loads],
     }  # fmt: skip
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -15,6 +15,7 @@ from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
+from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.errors import AdaServeError
 
@@ -47,6 +48,7 @@ app.command()(bench)
 app.command()(grow)
 app.command()(convert)
 app.command()(follow)
+app.command()(perplexity)
 app.command("version")(show_version)
 
 

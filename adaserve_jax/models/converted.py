@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adaserve_jax.errors import CheckpointError
 
@@ -23,8 +24,10 @@ def is_converted(folder: Path) -> bool:
     return (folder / WEIGHTS_FOLDER / _MARKER).is_file()
 
 
-def read_converted(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> Iterator[tuple[str, jax.Array]]:
-    """All weights by name, cast to dtype, on this process's first device.
+def read_converted(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any, on_host: Collection[str] = ()
+) -> Iterator[tuple[str, jax.Array | np.ndarray]]:
+    """All weights by name: cast to dtype on this process's first device, or as they are stored, on the host.
 
     Raises CheckpointError: a weight is missing, not asked for, or of another shape than config.json says.
     """
@@ -32,14 +35,17 @@ def read_converted(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: A
 
     path = (folder / WEIGHTS_FOLDER).absolute()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    as_stored = ocp.RestoreArgs(restore_type=np.ndarray)
+    on_device = ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding)
     with ocp.Checkpointer(_handler()) as checkpointer:
         _check(folder, checkpointer.metadata(path).item_metadata.tree, shapes)
-        for names in _groups(shapes, jnp.dtype(dtype).itemsize):
+        for names in _groups(shapes, 4 if on_host else jnp.dtype(dtype).itemsize):
             wanted = {_stored(name): jax.ShapeDtypeStruct(shapes[name], dtype, sharding=sharding) for name in names}
-            options = {stored: ocp.ArrayRestoreArgs(dtype=jnp.dtype(dtype), sharding=sharding) for stored in wanted}
+            options = {_stored(name): as_stored if name in on_host else on_device for name in names}
             arguments = ocp.args.PyTreeRestore(item=wanted, restore_args=options, partial_restore=True)
             read = jax.block_until_ready(checkpointer.restore(path, args=arguments))
-            yield from ((name, read[_stored(name)]) for name in names)
+            for name in names:
+                yield name, read.pop(_stored(name))
 
 
 def _groups(shapes: Mapping[str, tuple[int, ...]], item_bytes: int) -> list[list[str]]:

@@ -21,6 +21,7 @@ from flax import nnx
 
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.partition import WHOLE, Partition
+from adaserve_jax.models.quantize import SCALE, int8_product
 from adaserve_jax.models.rope import plain_frequencies
 
 Params = dict[str, jax.Array]
@@ -45,7 +46,7 @@ def decode(
     params: Params, config: ModelConfig, tokens: jax.Array, positions: jax.Array, attend: Attend,
     partition: Partition = WHOLE,
 ) -> jax.Array:  # fmt: skip
-    """Run all layers and the final norm. tokens, positions: i32[T]. Returns f[d, T] in the weights' type.
+    """Run all layers and the final norm. tokens, positions: i32[T]. Returns f[d, T] in the type that products are in.
 
     Pure; call it inside `jax.jit`. The order of tokens has no meaning here: only `positions` (rotary) and `attend` do.
     partition: of the weights over devices; then params and config are those of one device, the call stands inside
@@ -59,9 +60,12 @@ def logits(params: Params, config: ModelConfig, hidden: jax.Array, partition: Pa
     return _merge(params, config, partition).logits(hidden)
 
 
-def param_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """(shape, logical axis names) of each weight by name; the names are what a mesh rule maps to mesh axes."""
-    _, state = _abstract(config, WHOLE)
+def param_specs(config: ModelConfig, quantize: str = "none") -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """(shape, logical axis names) of each weight by name; the names are what a mesh rule maps to mesh axes.
+
+    quantize: "int8" adds the scales. A weight that has one is i8[out, in] and its scale, of the same first axis, f32.
+    """
+    _, state = _abstract(config, WHOLE, jnp.dtype(jnp.float32) if quantize == "int8" else None)
     return {
         _name(path): (variable.shape, variable.get_metadata()["logical_axes"])
         for path, variable in nnx.to_flat_state(state)
@@ -69,7 +73,13 @@ def param_specs(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[s
 
 
 class Linear(nnx.Module):
-    """weight @ x + bias; accumulates and returns f32. weight: f[out, in]; bias: f[out], where there is one."""
+    """weight @ x + bias; accumulates and returns f32. weight: f[out, in]; bias: f[out], where there is one.
+
+    With a scale (`_add_scales`) the weight is i8[out, in], and row o of it stands for weight[o] * scale[o].
+    """
+
+    scale: nnx.Param | None = None
+    int8_dtype: Any = None
 
     def __init__(
         self, outputs: int, inputs: int, axes: tuple[str, str], rngs: nnx.Rngs, dtype: Any, *, bias: bool = False
@@ -78,16 +88,29 @@ class Linear(nnx.Module):
         self.weight = nnx.Param((noise * inputs**-0.5).astype(dtype), logical_axes=axes)
         self.bias = nnx.Param(jnp.zeros(outputs, dtype), logical_axes=axes[:1]) if bias else None
 
+    @property
+    def dtype(self) -> Any:
+        """The type of the products: the weight's, or what goes with an int8 weight."""
+        return self.weight[...].dtype if self.scale is None else self.int8_dtype
+
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.biased(self.product(x))
 
     def product(self, x: jax.Array) -> jax.Array:
-        weight = self.weight[...]
+        """weight @ x without the bias: f32[out, T]."""
+        weight, x = self.weight[...], x.astype(self.dtype)
+        if self.scale is not None:
+            return int8_product(weight, self.scale[...], x)
         precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
-        return jnp.matmul(weight, x.astype(weight.dtype), precision=precision, preferred_element_type=jnp.float32)
+        return jnp.matmul(weight, x, precision=precision, preferred_element_type=jnp.float32)
 
     def biased(self, product: jax.Array) -> jax.Array:
         return product if self.bias is None else product + self.bias[...].astype(jnp.float32)[:, None]
+
+    def rows(self, index: jax.Array) -> jax.Array:
+        """Rows of the weight: f32[T, in]. index: i32[T]."""
+        rows = self.weight[...][index].astype(jnp.float32)
+        return rows if self.scale is None else rows * self.scale[...][index][:, None]
 
 
 class RMSNorm(nnx.Module):
@@ -122,7 +145,7 @@ class Layer(nnx.Module):
         self.down = Linear(d, inner, ("residual", "mlp"), rngs, dtype, bias=config.mlp_bias)
 
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], layer: int, attend: Attend) -> jax.Array:
-        dtype = self.qkv.weight[...].dtype
+        dtype = self.qkv.dtype
         qkv = self.qkv(self.attn_norm(x)).reshape(self.heads + 2 * self.kv_heads, self.head_dim, -1)
         rotated = _rotate(self._normed(qkv[: self.heads + self.kv_heads]), rotary).astype(dtype)
         values = qkv[self.heads + self.kv_heads :].astype(dtype)
@@ -153,12 +176,11 @@ class Decoder(nnx.Module):
             self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", "embed"), rngs, dtype)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        weight = self.embed.weight[...]
         rotary = _rotary(positions, self.config)
-        x = self.partition.look_up(weight, tokens).T.astype(jnp.float32)
+        x = self.partition.look_up(self.embed, tokens).T
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, index, attend)
-        return self.norm(x).astype(weight.dtype)
+        return self.norm(x).astype(self.embed.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         head = self.embed if self.config.tie_embeddings else self.head
@@ -197,12 +219,29 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 @lru_cache(maxsize=32)
-def _abstract(config: ModelConfig, partition: Partition) -> tuple[Any, Any]:
-    """Structure and abstract weights of a model; nothing is allocated."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), jnp.float32, partition)))
+def _abstract(config: ModelConfig, partition: Partition, int8_dtype: Any) -> tuple[Any, Any]:
+    """Structure and abstract weights of a model; nothing is allocated. int8_dtype: as for `_add_scales`, or None."""
+
+    def create() -> Decoder:
+        decoder = Decoder(config, nnx.Rngs(0), jnp.float32, partition)
+        if int8_dtype is not None:
+            _add_scales(decoder, int8_dtype)
+        return decoder
+
+    return nnx.split(nnx.eval_shape(create))
+
+
+def _add_scales(decoder: Decoder, dtype: Any) -> None:
+    """Give each linear weight its scale. dtype: the type of the products."""
+    for _, module in nnx.iter_modules(decoder):
+        if isinstance(module, Linear):
+            axes = module.weight.get_metadata()["logical_axes"]
+            module.scale = nnx.Param(jnp.ones(module.weight.shape[0], jnp.float32), logical_axes=axes[:1])
+            module.int8_dtype = dtype
 
 
 def _merge(params: Params, config: ModelConfig, partition: Partition) -> Decoder:
-    graphdef, state = _abstract(config, partition)
+    int8_dtype = params["norm"].dtype if "embed" + SCALE in params else None
+    graphdef, state = _abstract(config, partition, int8_dtype)
     weights = {path: variable.replace(params[_name(path)]) for path, variable in nnx.to_flat_state(state)}
     return nnx.merge(graphdef, nnx.from_flat_state(weights))

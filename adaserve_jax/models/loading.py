@@ -6,7 +6,7 @@ Nothing is read before every tensor's name and shape has been checked against co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import numpy as np
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.converted import is_converted, read_converted
 from adaserve_jax.models.decoder import Params, param_specs
-from adaserve_jax.models.partition import Rows
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.models.tensors import TensorFiles
+from adaserve_jax.models.quantize import SCALE, Int8Rows
+from adaserve_jax.models.tensors import Rows, TensorFiles, read_blocks
 from adaserve_jax.types import Progress
 
-ReadRows = Callable[[tuple[int, int], slice, np.ndarray], None]
-"""read(rows [start, stop), columns, out): a part of a fused weight of one device, cast to out's type."""
+ReadRows = Callable[[tuple[int, int], slice, Rows], None]
+"""read(rows [start, stop), columns, out): a part of a fused weight of one device, cast to out's type, by blocks."""
 _ALIGNMENT = 64  # bytes; what XLA wants of a host buffer that it takes over without copying
 
 
@@ -34,34 +34,41 @@ def load_params(
     dtype: Any = jnp.float32,
     progress: Progress | None = None,
     placement: Placement | None = None,
+    *,
+    quantize: str = "none",
 ) -> Params:
     """Read all weights, cast to dtype, fused as the decoder wants them, each shard straight to its device.
 
     placement: where the model lies; None: the first device. A process reads the shards of its own devices only. Beside
     the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the buffer
     that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
-    progress: called with ("loading", weights read, weights).
+    quantize: "int8" reads every linear weight as int8, block by block, with a scale; dtype is then that of the rest and
+    of the products. progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
-    than config.json says.
+    than config.json says; a value that is to be int8 is not finite.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
-    specs = param_specs(placement.partition.whole(config))
+    specs = param_specs(placement.partition.whole(config), quantize)
+    names = [name for name in specs if not name.endswith(SCALE)]
+    int8 = frozenset(name for name in names if name + SCALE in specs)
+    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
+    on_host = names if placement.mesh is not None else int8
+    converted = is_converted(folder)
+    read = read_converted(folder, shapes, dtype, on_host) if converted else _fused(folder, config, shapes)
     params: Params = {}
-    for name, weight in (_converted if is_converted(folder) else _fused)(folder, config, dtype):
-        if not isinstance(weight, jax.Array):
-            params[name] = _place(weight, *specs[name], config, placement, dtype)
-        elif placement.mesh is None:
+    for done, (name, weight) in enumerate(read, 1):
+        if isinstance(weight, jax.Array):
             params[name] = weight
         else:
-            params[name] = _place(partial(_read_array, np.asarray(weight)), *specs[name], config, placement, dtype)
+            params |= _place(name, weight, *specs[name], config, placement, None if name in int8 else dtype)
         if progress is not None:
-            progress("loading", len(params), len(specs))
+            progress("loading", done, len(names))
     return params
 
 
-def _fused(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, ReadRows]]:
+def _fused(folder: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ReadRows]]:
     """What reads each weight from safetensors, in any type, once all of them are checked."""
-    sources = {name: hf_tensors(name, config) for name in param_specs(config)}
+    sources = {name: hf_tensors(name, config) for name in shapes}
     files = TensorFiles(folder)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
@@ -71,41 +78,54 @@ def _fused(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple
         yield name, partial(files.read_rows, tuple(tensors))
 
 
-def _converted(folder: Path, config: ModelConfig, dtype: np.dtype) -> Iterator[tuple[str, jax.Array]]:
-    """Each weight from orbax, whole, on this process's first device."""
-    return read_converted(folder, {name: shape for name, (shape, _) in param_specs(config).items()}, dtype)
-
-
-def _read_array(weight: np.ndarray, rows: tuple[int, int], columns: slice, out: np.ndarray) -> None:
-    out[...] = weight[slice(*rows)] if weight.ndim == 1 else weight[slice(*rows), columns]
+def _read_array(weight: np.ndarray, rows: tuple[int, int], columns: slice, out: Rows) -> None:
+    part = weight[slice(*rows)] if weight.ndim == 1 else weight[slice(*rows), columns]
+    read_blocks(part.__getitem__, out, weight[:1].nbytes)
 
 
 def _place(
-    read: ReadRows, shape: tuple[int, ...], axes: tuple[str, ...], config: ModelConfig, placement: Placement,
-    dtype: np.dtype,
-) -> jax.Array:  # fmt: skip
-    """The global array of a weight, each of this process's shards read into a buffer of its own. shape, axes: of
-    `param_specs` for the whole model of the partition."""
+    name: str,
+    weight: np.ndarray | ReadRows,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    config: ModelConfig,
+    placement: Placement,
+    dtype: np.dtype | None,
+) -> Params:
+    """A weight as a global array, each of this process's shards read into a buffer of its own; in int8, with its scale,
+    where dtype is None. weight: of one device, whole. shape, axes: of `param_specs` for the partition's whole model."""
     partition = placement.partition
     axis = partition.split_axis(axes)
+    read = partial(_read_array, weight) if isinstance(weight, np.ndarray) else weight
+    scales: dict[int, np.ndarray] = {}
+
+    def number_of(index: Any) -> int:
+        """Which shard of the rows an index asks for, 0 where rows are not divided."""
+        return (index[0].start or 0) * partition.ways // shape[0] if axis == 0 else 0
 
     def shard(index: Any) -> np.ndarray:
-        local = list(shape)
-        rows: Rows = ((0, shape[0]),)
-        if axis is not None:
-            local[axis] //= partition.ways
-        if axis == 0:
-            rows = partition.rows_of(axes[0], shape[0], config, shard=(index[0].start or 0) // local[0])
+        number = number_of(index)
+        rows = partition.rows_of(axes[0], shape[0], config, number) if axis == 0 else ((0, shape[0]),)
         columns = index[1] if axis == 1 else slice(None)
-        buffer = _aligned_buffer(tuple(local), dtype)
+        local = tuple(size // partition.ways if at == axis else size for at, size in enumerate(shape))
+        buffer = _aligned_buffer(local, np.dtype(np.int8) if dtype is None else dtype)
+        out: Rows = buffer
+        if dtype is None:
+            scales[number] = _aligned_buffer(local[:1], np.dtype(np.float32))
+            out, columns = Int8Rows(name, buffer, scales[number], columns), slice(None)  # a scale is of a whole row
         filled = 0
         for first, last in rows:
-            read((first, last), columns, buffer[filled : filled + last - first])
+            read((first, last), columns, out[filled : filled + last - first])
             filled += last - first
         return buffer
 
     sharding = placement.sharding(placement.spec(axis))
-    return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, shard))
+    placed = {name: jax.make_array_from_callback(shape, sharding, shard)}
+    if dtype is None:
+        by_rows = placement.sharding(placement.spec(0 if axis == 0 else None))
+        scale = jax.make_array_from_callback(shape[:1], by_rows, lambda index: scales[number_of(index)])
+        placed[name + SCALE] = scale
+    return jax.block_until_ready(placed)
 
 
 def _aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

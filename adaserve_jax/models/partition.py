@@ -118,14 +118,14 @@ class Partition:
         grouped = mixed.reshape(kv_heads, self.query_copies, -1, *mixed.shape[1:])
         return grouped[:, 0].reshape(-1, *mixed.shape[1:])
 
-    def look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Rows of the embedding f[V / ways, d] for tokens i32[T]; returns f[T, d]. Exact: all but one device add 0."""
+    def look_up(self, embedding: Linear, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding [V / ways, d] for tokens i32[T]; returns f32[T, d]. Exact: all but one device add 0."""
         if not self.splits_vocab:
-            return table[tokens]
-        rows = table.shape[0]
+            return embedding.rows(tokens)
+        rows = embedding.weight.shape[0]
         own = tokens - jax.lax.axis_index(AXIS) * rows
         inside = (own >= 0) & (own < rows)
-        found = jnp.where(inside[:, None], table[jnp.clip(own, 0, rows - 1)], 0)
+        found = jnp.where(inside[:, None], embedding.rows(jnp.clip(own, 0, rows - 1)), 0)
         return jax.lax.psum(found, AXIS)
 
     def join_vocabulary(self, scores: jax.Array) -> jax.Array:

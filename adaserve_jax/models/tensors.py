@@ -6,9 +6,11 @@ needs beside its destination is two blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -32,6 +34,27 @@ class _Tensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+class Rows(Protocol):
+    """What tensors are read into: an array of rows, or what takes rows as one does. A slice is a view."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice, /) -> Any: ...
+
+    def __setitem__(self, rows: slice, block: Any, /) -> None: ...
+
+
+def read_blocks(read: Callable[[slice], np.ndarray], out: Rows, row_bytes: int) -> None:
+    """Fill `out` from read(rows), BLOCK_BYTES or a row at a time."""
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for start in range(0, len(out), step):
+        rows = slice(start, min(start + step, len(out)))
+        out[rows] = read(rows)
 
 
 class TensorFiles:
@@ -87,9 +110,9 @@ class TensorFiles:
         """safetensors' name of a tensor's type: F16, BF16, F32 or F64."""
         return self._tensors[name].dtype
 
-    def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: np.ndarray) -> None:
-        """Write rows [start, stop) of the named tensors, under one another, into `out`, cast to its type. columns: of
-        tensors of two axes."""
+    def read_rows(self, names: tuple[str, ...], rows: tuple[int, int], columns: slice, out: Rows) -> None:
+        """Write rows [start, stop) of the named tensors, under one another, into `out`, cast to its type, block by
+        block. columns: of tensors of two axes."""
         start, stop = rows
         first = 0
         for name in names:
@@ -99,16 +122,16 @@ class TensorFiles:
                 self._read(name, low - first, columns, out[low - start : high - start])
             first = last
 
-    def _read(self, name: str, first: int, columns: slice, out: np.ndarray) -> None:
+    def _read(self, name: str, first: int, columns: slice, out: Rows) -> None:
         tensor = self._tensors[name]
-        row_bytes = _ITEM_BYTES * int(np.prod(out.shape[1:]))
-        step = max(1, BLOCK_BYTES // row_bytes)
-        for start in range(0, len(out), step):
-            stop = min(start + step, len(out))
+
+        def read(rows: slice) -> np.ndarray:
+            rows = slice(first + rows.start, first + rows.stop)
             with safe_open(tensor.path, framework="numpy") as file:
                 found = file.get_slice(name)
-                part = slice(first + start, first + stop)
-                out[start:stop] = found[part] if len(tensor.shape) == 1 else found[part, columns]
+                return found[rows] if len(tensor.shape) == 1 else found[rows, columns]
+
+        read_blocks(read, out, _ITEM_BYTES * math.prod(tensor.shape[1:]))
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -32,11 +32,15 @@ def machine_name() -> str:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Parameters of a checkpoint, read from its safetensors headers only; None when there are none to read."""
+    """Parameters of a checkpoint, read from headers only: of its safetensors, or of the arrays that `adaserve convert`
+    wrote. None when there are none to read."""
     files = sorted(folder.glob("*.safetensors"))
+    arrays = sorted(folder.glob("weights/*/zarr.json"))
     try:
-        return sum(_tensor_sizes(path) for path in files) if files else None
-    except (OSError, ValueError, KeyError, struct.error):
+        if files:
+            return sum(_tensor_sizes(path) for path in files)
+        return sum(math.prod(json.loads(path.read_text())["shape"]) for path in arrays) if arrays else None
+    except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None
 
 

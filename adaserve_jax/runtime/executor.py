@@ -184,7 +184,14 @@ def load_target(
     return DeviceModel(
         "target",
         pair.target,
-        load_params(pair.target_folder, pair.target, resolved.dtype, progress, resolved.placement),
+        load_params(
+            pair.target_folder,
+            pair.target,
+            resolved.dtype,
+            progress,
+            resolved.placement,
+            quantize=resolved.config.quantize,
+        ),
         programs,
         resolved.verify_buckets,
         num_pages=limits.num_pages,

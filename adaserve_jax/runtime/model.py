@@ -73,7 +73,8 @@ class DeviceModel:
     def _specs(self) -> tuple[Any, Any]:
         """How (params, pools, packed) and the in-flight K/V lie on the devices."""
         place, split = self.placement, self.programs.partition.split_axis
-        params = {name: place.spec(split(axes)) for name, (_, axes) in param_specs(self.whole).items()}
+        axes_of = {name: axes for name, (_, axes) in param_specs(self.whole, "int8").items()}
+        params = {name: place.spec(split(axes_of[name])) for name in self.params}
         pool: Any = place.spec(POOL_HEADS)
         heads: Any = place.spec(IN_FLIGHT_HEADS)
         whole: Any = EVERYWHERE

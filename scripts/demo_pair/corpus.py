@@ -7,19 +7,16 @@ read here: the running interpreter's standard library (PSF-2.0) and GSM8K's trai
 import ast
 import dataclasses
 import gzip
-import hashlib
 import json
 import random
 import re
-import sysconfig
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from adaserve_jax.models.held_out import is_held_out, is_test, library_files
+
 EOS, USER, ASSISTANT = "<|endoftext|>", "<|user|>", "<|assistant|>"
-HELD_OUT_PERCENT = 3
-SKIPPED_FOLDERS = {"site-packages", "__pycache__", "idlelib", "turtledemo", "pydoc_data", "encodings", "lib2to3"}
-MAX_FILE_CHARS = 400_000
 SYSTEM_TURNS = ("You are a helpful assistant.", "Answer step by step.", "You solve school maths problems.")
 
 
@@ -32,11 +29,6 @@ class Document:
     held_out: bool
 
 
-def is_held_out(key: str) -> bool:
-    """Return whether the document of this key (a path, a question) is held out: decided by its hash alone."""
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % 100 < HELD_OUT_PERCENT
-
-
 def documents(gsm8k: Path) -> list[Document]:
     """Return every document, in a fixed order. gsm8k: path of train.jsonl.gz."""
     return [*stdlib_documents(), *gsm8k_documents(gsm8k)]
@@ -44,21 +36,10 @@ def documents(gsm8k: Path) -> list[Document]:
 
 def stdlib_documents() -> Iterator[Document]:
     """Yield each standard library file, and its documented functions as chat turns, under the file's split."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if SKIPPED_FOLDERS.intersection(parts):
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        if not text.strip() or len(text) > MAX_FILE_CHARS or "\0" in text:
-            continue
+    for parts, text in library_files():
         held_out = is_held_out("/".join(parts))
-        is_test = bool({"test", "tests"}.intersection(parts))
-        yield Document("test" if is_test else "lib", text, held_out)
-        if not is_test:
+        yield Document("test" if is_test(parts) else "lib", text, held_out)
+        if not is_test(parts):
             yield from (Document("code_chat", turn, held_out) for turn in function_turns(text))
 
 

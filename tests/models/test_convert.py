@@ -15,6 +15,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.convert import convert
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.results.provenance import count_parameters
 from tests.models.checkpoints import write_checkpoint
 
 
@@ -44,6 +45,15 @@ def test_the_same_model_is_loaded_in_any_type(pair: tuple[Path, Path], monkeypat
     assert calls[-1] == len(theirs)
     text = "the thing é"
     assert Tokenizer.from_folder(out).encode(text) == Tokenizer.from_folder(source).encode(text)
+
+
+def test_its_parameters_are_counted(pair: tuple[Path, Path]) -> None:
+    source, out = pair
+    assert (
+        count_parameters(out)
+        == count_parameters(source)
+        == sum(x.size for x in load_params(out, ModelConfig.from_folder(out)).values())
+    )
 
 
 def test_weights_that_do_not_fit_are_named(pair: tuple[Path, Path]) -> None:

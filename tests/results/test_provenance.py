@@ -25,6 +25,15 @@ def test_unreadable_checkpoints_have_no_count(tmp_path: Path):
     assert count_parameters(tmp_path) is None
 
 
+def test_parameters_of_a_converted_checkpoint(tmp_path: Path):
+    for name, header in (("embed", {"shape": [320, 32]}), ("layers.0.norm", {"shape": [32]})):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+        (tmp_path / "weights" / name / "zarr.json").write_text(json.dumps(header))
+    assert count_parameters(tmp_path) == 320 * 32 + 32
+    (tmp_path / "weights" / "embed" / "zarr.json").write_text("[]")
+    assert count_parameters(tmp_path) is None
+
+
 def test_commit_says_when_tracked_files_differ(tmp_path: Path):
     assert source_commit(tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@example.org"]

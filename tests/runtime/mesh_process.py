@@ -22,6 +22,13 @@ from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
 WAYS = (1, 2, 4)
+CASES = {
+    "biases": ("biases", False, "none"), "biases_exact": ("biases", True, "none"),
+    "norms": ("norms", False, "none"), "norms_exact": ("norms", True, "none"), "norms_int8": ("norms", False, "int8"),
+    "converted": ("converted", False, "none"), "converted_int8": ("converted", False, "int8"),
+    "odd": ("odd", False, "none"), "demo_exact": ("demo", True, "none"),
+}  # fmt: skip
+"""Checkpoint, whether in the order of the deterministic mode, and type of the weights."""
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ENGINE = {
     "deterministic": True, "max_requests": 4, "max_context": 96, "max_batch_tokens": 16, "max_depth": 3, "max_width": 2,
@@ -76,17 +83,14 @@ def main(folder: Path) -> None:
     convert(checkpoints["norms"], folder / "converted")
     checkpoints["converted"] = folder / "converted"
     logits, held, hlo = {}, {}, {}
-    for name, checkpoint in checkpoints.items():
+    for case, (name, canonical, quantize) in CASES.items():
         for ways in WAYS:
-            for canonical in (False, True):
-                if (canonical and name in ("odd", "converted")) or (name == "demo" and not canonical):
-                    continue
-                model = build(checkpoint, canonical, ways)
-                key = f"{name}-{ways}-{'canonical' if canonical else 'blocks'}"
-                logits[key] = logits_of(model)
-                held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}
-                hlo[key] = [program.as_text() for program in model.compiled.values()] if name == "norms" else []
-                model.close()
+            model = build(checkpoints[name], canonical, ways, quantize)
+            key = f"{case}-{ways}"
+            logits[key] = logits_of(model)
+            held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}
+            hlo[key] = [program.as_text() for program in model.compiled.values()] if case == "norms" else []
+            model.close()
     np.savez(folder / "logits.npz", **logits)
     report = {
         "held": held,

@@ -34,14 +34,14 @@ def probe(programs: ModelPrograms, params, pools, packed, bucket):
     return scores, programs.in_flight(pools, fields, forward, fields["emit_depth"] == PREFILL)
 
 
-def build(folder: Path, canonical: bool, ways: int = 1) -> DeviceModel:
+def build(folder: Path, canonical: bool, ways: int = 1, quantize: str = "none") -> DeviceModel:
     """A model whose forward returns logits, divided over the first `ways` devices."""
     config = ModelConfig.from_folder(folder)
     partition = Partition.of(config, ways, exact=canonical)
     placement = Placement.over(tuple(jax.devices()[:ways]), partition)
     programs = ModelPrograms(partition.local(config), MAX_PAGES, canonical, partition)
     model = DeviceModel(
-        "target", config, load_params(folder, config, jnp.float32, placement=placement), programs,
+        "target", config, load_params(folder, config, jnp.float32, placement=placement, quantize=quantize), programs,
         BucketSet((CHUNK,), (1,), CHUNK), num_pages=MAX_PAGES + 3, page_size=PAGE, dtype=jnp.dtype(jnp.float32),
         placement=placement,
     )  # fmt: skip

@@ -1,0 +1,73 @@
+"""`adaserve perplexity`: a table of the demo target's weights, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.cli import app
+from adaserve_jax.cli import perplexity as module
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", "perplexity", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+def test_int8_hardly_changes_the_demo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "result.json"
+    assert run(monkeypatch, "--window", "256", "--max-tokens", "2048", "--json", str(out)) == 0
+    table = capsys.readouterr().out
+    assert all(text in table for text in ("perplexity", "change", "bits/byte", "same likeliest", "none", "int8"))
+    result = json.loads(out.read_text())
+    plain, int8 = result["scores"]
+    assert f"{plain['perplexity']:.4f}" in table and f"{int8['perplexity']:.4f}" in table
+    assert (plain["quantize"], int8["quantize"], result["target_params"]) == ("none", "int8", 4_213_504)
+    assert 1900 < plain["tokens"] <= 2048
+    assert 5 < plain["perplexity"] < 30
+    assert abs(int8["perplexity"] / plain["perplexity"] - 1) < 0.005
+    assert 0 < int8["kl_mean"] < 1e-3 and int8["same_likeliest"] > 0.97
+    assert 3.9 < plain["weight_bytes"] / int8["weight_bytes"] < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantize", "none,int4"], "--quantize must be none or int8, separated by commas, got 'int4'"),
+        (["--quantize", ","], "--quantize must be none or int8, separated by commas, got ','"),
+        (["--dtype", "f8"], "--dtype must be f32 or bf16, got 'f8'"),
+        (["--text", "nowhere.txt"], "cannot read text nowhere.txt: No such file or directory"),
+        (["--text", "latin.txt"], "text latin.txt must be UTF-8, but byte 3 is not"),
+        (["--text", "short.txt"], "a text must have at least 2 tokens"),
+        (["--target", "nowhere"], "target checkpoint 'nowhere': expected a folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9 and more")
+    Path("short.txt").write_text("x")
+    assert run(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"adaserve: error: {message}")
+
+
+def test_a_python_without_sources_needs_a_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "held_out_code", list)
+    assert run(monkeypatch) == 2
+    assert "no source files of its library to score; give --text FILE" in capsys.readouterr().err

@@ -1,0 +1,102 @@
+"""Perplexity and KL are those of a float64 oracle, over windows that score each token once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.models.perplexity import cut, measure_perplexity
+from adaserve_jax.models.tokenizer import Tokenizer
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.int8 import dequantized_checkpoint
+from tests.oracles.llama import oracle_logits
+
+TEXTS = ["the thing and the other thing", "é", "a 漢字 text that is longer than one window of tokens"]
+WINDOW = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("perplexity") / "given")
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted = scores - scores.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+@pytest.mark.parametrize("sliding", [None, 5])
+def test_scores_equal_the_oracle(folder: Path, sliding: int | None, tmp_path: Path) -> None:
+    if sliding is not None:
+        mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": sliding}
+        folder = write_checkpoint(tmp_path / "mistral", **mistral)
+    other = dequantized_checkpoint(folder, tmp_path / "rounded")
+    plain, int8 = measure_perplexity(folder, TEXTS, ("none", "int8"), window=WINDOW, max_tokens=1000)
+    tokenizer = Tokenizer.from_folder(folder)
+    age = np.arange(WINDOW)[:, None] - np.arange(WINDOW)
+    seen = (age >= 0) & (age < (sliding or WINDOW))
+    nats, other_nats, kl, same = [], [], [], []
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        for start in range(0, len(ids) - 1, WINDOW):
+            inputs, labels = ids[start : start + WINDOW], ids[start + 1 : start + 1 + WINDOW]
+            inputs, rows = inputs[: len(labels)], np.arange(len(labels))
+            mask = seen[: len(labels), : len(labels)]
+            p, q = (log_softmax(oracle_logits(path, inputs, mask=mask)) for path in (folder, other))
+            nats += list(-p[rows, labels])
+            other_nats += list(-q[rows, labels])
+            kl += list((np.exp(p) * (p - q)).sum(1))
+            same += list(p.argmax(1) == q.argmax(1))
+    assert plain.tokens == int8.tokens == len(nats)
+    assert plain.nats == pytest.approx(sum(nats), rel=1e-5)
+    assert int8.nats == pytest.approx(sum(other_nats), rel=1e-5)
+    assert plain.perplexity == pytest.approx(np.exp(np.mean(nats)), rel=1e-4)
+    assert (plain.kl_mean, plain.kl_max, plain.same_likeliest) == (0, 0, 1)
+    assert int8.kl_mean == pytest.approx(np.mean(kl), rel=0.01)
+    assert int8.kl_max == pytest.approx(np.max(kl), rel=0.01)
+    assert int8.same_likeliest == pytest.approx(np.mean(same), abs=1.5 / len(same))
+    unscored = sum(len(tokenizer.decode(tokenizer.encode(text)[:1]).encode()) for text in TEXTS[::2])
+    # A first token or a window's edge may lie inside a character, which then counts as a replacement character.
+    assert plain.text_bytes == pytest.approx(sum(len(text.encode()) for text in TEXTS) - unscored, abs=8)
+    assert plain.bits_per_byte == pytest.approx(plain.nats / np.log(2) / plain.text_bytes)
+    assert 3.5 < plain.weight_bytes / int8.weight_bytes < 4
+
+
+def test_windows_score_each_token_once_or_are_taken_evenly(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    text = "".join(chr(97 + index % 26) for index in range(50))
+    ids = tokenizer.encode(text)
+    windows = cut(tokenizer, [text, "x"], 8, 1000)
+    assert windows.lengths.tolist() == [8] * 6 + [1]
+    found = [row[1 : 1 + length] for row, length in zip(windows.tokens, windows.lengths, strict=True)]
+    assert np.concatenate(found).tolist() == ids[1:]
+    assert windows.text_bytes == 49
+    few = cut(tokenizer, [text], 8, 25)
+    np.testing.assert_array_equal(few.tokens, windows.tokens[[0, 3, 6]])
+    assert cut(tokenizer, [text], 8, 3).tokens.shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"texts": ["x", ""]}, "a text must have at least 2 tokens, so that one can be predicted from another, got 1"),
+        ({"texts": []}, "a text must have at least 2 tokens"),
+        ({"window": 0}, "window must be from 1 to 256, which the model supports, got 0"),
+        ({"window": 257}, "window must be from 1 to 256, which the model supports, got 257"),
+        ({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(folder: Path, given: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = {"texts": TEXTS, "kinds": ("none",), "window": 16} | given
+    with pytest.raises(ConfigError, match=message):
+        measure_perplexity(folder, options.pop("texts"), options.pop("kinds"), **options)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, vocab_size=64)
+    with pytest.raises(CheckpointError, match=r"the tokenizer gives token \d+ but the model has only 64"):
+        measure_perplexity(folder, ["the thing"], ("none",), window=16)

@@ -1,0 +1,189 @@
+"""Weights in int8: rounding by hand, products and whole models against float64, the same bytes from every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import CheckpointError
+from adaserve_jax.models import tensors as tensor_files
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.convert import convert
+from adaserve_jax.models.decoder import decode, init_params, logits, param_specs
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.quantize import SCALE, int8_product, quantize_rows
+from tests.models.checkpoints import CONFIG, random_tensors, write_checkpoint, write_tensors
+from tests.oracles.int8 import dequantized_checkpoint, rounded
+from tests.oracles.llama import oracle_logits
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 12)
+
+
+def load_int8(folder: Path, dtype: type = jnp.float32) -> dict[str, np.ndarray]:
+    params = load_params(folder, ModelConfig.from_folder(folder), dtype, quantize="int8")
+    return {name: np.asarray(value) for name, value in params.items()}
+
+
+def causal_logits(config: ModelConfig, params: dict[str, jax.Array]) -> np.ndarray:
+    """f32[T, V] over TOKENS."""
+    count = len(TOKENS)
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
+        scores = jnp.einsum("hdt,hds->hts", q, k) * q.shape[1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(np.tril(np.ones((count, count), bool)), scores, -jnp.inf))
+        return jnp.einsum("hts,hds->hdt", weights, v)
+
+    def run(params: dict[str, jax.Array]) -> jax.Array:
+        return logits(params, config, decode(params, config, TOKENS.astype(np.int32), jnp.arange(count), attend))
+
+    return np.asarray(jax.jit(run)(params))
+
+
+def test_a_row_is_rounded_half_to_even_at_its_own_scale() -> None:
+    row = np.array([127, 0.5, 1.5, 2.5, -0.5, -126.5])
+    weight, scale = quantize_rows(np.stack([row, row * 2**-9, np.zeros(6), np.full(6, 1e-39)]))
+    expected = [127, 0, 2, 2, 0, -126]
+    np.testing.assert_array_equal(weight, [expected, expected, [0] * 6, [0] * 6])
+    np.testing.assert_array_equal(scale, [1, 2**-9, 1, 1])
+    assert (weight.dtype, scale.dtype) == (np.int8, np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32, np.float64])
+def test_the_error_is_at_most_half_a_step(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    rows = (rng.standard_normal((200, 33)) * np.exp(rng.uniform(-8, 8, (200, 1)))).astype(dtype)
+    weight, scale = quantize_rows(rows)
+    exact = np.asarray(rows, np.float64)
+    error = np.abs(exact - weight * scale[:, None].astype(np.float64))
+    assert (error <= scale[:, None] / 2 * (1 + 1e-4)).all()
+    assert (np.abs(weight).max(axis=1) == 127).all()
+    assert error.max(axis=1).mean() > scale.mean() / 4, "a coarser grid than the errors of this one"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "columns"), [(300, 32, 1), (300, 32, 24), (128, 8, 3), (90, 5000, 4), (1, 7, 1)]
+)
+def test_the_product_equals_float64(outputs: int, inputs: int, columns: int) -> None:
+    """Sizes on both sides of a block, and one whose last block takes rows of the one before."""
+    rng = np.random.default_rng(2)
+    weight, scale = quantize_rows(rng.standard_normal((outputs, inputs)))
+    x = rng.standard_normal((inputs, columns)).astype(np.float32)
+    found = jax.jit(int8_product)(weight, scale, x)
+    expected = weight.astype(np.float64) * scale[:, None] @ x
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, atol=1e-5 * inputs**0.5)
+    rounded_x = x.astype(jnp.bfloat16)
+    found = jax.jit(int8_product)(weight, scale, rounded_x)
+    assert found.dtype == jnp.float32
+    expected = weight.astype(np.float64) * scale[:, None] @ rounded_x.astype(np.float64)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * inputs**0.5)
+
+
+def test_a_cpu_never_widens_a_whole_weight() -> None:
+    """It takes several times as long as the product itself: see int8_product."""
+    weight, scale, x = jnp.zeros((512, 1024), jnp.int8), jnp.ones(512), jnp.zeros((1024, 4))
+    with jax.default_device(jax.devices("cpu")[0]):
+        program = jax.jit(int8_product).lower(weight, scale, x).compile().as_text()
+    assert "s8[512,1024]" in program and "f32[128,1024]" in program
+    assert "f32[512,1024]" not in program
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_in_int8_equals_float64_over_its_rounded_weights(tmp_path: Path, tied: bool) -> None:
+    folder = write_checkpoint(tmp_path / "given", tie_word_embeddings=tied)
+    config = ModelConfig.from_folder(folder)
+    ours = causal_logits(config, load_params(folder, config, quantize="int8"))
+    expected = oracle_logits(dequantized_checkpoint(folder, tmp_path / "rounded"), TOKENS)
+    assert np.abs(ours - expected).max() < 1e-4
+    assert np.abs(ours - oracle_logits(folder, TOKENS)).max() > 1e-3, "the weights were not rounded"
+
+
+def test_biases_and_norms_of_heads_stay_as_they_are() -> None:
+    """A model with every kind of weight gives in int8 what its rounded weights give in f32."""
+    config = ModelConfig(320, 32, 48, 2, 4, 2, 16, 1e4, 1e-5, False, 128)
+    config = replace(config, qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    rng = np.random.default_rng(3)
+    given = {name: np.asarray(value) for name, value in init_params(config, seed=4).items()}
+    given |= {
+        name: rng.standard_normal(value.shape).astype(np.float32) for name, value in given.items() if value.ndim < 2
+    }
+    int8, plain = dict(given), dict(given)
+    for name in [name for name, value in given.items() if value.ndim == 2]:
+        int8[name], int8[name + SCALE] = quantize_rows(given[name])
+        plain[name] = rounded(given[name])
+    assert int8.keys() == param_specs(config, "int8").keys()
+    np.testing.assert_allclose(causal_logits(config, int8), causal_logits(config, plain), atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", ["f16", "bf16", "f32"])
+def test_the_bytes_are_those_of_the_stored_rows_whatever_the_layout_and_the_blocks(
+    tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "given", dtype=stored, shards=2)
+    convert(folder, tmp_path / "converted")
+    params = load_int8(folder)
+    numpy_type = {"f16": np.float16, "bf16": jnp.bfloat16, "f32": np.float32}[stored]
+    tensors = random_tensors(CONFIG, seed=0)
+    parts = [tensors[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    weight, scale = quantize_rows(np.concatenate(parts).astype(numpy_type))
+    np.testing.assert_array_equal(params["layers.1.qkv"], weight)
+    np.testing.assert_array_equal(params["layers.1.qkv.scale"], scale)
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 8 * 32 * 3)  # three rows of most weights
+    for other in (load_int8(folder), load_int8(tmp_path / "converted")):
+        assert other.keys() == params.keys()
+        for name, value in params.items():
+            assert other[name].dtype == value.dtype
+            np.testing.assert_array_equal(other[name], value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_specs_name_every_scale_and_the_axis_of_its_rows(tmp_path: Path, dtype: type) -> None:
+    folder = write_checkpoint(tmp_path, dtype="bf16")
+    plain, specs = (param_specs(ModelConfig.from_folder(folder), kind) for kind in ("none", "int8"))
+    assert plain == {name: spec for name, spec in specs.items() if not name.endswith(SCALE)}
+    assert {name[: -len(SCALE)] for name in specs.keys() - plain.keys()} == {
+        n for n, (s, _) in plain.items() if len(s) == 2
+    }
+    params = load_int8(folder, dtype)
+    assert {name: shape for name, (shape, _) in specs.items()} == {name: x.shape for name, x in params.items()}
+    for name, value in params.items():
+        if name + SCALE in specs:
+            assert value.dtype == np.int8
+            assert specs[name + SCALE] == (specs[name][0][:1], specs[name][1][:1])
+        else:
+            assert value.dtype == (np.float32 if name.endswith(SCALE) else dtype)
+
+
+def test_products_are_in_the_type_that_was_asked_for(tmp_path: Path) -> None:
+    """bf16 loads the same int8 weights, and its logits stay near those of f32."""
+    folder = write_checkpoint(tmp_path)
+    config = ModelConfig.from_folder(folder)
+    wide, narrow = (load_params(folder, config, dtype, quantize="int8") for dtype in (jnp.float32, jnp.bfloat16))
+    np.testing.assert_array_equal(wide["layers.0.down"], narrow["layers.0.down"])
+    error = causal_logits(config, narrow) - causal_logits(config, wide)
+    assert 1e-4 < np.sqrt((error**2).mean()) < 0.1
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, 1e300])
+def test_a_value_that_is_not_finite_is_named(tmp_path: Path, bad: float) -> None:
+    folder = write_checkpoint(tmp_path)
+    tensors = random_tensors(CONFIG, seed=0)
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = bad
+    write_tensors(folder, tensors)
+    with pytest.raises(CheckpointError, match=r"weight layers\.1\.qkv has a value that is not finite"):
+        load_int8(folder)
+
+
+def test_progress_counts_weights_and_not_scales(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path)
+    config = ModelConfig.from_folder(folder)
+    calls: list[tuple[str, int, int]] = []
+    load_params(folder, config, progress=lambda *call: calls.append(call), quantize="int8")
+    count = len(param_specs(config))
+    assert calls == [("loading", done, count) for done in range(1, count + 1)]
