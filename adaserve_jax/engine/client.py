@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, StepStats
 
 
@@ -49,7 +50,8 @@ class OutputChunk:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation."""
+    """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
+    that the target's makers ask for."""
 
     target: str
     draft: str | None
@@ -61,6 +63,7 @@ class EngineInfo:
     vocab_size: int
     baseline_s: float
     deterministic: bool = False
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest,
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
 
@@ -96,7 +95,6 @@ class LLM:
         self._engine = engine
         folder = resolve_folder(engine.info.target, "target")
         self.tokenizer = Tokenizer.from_folder(folder)
-        self._defaults = GenerationDefaults.from_folder(folder)
 
     @property
     def info(self) -> EngineInfo:
@@ -174,7 +172,7 @@ class LLM:
         slo: SLO | Sequence[SLO] | None,
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
-        sampling = _one_each(sampling_params or self._defaults.sampling_params(), len(many), "sampling_params")
+        sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
         return [
             GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo)

@@ -21,6 +21,7 @@ from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
+from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.policies import find_policy
@@ -113,13 +114,14 @@ class LocalEngine:
             target=config.target,
             draft=config.draft,
             policy=config.policy,
-            device=f"{device.platform}: {device.device_kind}",
+            device=f"{device.platform}: {device.device_kind}{f', {config.tp} devices' if config.tp > 1 else ''}",
             jax_version=jax.__version__,
             max_context=config.max_context,
             max_requests=config.max_requests,
             vocab_size=self._executor.target.config.vocab_size,
             baseline_s=self._baseline_s,
             deterministic=config.deterministic,
+            defaults=GenerationDefaults.from_folder(self._executor.target_folder),
         )
 
     def set_policy(self, policy: str) -> None:

@@ -64,11 +64,11 @@ class GenerationBody(Body):
 
     model: str | None = Field(None, description="The served model's name; left out: the one that is served.")
     max_tokens: int | None = Field(None, description="Most tokens to generate.")
-    temperature: float | None = Field(None, description="0 is greedy; default 1.")
-    top_p: float | None = Field(None, description="Nucleus sampling; default 1, off.")
-    top_k: int | None = Field(None, description="Sample among the k likeliest tokens; 0 or -1, the default: off.")
+    temperature: float | None = Field(None, description="0 is greedy; default: the model's, else 1.")
+    top_p: float | None = Field(None, description="Nucleus sampling; default: the model's, else 1, off.")
+    top_k: int | None = Field(None, description="Sample among the k likeliest; 0 or -1: off; default: the model's.")
     min_p: float | None = Field(
-        None, description="Least probability relative to the likeliest token's; default 0, off."
+        None, description="Least probability relative to the likeliest token's; default: the model's, else 0, off."
     )
     n: int | None = Field(None, description="Choices per prompt; default 1.")
     seed: int | None = Field(None, description="Same seed, same text; left out: one is drawn.")

@@ -97,7 +97,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generati
     """Check everything that needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
     state.require_model(body.model)
     check_supported(body)
-    sampling = sampling_of(body)
+    sampling = sampling_of(body, state.sampling_defaults)
     slo, slo_class = slo_of(body, state.settings, state.classes, state.info.baseline_s)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
     count, most = len(prompts) * sampling.n, state.settings.max_choices

@@ -28,6 +28,7 @@ class ServerSettings:
     min_slo_ttft_ms: float = 1.0
     max_slo_ttft_ms: float = 600_000.0
     slo_classes: tuple[str, ...] = ("interactive=50", "chat=100", "batch=")
+    use_generation_config: bool = True
     shutdown_timeout: float = 30.0
     log_level: str = "warning"
 
@@ -91,6 +92,7 @@ FIELD_HELP: dict[str, str] = {
     "min_slo_ttft_ms": "tightest TTFT target, milliseconds; tighter ones are raised to it",
     "max_slo_ttft_ms": "loosest TTFT target, milliseconds; looser ones are lowered to it",
     "slo_classes": "named targets, name=tpot_ms[:ttft_ms]; a request picks one by slo_class or service_tier",
+    "use_generation_config": "sampling fields that a request leaves out are those of the target's generation_config.json",
     "shutdown_timeout": "seconds that requests in flight get to finish after SIGTERM",
     "log_level": "what the HTTP server logs: critical, error, warning, info, debug",
 }

@@ -99,6 +99,11 @@ class ServerState:
         return self.client.info
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What stands in for sampling fields that a request leaves out, before OpenAI's defaults do."""
+        return self.info.defaults.given() if self.settings.use_generation_config else {}
+
+    @property
     def model_name(self) -> str:
         return self.settings.served_model_name or PurePath(self.info.target).name
 

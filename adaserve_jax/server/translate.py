@@ -97,9 +97,10 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
             )
 
 
-def sampling_of(body: GenerationBody) -> SamplingParams:
-    """Sampling parameters, before max_tokens is known to fit. Raises RequestError naming the field."""
-    given: dict[str, Any] = {
+def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters, before max_tokens is known to fit. defaults: of the model, for what the body leaves out.
+    Raises RequestError naming the field."""
+    given: dict[str, Any] = dict(defaults) | {
         name: getattr(body, name)
         for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos")
         if getattr(body, name) is not None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.types import RequestMetrics, StepStats
 
 STRIDE = 3
@@ -76,6 +77,7 @@ class ScriptedEngine:
 
     def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None):
         self.config = config
+        self.defaults = GenerationDefaults()
         self.progress = progress
         self.lock = threading.RLock()
         self.active: list[Choice] = []
@@ -89,7 +91,10 @@ class ScriptedEngine:
     def info(self) -> EngineInfo:
         if self.dead:
             raise EngineDeadError("not started")
-        return EngineInfo(self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, 256, BASELINE_S)
+        return EngineInfo(
+            self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, 256, BASELINE_S,
+            defaults=self.defaults,
+        )  # fmt: skip
 
     def start(self) -> None:
         for done in range(3):

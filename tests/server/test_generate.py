@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.server.settings import ServerSettings
+
 TEXT = "naïve 漢字 🙂 text; "
 
 
@@ -127,6 +130,18 @@ def test_sampling_fields_reach_the_engine(server):
     assert request.priority == -4
     server.post(prompt="nulls are defaults", temperature=None, top_p=None, n=None, stop=None, seed=None, stream=None)
     assert server.engine.submitted[-1].sampling == type(sampling)()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_sampling_that_is_left_out_is_the_models(start_server, used):
+    with start_server(ServerSettings(use_generation_config=used)) as server:
+        server.engine.defaults = GenerationDefaults(temperature=0.6, top_k=20)
+        server.post(prompt="x", max_tokens=2, top_k=5)
+        sampling = server.engine.submitted[-1].sampling
+        assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6 if used else 1.0, 5, 1.0)
+        server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], top_k=None, temperature=1)
+        sampling = server.engine.submitted[-1].sampling
+        assert (sampling.temperature, sampling.top_k) == (1.0, 20 if used else 0)
 
 
 def test_neutral_values_of_unimplemented_fields_are_accepted(server):
