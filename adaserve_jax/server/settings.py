@@ -92,7 +92,7 @@ FIELD_HELP: dict[str, str] = {
     "min_slo_ttft_ms": "tightest TTFT target, milliseconds; tighter ones are raised to it",
     "max_slo_ttft_ms": "loosest TTFT target, milliseconds; looser ones are lowered to it",
     "slo_classes": "named targets, name=tpot_ms[:ttft_ms]; a request picks one by slo_class or service_tier",
-    "use_generation_config": "sampling fields that a request leaves out are those of the target's generation_config.json",
+    "use_generation_config": "sampling that a request leaves out is that of the target's generation_config.json",
     "shutdown_timeout": "seconds that requests in flight get to finish after SIGTERM",
     "log_level": "what the HTTP server logs: critical, error, warning, info, debug",
 }
