@@ -425,7 +425,12 @@ class Executor(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes candidate trees. The local one runs on this device; a remote one speaks to a draft service."""
+    """Proposes candidate trees. The local one runs on this device; a remote one speaks to a draft service.
+
+    A plan says all that a draft model of its own needs. What else a drafter may build on (the target's hidden states,
+    its weights) lies on the device and is the executor's: it gives them to the drafter when it makes it, and they never
+    pass through here.
+    """
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         """Catch up, then beam-search each speculating row. A drafter that fails returns no candidates."""

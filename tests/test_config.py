@@ -31,12 +31,24 @@ from adaserve_jax.errors import ConfigError
         ("token_edges", (5, (4, 4), (0,), (8, 4), ("a",)), "increasing integers >= 1"),
         ("row_edges", ((2, 1),), "increasing integers >= 1"),
         ("dtype", ("f64", 3), "one of auto, f32, bf16"),
+        ("tp", (0, "2"), "an integer >= 1"),
+        ("num_processes", (0, 2.0), "an integer >= 1"),
+        ("process_id", (-1,), "an integer >= 0"),
+        ("process_id", (1,), r"below num_processes \(1\)"),
+        ("coordinator", (7, "host:7000"), "(a name or a path|none while num_processes is 1)"),
     ],
 )
 def test_wrong_values(field: str, values: tuple[object, ...], expected: str) -> None:
     for value in values:
         with pytest.raises(ConfigError, match=rf"^{field} must be .*{expected}, got "):
             EngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize("address", [None, "host", "host:", ":7000", "host:port", "host:0", "host:65535", "host:70000"])
+def test_several_processes_need_an_address_with_room_for_two_ports(address: str | None) -> None:
+    with pytest.raises(ConfigError, match="coordinator must be host:port of process 0 where num_processes > 1, got "):
+        EngineConfig(num_processes=2, coordinator=address)
+    assert EngineConfig(num_processes=2, process_id=1, coordinator="[::1]:7000").process_id == 1
 
 
 def test_unknown_options_are_named() -> None:

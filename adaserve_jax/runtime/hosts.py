@@ -72,7 +72,9 @@ class Followers:
     def __init__(self, config: EngineConfig) -> None:
         self._connections: dict[int, socket.socket] = {}
         try:
-            with socket.create_server(_address(config), backlog=config.num_processes) as listener:
+            address = _address(config)
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            with socket.create_server(address, family=family, backlog=config.num_processes) as listener:
                 listener.settimeout(JOIN_LIMIT_S)
                 while len(self._connections) < config.num_processes - 1:
                     self._admit(listener.accept()[0], config)
@@ -158,9 +160,9 @@ class Leader:
 
 
 def _address(config: EngineConfig) -> tuple[str, int]:
-    """The port after the coordinator's."""
+    """Host, and the port after the coordinator's; IPv6 addresses are written in brackets."""
     host, _, port = str(config.coordinator).rpartition(":")
-    return host, int(port) + 1
+    return host.strip("[]"), int(port) + 1
 
 
 def _shared(config: EngineConfig) -> dict[str, Any]:

@@ -63,8 +63,9 @@ def connected(config: EngineConfig, **own: str) -> tuple[hosts.Followers, hosts.
     return followers, leader
 
 
-def test_steps_arrive_in_order_and_the_end_is_told() -> None:
-    config = config_of(free_port())
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_steps_arrive_in_order_and_the_end_is_told(host: str) -> None:
+    config = replace(config_of(free_port()), coordinator=f"{host}:{free_port()}")
     followers, leader = connected(config, compile_cache="elsewhere")
     followers.tell(replace(config, num_pages=77, token_edges=(4, 8)))
     told = leader.config()
