@@ -7,10 +7,10 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host bench-exactness demo-pair docs clean
+.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair docs clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 ...")'
@@ -54,11 +54,15 @@ bench-host: $(STAMP).serve ## host time of one step, with an executor that costs
 bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, both modes (some minutes)
 	@$(BIN)/python benchmarks/exactness.py $(ARGS)
 
+bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
+	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
 docs: $(STAMP).serve ## write what documents have from the code and from benchmarks/results
 	@$(BIN)/python scripts/readme_table.py
+	@$(BIN)/python scripts/results_table.py
 	@$(BIN)/python scripts/options_table.py
 	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 

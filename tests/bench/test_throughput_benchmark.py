@@ -1,0 +1,178 @@
+"""benchmarks/throughput.py on the embedded pair, tiny; its prompts, and the arithmetic of its rows."""
+
+import importlib
+import sys
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.throughput import ASSISTED, aims, paired_ratio, read_rows
+
+NAMES = ("throughput", "throughput_figures", "throughput_prompts", "throughput_systems")
+POLICIES = ("ar", "spec:4", "adaserve")
+CONFIG = EngineConfig(  # the programs of the `demo_engine` fixture, so that they are compiled once
+    max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
+    token_edges=(16, 64), row_edges=(16,),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's files by name, imported as they are when it runs as a script."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield {name.removeprefix("throughput").lstrip("_") or "main": importlib.import_module(name) for name in NAMES}
+    sys.path.remove(folder)
+    for name in NAMES:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def measured(modules, tmp_path_factory):
+    """(out, plan, rows): two rounds of 2 requests, greedy and not."""
+    out = tmp_path_factory.mktemp("throughput") / "rows.json"
+    plan = modules["main"].Plan((2,), (0.0, 0.8), POLICIES, repeats=2, new_tokens=12, settle_tokens=4)
+    return out, plan, modules["main"].run(CONFIG, plan, out, target_name="demo", skip_transformers=True)
+
+
+def test_every_policy_has_a_row_at_every_point(measured):
+    _, _, rows = measured
+    assert [(row.requests, row.temperature, row.system) for row in rows] == [
+        (2, temperature, policy) for temperature in (0.0, 0.8) for policy in POLICIES
+    ]
+    for row in rows:
+        assert len(row.whole_tps) == len(row.decode_tps) == 2
+        assert min(row.whole_tps) > 0 and min(row.decode_tps) > 0
+        assert (row.target, row.draft, row.dtype, row.repeats) == ("demo", "demo", "f32", 2)
+        assert row.config["token_edges"] == [16, 64] and row.config["compile_cache"] is None
+        assert row.step_ms >= row.draft_ms + row.verify_ms + row.deciding_ms > 0
+
+
+def test_the_same_seed_gives_the_same_text_under_every_policy(measured):
+    _, _, rows = measured
+    assert [row.differing for row in rows] == [0] * 6
+    assert [row.sequences for row in rows] == [0, 4, 4] * 2
+    assert {row.equal_tokens for row in rows} == {None, 12}
+
+
+def test_steps_are_those_of_the_policy(measured):
+    _, _, rows = measured
+    plain, chain, adaptive = rows[:3]
+    assert (plain.tokens_per_step, plain.acceptance_rate, plain.drafting_share, plain.depth) == (1.0, None, 0.0, None)
+    assert (chain.depth, chain.width) == (4.0, 1.0)
+    assert plain.tree_tokens == 1.0 < chain.tree_tokens <= 5.0
+    assert 1.0 < chain.tokens_per_step < 5.0 and 0 < chain.acceptance_rate < 1
+    assert adaptive.tokens_per_step >= 1.0 and adaptive.steps >= 1
+
+
+def test_points_that_were_measured_are_not_measured_again(measured, modules, monkeypatch):
+    out, plan, rows = measured
+    written = out.read_text()
+    assert read_rows(out) == rows
+    monkeypatch.setattr(modules["main"], "measure_point", lambda *_: pytest.fail("measured again"))
+    assert modules["main"].run(CONFIG, plan, out, target_name="demo", skip_transformers=True) == rows
+    assert out.read_text() == written
+    with pytest.raises(ConfigError, match=r"holds rows of another run; choose another --out, or remove it"):
+        modules["main"].run(CONFIG, plan, out, target_name="another", skip_transformers=True)
+
+
+def test_more_requests_than_the_engine_runs_at_once_are_refused(modules, tmp_path):
+    plan = modules["main"].Plan((17,), (0.0,), ("ar",))
+    with pytest.raises(ConfigError, match="--requests up to 17 need --max-requests of at least as many"):
+        modules["main"].run(CONFIG, plan, tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": ()}, "--policies must name at least one value, got none"),
+        ({"requests": (0, 1)}, "--requests must be at least 1"),
+        ({"repeats": 0}, "--repeats must be at least 1"),
+        ({"new_tokens": 1}, "--new-tokens must be at least 2"),
+    ],
+)
+def test_plans_that_measure_nothing_are_refused(modules, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        modules["main"].Plan(**{"requests": (1,), "temperatures": (0.0,), "policies": ("ar",)} | changes)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[{"policy": "ar"}]')
+    with pytest.raises(ConfigError, match=r"rows\.json must be a file that benchmarks/throughput\.py wrote"):
+        read_rows(path)
+
+
+def test_prompts_are_cut_by_seed_from_lines_that_hold_something(modules):
+    cut = modules["prompts"]
+    prompts = cut.Prompts(["\n" + "abc = 1\n" * 40, "short\n"], lambda text: list(text.encode()))
+    first = prompts.cut(20, (0, 1))
+    assert first == prompts.cut(20, (0, 1)) != prompts.cut(20, (0, 2))
+    assert {bytes(ids)[:8] for ids in first} == {b"abc = 1\n"}
+    assert min(map(len, first)) >= cut.MIN_TOKENS and max(map(len, first)) <= cut.MAX_TOKENS
+
+
+def test_sources_are_those_that_training_held_out(modules):
+    sources = modules["prompts"].held_out_sources()
+    is_held_out = sys.modules["demo_pair_corpus"].is_held_out
+    top = {path.name: path.read_text() for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py")}
+    assert [name for name, text in top.items() if text.strip() and (text in sources) != is_held_out(name)] == []
+    assert 5 < len(sources) < 100
+
+
+def test_tokens_are_counted_until_the_first_difference(modules):
+    equal = modules["figures"].equal_tokens
+    assert (equal([1, 2, 3], [1, 2, 3]), equal([1, 2, 3], [1, 5, 3]), equal([1, 2], [1, 2, 3])) == (3, 1, 2)
+
+
+def test_ratios_are_of_the_same_round():
+    """2, 3 and 1, round by round: the median is 2, though the medians of the figures are 25 and 10."""
+    ratio = paired_ratio([20.0, 30.0, 25.0], [10.0, 10.0, 25.0])
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 1.0, 3.0)
+    one = paired_ratio([3.0], [2.0])
+    assert (one.median, one.low, one.high) == (1.5, 1.5, 1.5)
+
+
+def test_the_bootstrap_leaves_out_what_is_rarer_than_one_in_forty():
+    """Of nine rounds 1, .., 9 the median of a resample is <= k with chance P(Binomial(9, k / 9) >= 5): 0.0014 for
+    k = 1, 0.030 for k = 2. So the 2.5 % quantile is 2, and by symmetry the other 8. Of five rounds the least is the
+    median with chance 0.058."""
+    nine = paired_ratio([float(k) for k in range(1, 10)], [1.0] * 9)
+    assert (nine.median, nine.low, nine.high) == (5.0, 2.0, 8.0)
+    five = paired_ratio([5.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 5)
+    assert (five.median, five.low, five.high) == (3.0, 1.0, 5.0)
+
+
+def test_aims_compare_with_the_best_of_the_others_and_hide_no_miss(measured):
+    _, _, rows = measured
+    made = {row.system: row for row in rows[:3]}
+
+    def at(system: str, requests: int, decode: float | None, whole: float):
+        tps = None if decode is None else [decode]
+        return replace(
+            made.get(system, made["ar"]), system=system, requests=requests, decode_tps=tps, whole_tps=[whole]
+        )
+
+    one = [at("ar", 1, 40, 38), at("adaserve", 1, 60, 50), at(ASSISTED, 1, None, 20), at(f"{ASSISTED}:4", 1, None, 30)]
+    many = [at("ar", 16, 100, 90), at("spec:4", 16, 200, 90), at("adaserve", 16, 190, 90)]
+    assert [
+        (aim.requests, aim.against, aim.wanted, round(aim.found.median, 3), aim.met) for aim in aims(one + many)
+    ] == [
+        (1, "ar", 1.5, 1.5, True),
+        (1, f"{ASSISTED}:4", 2.0, 1.667, False),
+        (16, "spec:4", 0.98, 0.95, False),
+    ]
+
+
+@pytest.mark.torch
+def test_transformers_completes_the_same_greedy_text(modules, tmp_path):
+    plan = modules["main"].Plan((1,), (0.0,), ("ar",), repeats=1, new_tokens=8, settle_tokens=0)
+    rows = modules["main"].run(CONFIG, plan, tmp_path / "rows.json")
+    assert [row.system for row in rows] == ["ar", "transformers", *modules["systems"].ASSISTANTS]
+    assert [(row.sequences, row.differing) for row in rows[1:]] == [(1, 0)] * 4
+    assert rows[1].tokens_per_step == 1.0 and all(row.tokens_per_step >= 1.0 for row in rows[2:])
+    assert all(row.decode_tps is None for row in rows[1:])
