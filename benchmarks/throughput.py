@@ -31,7 +31,7 @@ from typing import Annotated
 import jax
 import typer
 from throughput_figures import point_figures, show
-from throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts, held_out_sources
+from throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
 from throughput_systems import Batch, Engine, Measured, Transformers
 
 from adaserve_jax import SLO
@@ -41,6 +41,7 @@ from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.results.throughput import Conditions, ThroughputRow, read_rows, write_rows
@@ -97,7 +98,7 @@ def run(
         if any(row.conditions != here for row in rows):
             raise ConfigError(f"{out} holds rows of another run; choose another --out, or remove it")
         other = None if skip_transformers or 1 not in plan.requests else Transformers(target, draft)
-        prompts = Prompts(held_out_sources(), Tokenizer.from_folder(target).encode)
+        prompts = Prompts(held_out_code(), Tokenizer.from_folder(target).encode)
         held = {(row.requests, row.temperature) for row in rows}
         for requests, temperature in plan.points:
             if (requests, temperature) in held:

@@ -1,37 +1,15 @@
-"""Code prompts that the demo pair never saw: cut from standard-library files that its training held out.
+"""Code prompts: cut from sources, which should be of files that the demo pair never saw.
 
 Knows files and a tokenizer's `encode`; nothing of models.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import sysconfig
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-CORPUS = Path(__file__).resolve().parent.parent / "scripts" / "demo_pair" / "corpus.py"
 MIN_TOKENS, MAX_TOKENS = 64, 128
-
-
-def held_out_sources() -> list[str]:
-    """The running interpreter's standard-library files, tests left out, that corpus.py keeps from training."""
-    spec = importlib.util.spec_from_file_location("demo_pair_corpus", CORPUS)
-    assert spec is not None and spec.loader is not None
-    corpus = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = corpus  # dataclasses look their module up
-    spec.loader.exec_module(corpus)
-    root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = {*corpus.SKIPPED_FOLDERS, "test", "tests"}
-    texts = []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if not left_out.intersection(parts) and corpus.is_held_out("/".join(parts)):
-            texts.append(path.read_text(encoding="utf-8"))
-    return [text for text in texts if text.strip()]
 
 
 class Prompts:
