@@ -7,10 +7,10 @@ folder. Prompts are cut from standard-library files that the demo pair never saw
 requests, all submitted at once, and a temperature. In each round of a point every system completes the same prompts,
 one system after another, the first one rotating; each round has prompts of its own, and the first is not counted.
 
-**The headline is decode tokens/s**: the tokens after each request's first one, over the time from the earliest first
-token to the last token of all. So every second counts from when the first request decodes, also those in which others
-are still prefilled and those in which only few are left. Whole-call tokens/s, all new tokens over the whole call, is
-what transformers is measured by too, and what the comparison with it uses, at one request.
+**The headline is decode tokens/s**: the tokens emitted after the last prompt was prefilled, over the time from then to
+the last token of all. So no prefill is in it, and every second of decoding is, also those in which only few requests
+are left. Whole-call tokens/s, all new tokens over the whole call, stands beside it: it is what transformers is
+measured by too, and what the comparison with it uses, at one request.
 
 A policy learns costs and acceptance while it serves, and starts anew when policies change; so every system first
 completes --settle-tokens tokens of each prompt, not timed. Points that --out holds already are not measured again.

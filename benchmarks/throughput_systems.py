@@ -47,26 +47,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the engine that decoded. nodes: verified, roots included."""
+    """One step of the engine. rows: that decode. nodes: verified, roots included. emitted: tokens of those rows.
+    ended_s: time.perf_counter when its outcome was there."""
 
     rows: int
+    prefill_tokens: int
     depth: int
     width: int
     nodes: int
+    emitted: int
+    ended_s: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One timed call. wall_s: all of it. decode_s: from the earliest first token to the last token; None: unknown.
-
-    forwards: of the target, counted once for each request in them, prefill left out. drafted, accepted: nodes. steps:
-    those that decoded. totals: what the scheduler counted meanwhile; None: not the engine.
-    """
+    """One timed call. wall_s: all of it. forwards: of the target, counted once for each request in them, prefill left
+    out. drafted, accepted: nodes. steps: all, in order; none of transformers. totals: what the scheduler counted
+    meanwhile; None: not the engine. others_share: of the cores' time, that other processes took; None: unknown."""
 
     token_ids: list[list[int]]
     wall_s: float
     forwards: int
-    decode_s: float | None = None
     drafted: int = 0
     accepted: int = 0
     steps: tuple[Step, ...] = ()
@@ -88,7 +89,12 @@ class Measured:
 
     @property
     def decode_tps(self) -> float | None:
-        return None if self.decode_s is None else self.decoded_tokens / self.decode_s
+        """Tokens emitted after the last step that prefilled, over the time since; None: unknown."""
+        if not self.steps:
+            return None
+        last_prefill = max(index for index, step in enumerate(self.steps) if step.prefill_tokens)
+        decoding = self.steps[last_prefill + 1 :]
+        return sum(step.emitted for step in decoding) / (decoding[-1].ended_s - self.steps[last_prefill].ended_s)
 
 
 class Engine:
@@ -103,10 +109,14 @@ class Engine:
         verify = self.local.executor.verify
 
         def noted(plan: StepPlan, trees: DraftTrees) -> StepOutcome:
-            if plan.num_decode:
-                depth, width = (plan.draft.depth, plan.draft.width) if plan.draft else (0, 0)
-                self._steps.append(Step(plan.num_decode, depth, width, trees.num_nodes))
-            return verify(plan, trees)
+            outcome = verify(plan, trees)
+            depth, width = (plan.draft.depth, plan.draft.width) if plan.draft else (0, 0)
+            emitted = int(outcome.counts[: plan.num_decode].sum())
+            now = time.perf_counter()
+            self._steps.append(
+                Step(plan.num_decode, plan.num_prefill_tokens, depth, width, trees.num_nodes, emitted, now)
+            )
+            return outcome
 
         self.local.executor.verify = noted
 
@@ -122,12 +132,10 @@ class Engine:
         wall_s, others_share = watch.read()
         after = self.llm.stats().scheduler
         metrics = [output.metrics for output in outputs]
-        first, last = ([getattr(m, name) for m in metrics] for name in ("first_token_s", "last_token_s"))
         return Measured(
             token_ids=[output.token_ids for output in outputs],
             wall_s=wall_s,
             forwards=sum(m.verify_steps for m in metrics),
-            decode_s=max(last) - min(first),
             drafted=sum(m.drafted_tokens for m in metrics),
             accepted=sum(m.accepted_tokens for m in metrics),
             steps=tuple(self._steps),

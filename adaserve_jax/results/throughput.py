@@ -59,8 +59,8 @@ class Figures:
     """One system at one number of requests and one temperature.
 
     whole_tps: of each round, all new tokens over the whole call, prefill included. decode_tps: of each round, the
-    tokens after each request's first one over the time from the earliest first token to the last token; None for
-    transformers, which does not say when its first token came. tokens_per_step: of a request, per forward of the
+    tokens emitted after the last prompt was prefilled over the time from then to the last token; None for
+    transformers, which does not say when that was. tokens_per_step: of a request, per forward of the
     target that is not its prefill, the bonus token counted. acceptance_rate: accepted over verified draft nodes.
     drafting_share: of the steps that decode; depth, width: means over those that draft; tree_tokens: verified per
     decode row and step, root included. steps: of a round. step_ms and its parts: means over all steps, prefill too.
@@ -102,11 +102,15 @@ class ThroughputRow(Figures, Conditions):
     def conditions(self) -> Conditions:
         return Conditions(**{f.name: getattr(self, f.name) for f in fields(Conditions)})
 
-    def common(self, other: ThroughputRow) -> tuple[list[float], list[float]]:
-        """The headline of both, round by round: decode tokens/s, or of the whole call where one has no other."""
-        if self.decode_tps is None or other.decode_tps is None:
-            return self.whole_tps, other.whole_tps
-        return self.decode_tps, other.decode_tps
+    def times(self, reference: ThroughputRow | None) -> tuple[Ratio | None, Ratio | None]:
+        """How many times the reference this is, by decode tokens/s and by whole-call tokens/s; None where there is
+        nothing to compare."""
+        if reference is None or reference.system == self.system:
+            return None, None
+        decode = None
+        if self.decode_tps is not None and reference.decode_tps is not None:
+            decode = paired_ratio(self.decode_tps, reference.decode_tps)
+        return decode, paired_ratio(self.whole_tps, reference.whole_tps)
 
 
 @dataclass(frozen=True)
@@ -168,9 +172,9 @@ def _aims_of(systems: dict[str, ThroughputRow]) -> Iterator[Aim]:
     ours, plain, chain = (systems.get(name) for name in ("adaserve", REFERENCE, "spec:4"))
     assert ours is not None
     if plain is not None and (wanted := {1: 1.5, 8: 1.15}.get(ours.requests)):
-        yield _decode_aim(ours, plain, wanted)
+        yield from _decode_aim(ours, [plain], wanted)
     if plain is not None and chain is not None and ours.requests in (16, 32):
-        yield _decode_aim(ours, max(plain, chain, key=lambda row: median(row.decode_tps or row.whole_tps)), 0.98)
+        yield from _decode_aim(ours, [plain, chain], 0.98)
     assisted = [row for name, row in systems.items() if name.startswith(ASSISTED)]
     if assisted and ours.requests == 1:
         best = max(assisted, key=lambda row: median(row.whole_tps))
@@ -178,9 +182,12 @@ def _aims_of(systems: dict[str, ThroughputRow]) -> Iterator[Aim]:
         yield Aim(ours.requests, ours.temperature, best.system, "whole-call", 2.0, found)
 
 
-def _decode_aim(ours: ThroughputRow, theirs: ThroughputRow, wanted: float) -> Aim:
-    found = paired_ratio(*ours.common(theirs))
-    return Aim(ours.requests, ours.temperature, theirs.system, "decode", wanted, found)
+def _decode_aim(ours: ThroughputRow, others: list[ThroughputRow], wanted: float) -> Iterator[Aim]:
+    """Against the best of the others, by decode tokens/s."""
+    best = max(others, key=lambda row: median(row.decode_tps or [0.0]))
+    if ours.decode_tps and best.decode_tps:
+        found = paired_ratio(ours.decode_tps, best.decode_tps)
+        yield Aim(ours.requests, ours.temperature, best.system, "decode", wanted, found)
 
 
 def write_rows(path: Path, rows: Sequence[ThroughputRow]) -> None:

@@ -115,6 +115,16 @@ def test_prompts_are_cut_by_seed_from_lines_that_hold_something(modules):
     assert min(map(len, first)) >= cut.MIN_TOKENS and max(map(len, first)) <= cut.MAX_TOKENS
 
 
+def test_decode_throughput_leaves_prefill_out(modules):
+    """Two prompts; the second one ends with the second step, at 3.0 s. Then 2 + 1 tokens come in 1.5 s."""
+    systems = modules["systems"]
+    steps = [(0, 90, 0, 1.0), (1, 80, 1, 3.0), (2, 0, 2, 4.0), (1, 0, 1, 4.5)]
+    made = tuple(systems.Step(rows, prefill, 0, 0, rows, emitted, at) for rows, prefill, emitted, at in steps)
+    measured = systems.Measured([[1, 2, 3], [4, 5, 6]], wall_s=5.0, forwards=4, steps=made)
+    assert (measured.decode_tps, measured.whole_tps, measured.decoded_tokens) == (2.0, 1.2, 4)
+    assert systems.Measured([[1]], wall_s=1.0, forwards=0).decode_tps is None
+
+
 def test_tokens_are_counted_until_the_first_difference(modules):
     equal = modules["figures"].equal_tokens
     assert (equal([1, 2, 3], [1, 2, 3]), equal([1, 2, 3], [1, 5, 3]), equal([1, 2], [1, 2, 3])) == (3, 1, 2)
