@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -28,8 +29,11 @@ LIMIT_S = 100
 
 def free_port() -> int:
     """A port whose successor is free too."""
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        return first.getsockname()[1] - 1
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port = first.getsockname()[1]
+            socket.create_server(("127.0.0.1", port + 1)).close()
+            return port
 
 
 def config_of(port: int, **options: object) -> EngineConfig:
