@@ -8,6 +8,7 @@ themselves. Linux only: both are read from /proc.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def measure_here(folder: Path, dtype: str, quantize: str = "none") -> Load:
     jnp.zeros(1).block_until_ready()
     started = time.perf_counter()
     if converted:
-        import orbax.checkpoint  # noqa: F401  timed
+        import tensorstore  # noqa: F401  timed
     imported = time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = _status_bytes("VmRSS")
@@ -77,11 +78,11 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(folder: Path, dtype: str, quantize: str, repeats: int) -> list[Load]:
-    """The same load in `repeats` fresh processes."""
+def measure(folder: Path, dtype: str, quantize: str) -> Load:
+    """A load in a fresh process."""
     command = [sys.executable, __file__, "one", str(folder), "--dtype", dtype, "--quantize", quantize]
-    runs = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(repeats)]
-    return [Load(**json.loads(run.splitlines()[-1])) for run in runs]
+    run = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return Load(**json.loads(run.splitlines()[-1]))
 
 
 app = typer.Typer()
@@ -112,9 +113,10 @@ def compare(
             grow(resolve_folder("demo", "target"), folder, SHAPES[params], dtype=stored)
         command = [sys.executable, "-m", "adaserve_jax.cli", "convert", str(folder), str(converted), "--dtype", dtype]
         subprocess.run(command, check=True)
-        loads = [load for path in (folder, converted) for load in measure(path, dtype, quantize, repeats)]
+        loads = [measure(path, dtype, quantize) for _ in range(repeats) for path in (folder, converted)]
     result = {
         "commit": source_commit(), "machine": machine_name(),
+        "command": shlex.join(["python", "benchmarks/load_time.py", *sys.argv[1:]]),
         "checkpoint": source or f"demo grown to {params}, {stored}", "quantize": quantize,
         "loads": [asdict(load) for load in loads],
     }  # fmt: skip

@@ -1,22 +1,24 @@
 """Writes the measured tables of docs/results.md, between its markers, from committed results; no number is typed.
 
-benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py. Imports no jax.
+benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py. Imports
+no jax.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 FIGURES = (
     f"| requests at once | temperature | system | decode, tokens/s | times `{REFERENCE}` | whole call, tokens/s "
     f"| times `{REFERENCE}` | tokens per step | draft nodes accepted | texts that differ |\n"
@@ -25,6 +27,11 @@ FIGURES = (
 STEPS = (
     "| requests at once | temperature | policy | share of steps that draft | depth | width | tree tokens per row "
     "| ms per step | draft | verify | decide |\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
+LAYOUTS = ("safetensors", "converted")
+LOADS = (
+    "| layout | loaded as | load, s | import, s | weights, MiB | largest weight, MiB | peak beside the weights, MiB |\n"
+    "|---|---|---|---|---|---|---|"
 )
 AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
 
@@ -76,8 +83,11 @@ def command(rows: Sequence[ThroughputRow]) -> str:
     return shlex.join(words)
 
 
-def conditions(row: ThroughputRow) -> str:
+def conditions(rows: Sequence[ThroughputRow]) -> str:
     """What was measured where."""
+    row = rows[0]
+    others = max((each.others_share for each in rows if each.others_share is not None), default=None)
+    shared = "" if others is None else f" Other processes took up to {others:.0%} of the cores' time in a call."
     sizes = [
         f"{name} ({count / 1e6:.1f}M parameters)" if count else name
         for name, count in ((row.target, row.target_params), (row.draft, row.draft_params))
@@ -88,7 +98,7 @@ def conditions(row: ThroughputRow) -> str:
         f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.new_tokens} new tokens each, {slo}; medians of "
         f"{row.repeats} rounds, in brackets the 95 % bootstrap interval. jax {row.jax_version} on {row.device}, torch "
         f"{row.torch_version}, transformers {row.transformers_version}, {row.threads} threads: {row.machine}. "
-        f"Commit {row.commit[:12]}."
+        f"Commit {row.commit[:12]}.{shared}"
     )
 
 
@@ -104,29 +114,51 @@ def tables(rows: Sequence[ThroughputRow]) -> str:
         for aim in aims(rows)
     ]  # fmt: skip
     steps = [steps_line(row) for row in rows if row.steps]
-    parts = [f"Measured with `{command(rows)}`:", "\n".join([FIGURES, *figures]), conditions(rows[0])]
+    parts = [f"Measured with `{command(rows)}`:", "\n".join([FIGURES, *figures]), conditions(rows)]
     parts += ["Aims, and what was found:", "\n".join([AIMS, *judged])] if judged else []
     parts += ["What the engine's steps were:", "\n".join([STEPS, *steps])]
     return "\n\n".join(parts)
 
 
-def with_tables(page: str, results: Sequence[Sequence[ThroughputRow]]) -> str:
-    """`page` with what stands between the markers replaced. Raises ValueError when a marker is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} must hold {BEGIN} and {END}, in this order")
-    shown = [tables(rows) for rows in results] or ["No run is committed."]
-    return "\n\n".join([f"{before}{BEGIN}", *shown, f"{END}{after}"])
+def load_table(result: dict[str, Any]) -> str:
+    """One run of benchmarks/load_time.py: medians of times, the largest of peaks."""
+    loads = result["loads"]
+    rows = []
+    for layout in dict.fromkeys(load["layout"] for load in loads):
+        runs = [load for load in loads if load["layout"] == layout]
+        times = [f"{median(run[name] for run in runs):.2f}" for name in ("load_s", "import_s")]
+        peak = max(run["peak_bytes"] - run["weight_bytes"] for run in runs)
+        sizes = [f"{size / 2**20:.0f}" for size in (runs[0]["weight_bytes"], runs[0]["largest_bytes"], peak)]
+        rows.append(line(layout, runs[0]["dtype"], *times, *sizes))
+    times_of = {layout: [run["load_s"] for run in loads if run["layout"] == layout] for layout in LAYOUTS}
+    ratio = median(a / b for a, b in zip(*(times_of[layout] for layout in LAYOUTS), strict=True))
+    about = (
+        f"{result['checkpoint']}, weights {result['quantize']}; {len(times_of['converted'])} loads of each layout in "
+        f"turns, medians of times and the largest peak; files in the page cache. {result['machine']}. Commit "
+        f"{result['commit'][:12]}. The converted layout loads {ratio:.2f} times as fast, import left out."
+    )
+    return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
+
+
+def between(page: str, name: str, parts: Sequence[str]) -> str:
+    """`page` with what stands between the markers of `name` replaced. Raises ValueError when a marker is missing."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{PAGE.name} must hold {begin} and {end}, in this order")
+    return "\n\n".join([f"{before}{begin}", *(parts or ["No run is committed."]), f"{end}{after}"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the page is out of date")
     arguments = parser.parse_args()
-    files = sorted((ROOT / "benchmarks" / "results").glob("throughput-*.json"))
+    results = ROOT / "benchmarks" / "results"
     old = PAGE.read_text()
-    new = with_tables(old, [read_rows(file) for file in files])
+    runs = [tables(read_rows(file)) for file in sorted(results.glob("throughput-*.json"))]
+    loads = [load_table(json.loads(file.read_text())) for file in sorted(results.glob("load-*.json"))]
+    new = between(between(old, "throughput", runs), "load", loads)
     if arguments.check:
         if new != old:
             print(f"{PAGE.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)

@@ -6,7 +6,7 @@ Nothing is read before every tensor's name and shape has been checked against co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.converted import is_converted, read_converted
+from adaserve_jax.models.converted import ConvertedFiles, is_converted
 from adaserve_jax.models.decoder import Params, param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE, Int8Rows
-from adaserve_jax.models.tensors import Rows, TensorFiles, read_blocks
+from adaserve_jax.models.tensors import Rows, TensorFiles
 from adaserve_jax.types import Progress
 
 ReadRows = Callable[[tuple[int, int], slice, Rows], None]
@@ -41,51 +41,41 @@ def load_params(
 
     placement: where the model lies; None: the first device. A process reads the shards of its own devices only. Beside
     the weights themselves, host memory holds one fused weight at most and a few blocks of a file; on a CPU the buffer
-    that is read into becomes the weight. A converted folder needs about two weights: orbax copies what it reads.
-    quantize: "int8" reads every linear weight as int8, block by block, with a scale; dtype is then that of the rest and
-    of the products. progress: called with ("loading", weights read, weights).
+    that is read into becomes the weight. quantize: "int8" reads every linear weight as int8, block by block, with a
+    scale; dtype is then that of the rest and of the products. progress: called with ("loading", weights read, weights).
     Raises CheckpointError: a file is missing or unreadable; a tensor is missing, not asked for, or of another shape
     than config.json says; a value that is to be int8 is not finite.
     """
     folder, placement, dtype = Path(folder), placement or Placement.on_one(), jnp.dtype(dtype)
     specs = param_specs(placement.partition.whole(config), quantize)
-    names = [name for name in specs if not name.endswith(SCALE)]
-    int8 = frozenset(name for name in names if name + SCALE in specs)
-    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
-    on_host = names if placement.mesh is not None else int8
-    converted = is_converted(folder)
-    read = read_converted(folder, shapes, dtype, on_host) if converted else _fused(folder, config, shapes)
+    readers = _readers(folder, config)
     params: Params = {}
-    for done, (name, weight) in enumerate(read, 1):
-        if isinstance(weight, jax.Array):
-            params[name] = weight
-        else:
-            params |= _place(name, weight, *specs[name], config, placement, None if name in int8 else dtype)
+    for done, (name, read) in enumerate(readers.items(), 1):
+        is_int8 = name + SCALE in specs
+        params |= _place(name, read, *specs[name], config, placement, None if is_int8 else dtype)
         if progress is not None:
-            progress("loading", done, len(names))
+            progress("loading", done, len(readers))
     return params
 
 
-def _fused(folder: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, ReadRows]]:
-    """What reads each weight from safetensors, in any type, once all of them are checked."""
+def _readers(folder: Path, config: ModelConfig) -> dict[str, ReadRows]:
+    """What reads each weight, once all of them are checked."""
+    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
+    if is_converted(folder):
+        converted = ConvertedFiles(folder, shapes)
+        return {name: partial(converted.read_rows, name) for name in shapes}
     sources = {name: hf_tensors(name, config) for name in shapes}
     files = TensorFiles(folder)
     files.check(
         {tensor: shape for one in sources.values() for tensor, shape in one.items()},
         optional=("lm_head.weight",) if config.tie_embeddings else (),
     )
-    for name, tensors in sources.items():
-        yield name, partial(files.read_rows, tuple(tensors))
-
-
-def _read_array(weight: np.ndarray, rows: tuple[int, int], columns: slice, out: Rows) -> None:
-    part = weight[slice(*rows)] if weight.ndim == 1 else weight[slice(*rows), columns]
-    read_blocks(part.__getitem__, out, weight[:1].nbytes)
+    return {name: partial(files.read_rows, tuple(tensors)) for name, tensors in sources.items()}
 
 
 def _place(
     name: str,
-    weight: np.ndarray | ReadRows,
+    read: ReadRows,
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     config: ModelConfig,
@@ -93,10 +83,10 @@ def _place(
     dtype: np.dtype | None,
 ) -> Params:
     """A weight as a global array, each of this process's shards read into a buffer of its own; in int8, with its scale,
-    where dtype is None. weight: of one device, whole. shape, axes: of `param_specs` for the partition's whole model."""
+    where dtype is None. read: of one device's fused weight. shape, axes: of `param_specs` for the partition's whole
+    model."""
     partition = placement.partition
     axis = partition.split_axis(axes)
-    read = partial(_read_array, weight) if isinstance(weight, np.ndarray) else weight
     scales: dict[int, np.ndarray] = {}
 
     def number_of(index: Any) -> int:

@@ -7,12 +7,11 @@ needs beside its destination is two blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from adaserve_jax.errors import CheckpointError
@@ -47,14 +46,6 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice, /) -> Any: ...
 
     def __setitem__(self, rows: slice, block: Any, /) -> None: ...
-
-
-def read_blocks(read: Callable[[slice], np.ndarray], out: Rows, row_bytes: int) -> None:
-    """Fill `out` from read(rows), BLOCK_BYTES or a row at a time."""
-    step = max(1, BLOCK_BYTES // row_bytes)
-    for start in range(0, len(out), step):
-        rows = slice(start, min(start + step, len(out)))
-        out[rows] = read(rows)
 
 
 class TensorFiles:
@@ -124,14 +115,13 @@ class TensorFiles:
 
     def _read(self, name: str, first: int, columns: slice, out: Rows) -> None:
         tensor = self._tensors[name]
-
-        def read(rows: slice) -> np.ndarray:
-            rows = slice(first + rows.start, first + rows.stop)
+        step = max(1, BLOCK_BYTES // (_ITEM_BYTES * math.prod(tensor.shape[1:])))
+        for start in range(0, len(out), step):
+            stop = min(start + step, len(out))
+            rows = slice(first + start, first + stop)
             with safe_open(tensor.path, framework="numpy") as file:
                 found = file.get_slice(name)
-                return found[rows] if len(tensor.shape) == 1 else found[rows, columns]
-
-        read_blocks(read, out, _ITEM_BYTES * math.prod(tensor.shape[1:]))
+                out[start:stop] = found[rows] if len(tensor.shape) == 1 else found[rows, columns]
 
 
 def _weight_files(folder: Path) -> list[Path]:

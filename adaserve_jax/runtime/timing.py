@@ -19,72 +19,81 @@ if TYPE_CHECKING:
     from adaserve_jax.runtime.executor import ModelExecutor
 
 TYPICAL_CONTEXT = 256  # tokens; the context at which programs are timed, where max_context allows it
-REPEATS = 5
+PASSES, REPEATS = 2, 3
 
 
 def measure(executor: ModelExecutor, progress: Progress | None = None) -> CostSamples:
-    """The least of a few times of every program, on page 0, which no request holds yet: nothing of it stays visible.
+    """The least of some times of every program, on page 0, which no request holds yet: nothing of it stays visible.
 
-    The least, because what disturbs a measurement only adds to it, and the live cost table learns the common factor.
+    The least, because what disturbs a measurement only adds to it, and the live cost table learns the common factor. In
+    two passes over all programs, because what disturbs goes on for a while: a size that looks dear is then not used,
+    and never corrected.
     """
+    jobs = _jobs(executor)
+    least_s = dict.fromkeys(jobs, float("inf"))
+    for number in range(PASSES):
+        for done, (job, run) in enumerate(jobs.items(), 1):
+            least_s[job] = min(least_s[job], _least_s(run))
+            if progress is not None:
+                progress("timing", number * len(jobs) + done, PASSES * len(jobs))
+    return _samples(least_s, executor.limits)
+
+
+Job = tuple[str, tuple[int, ...]]
+"""What is timed: ("verify", (tokens, rows)), ("catchup", (tokens, rows)) or ("search", (rows, width, depth))."""
+
+
+def _jobs(executor: ModelExecutor) -> dict[Job, Callable[[], object]]:
     limits, drafter = executor.limits, executor.local_drafter
-    jobs: list[Callable[[], None]] = []
-    samples = CostSamples({}, {}, {})
+    jobs: dict[Job, Callable[[], object]] = {}
     for bucket in executor.target.buckets.all():
-        plan, trees = _verify_step(limits, bucket)
-        jobs.append(partial(_time_verify, samples, executor, bucket, plan, trees))
-    if drafter is not None:
-        for bucket in drafter.model.buckets.all():
-            counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
-            plan = _decode_plan(limits, len(counts), _draft_plan(limits, counts))
-            jobs.append(partial(_time_catchup, samples, drafter, bucket, plan))
-        jobs += [
-            partial(_time_levels, samples, limits, drafter, rows, width)
-            for rows, width in itertools.product(drafter.model.buckets.row_edges, drafter.widths)
-        ]
-    for done, job in enumerate(jobs, 1):
-        job()
-        if progress is not None:
-            progress("timing", done, len(jobs))
+        jobs["verify", (bucket.tokens, bucket.rows)] = partial(executor.verify, *_verify_step(limits, bucket))
+    if drafter is None:
+        return jobs
+    for bucket in drafter.model.buckets.all():
+        counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
+        plan = _decode_plan(limits, len(counts), _draft_plan(limits, counts))
+        jobs["catchup", (bucket.tokens, bucket.rows)] = partial(_catch_up, drafter, plan)
+    for rows, width in itertools.product(drafter.model.buckets.row_edges, drafter.widths):
+        for depth in sorted({1, limits.max_depth}):
+            draft = _draft_plan(limits, np.ones(rows, np.int32), depth, width)
+            jobs["search", (rows, width, depth)] = partial(drafter.propose, _decode_plan(limits, rows, draft))
+    return jobs
+
+
+def _catch_up(drafter: LocalDrafter, plan: StepPlan) -> None:
+    drafter.propose(plan)
+    jax.block_until_ready(drafter.model.pools)
+
+
+def _samples(least_s: dict[Job, float], limits: Limits) -> CostSamples:
+    """Catch-up of several row sizes: the dearest. A level: what one more costs, the first being the catch-up's."""
+    samples = CostSamples({}, {}, {})
+    deepest = limits.max_depth
+    for (kind, sizes), seconds in least_s.items():
+        if kind == "verify":
+            tokens, rows = sizes
+            samples.verify_s[tokens, rows] = seconds
+        elif kind == "catchup":
+            tokens, _ = sizes
+            samples.catchup_s[tokens] = max(seconds, samples.catchup_s.get(tokens, 0.0))
+        elif sizes[2] == deepest:
+            rows, width, _ = sizes
+            # With one level only, the whole call is the best that is known of a level.
+            above_s = seconds - least_s["search", (rows, width, 1)] if deepest > 1 else seconds
+            samples.draft_level_s[rows, width] = max(1e-6, above_s / max(1, deepest - 1))
     return samples
 
 
-def _least_s(run: Callable[..., object], *arguments: object) -> float:
-    run(*arguments)
+def _least_s(run: Callable[[], object]) -> float:
+    """The first run is left out."""
+    run()
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        run(*arguments)
+        run()
         times.append(time.perf_counter() - started)
     return min(times)
-
-
-def _time_verify(
-    samples: CostSamples, executor: ModelExecutor, bucket: Bucket, plan: StepPlan, trees: DraftTrees
-) -> None:
-    samples.verify_s[bucket.tokens, bucket.rows] = _least_s(executor.verify, plan, trees)
-
-
-def _time_catchup(samples: CostSamples, drafter: LocalDrafter, bucket: Bucket, plan: StepPlan) -> None:
-    """Several row buckets share a number of tokens; the table keeps the dearest."""
-
-    def run() -> None:
-        drafter.propose(plan)
-        jax.block_until_ready(drafter.model.pools)
-
-    samples.catchup_s[bucket.tokens] = max(_least_s(run), samples.catchup_s.get(bucket.tokens, 0.0))
-
-
-def _time_levels(samples: CostSamples, limits: Limits, drafter: LocalDrafter, rows: int, width: int) -> None:
-    """Seconds per level beyond the first, whose cost is the catch-up's."""
-    counts = np.ones(rows, np.int32)
-    shallow, deep = (
-        _least_s(drafter.propose, _decode_plan(limits, rows, _draft_plan(limits, counts, depth, width)))
-        for depth in (1, limits.max_depth)
-    )
-    levels = max(1, limits.max_depth - 1)
-    # With one level only, the whole call is the best that is known of a level.
-    samples.draft_level_s[rows, width] = max(1e-6, (deep - shallow) / levels) if limits.max_depth > 1 else deep
 
 
 def _split(tokens: int, rows: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.models import converted
 from adaserve_jax.models.convert import convert
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.runtime.model import DeviceModel
@@ -80,6 +81,7 @@ def main(folder: Path) -> None:
         "odd": write_checkpoint(folder / "odd", vocab_size=VOCABULARY + 1, dtype="bf16"),
     }
     checkpoints["demo"] = resolve_folder("demo", "target")
+    converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
     convert(checkpoints["norms"], folder / "converted")
     checkpoints["converted"] = folder / "converted"
     logits, held, hlo = {}, {}, {}
