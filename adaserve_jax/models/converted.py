@@ -61,14 +61,21 @@ class ConvertedFiles:
             raise CheckpointError(f"{folder}: {differing[0]}; convert the checkpoint again")
 
     def read_rows(self, name: str, rows: tuple[int, int], columns: slice, out: Rows) -> None:
-        """Write rows [start, stop) of a weight into `out`, cast to its type, chunk by chunk of rows."""
-        store = self._stores[name]
-        step = store.chunk_layout.read_chunk.shape[0]
+        """Write rows [start, stop) of a weight into `out`, cast to its type: chunks in parallel into an array, else
+        chunk by chunk of rows."""
+        import tensorstore as ts
+
         first, last = rows
-        for start in range(first // step * step, last, step):
-            low, high = max(start, first), min(start + step, last)
-            part: np.ndarray = (store[low:high] if store.ndim == 1 else store[low:high, columns]).read().result()
-            out[slice(low - first, high - first)] = part
+        store = self._stores[name]
+        part = store[first:last] if store.ndim == 1 else store[first:last, columns]
+        if isinstance(out, np.ndarray):
+            target = ts.array(out)
+            target.write(ts.cast(part[ts.d[:].translate_to[0]], target.dtype)).result()
+            return
+        step = store.chunk_layout.read_chunk.shape[0]
+        for start in range(0, last - first, step):
+            stop = min(start + step, last - first)
+            out[slice(start, stop)] = part[first + start : first + stop].read().result()
 
 
 def write_converted(folder: Path, params: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -49,7 +50,8 @@ class Machine(SimExecutor):
         changes = {"max_context": self.limits.max_context, "num_pages": self.limits.num_pages, "max_requests": 4}
         self.resolved = SimpleNamespace(config=replace(config, page_size=8, **changes))
         self.target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), vocab_size=VOCAB))
-        self.target_folder = self.drafter = None
+        self.target_folder = Path("no checkpoint")
+        self.drafter = None
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         self.before_step()
