@@ -24,7 +24,7 @@ from adaserve_jax.runtime.packing import PackedStep
 from tests.conftest import ROOT
 
 ADASERVE = Path(sys.executable).with_name("adaserve")
-LIMIT_S = 100
+LIMIT_S = 200
 
 
 def free_port() -> int:
@@ -133,6 +133,7 @@ def test_each_process_has_its_command() -> None:
         follow(config_of(free_port()))
 
 
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_two_processes_give_the_text_of_one() -> None:
     options = [
         "--deterministic", "--max-requests", "4", "--max-context", "96", "--max-batch-tokens", "16", "--max-depth", "3",

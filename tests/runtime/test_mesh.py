@@ -16,7 +16,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.runtime.test_programs import copies_of
 
-pytestmark = pytest.mark.torch
+LIMIT_S = 400
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(LIMIT_S + 20)]
 DEVICES = 4
 
 
@@ -34,7 +35,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.runtime.mesh_process", folder],
-        cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=115,
+        cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     with np.load(folder / "logits.npz") as logits:
