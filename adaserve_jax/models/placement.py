@@ -25,9 +25,9 @@ class Placement:
     mesh: Mesh | None = None
 
     @classmethod
-    def on_one(cls, device: Any = None) -> Placement:
-        """The whole model on one device, the first of this process unless another is given."""
-        return cls((device or jax.local_devices()[0],))
+    def on_one(cls) -> Placement:
+        """The whole model on the first device of this process."""
+        return cls((jax.local_devices()[0],))
 
     @classmethod
     def over(cls, devices: tuple[Any, ...], partition: Partition) -> Placement:

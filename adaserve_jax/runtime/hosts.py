@@ -177,7 +177,7 @@ def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
-    """Process 0 listens once its own devices are there, which may be after ours."""
+    """Process 0 may have been started after us."""
     give_up_s = time.monotonic() + JOIN_LIMIT_S
     while True:
         try:

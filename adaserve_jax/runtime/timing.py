@@ -1,4 +1,4 @@
-"""Times each compiled program once at warm-up, through the same code that serves: the cost table's first entries."""
+"""Times each compiled program at warm-up, through the same code that serves: the cost table's first entries."""
 
 from __future__ import annotations
 
