@@ -18,13 +18,14 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.pallas_kernels.paged_tree_attention import reference
-from adaserve_jax.pallas_kernels.paged_tree_attention.api import PackedTokens, paged_tree_attention, query_blocks
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
+from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
 from adaserve_jax.runtime.buckets import Bucket
 from adaserve_jax.runtime.packing import beam_layout, sampler_of, step_layout
 from adaserve_jax.tree.accept import PREFILL, accept_walk
 from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths, expand_bits
+from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
 from adaserve_jax.tree.beam import Beam, beam_search
 from adaserve_jax.tree.sampling import draw
 
@@ -77,12 +78,13 @@ def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dt
 @dataclass(frozen=True)
 class ModelPrograms:
     """The programs of one model, as one device runs them. config: that device's part of the model; partition: how it
-    belongs to the whole; canonical: attend in the order of the deterministic mode."""
+    belongs to the whole; canonical: attend in the order of the deterministic mode; attention: who implements it."""
 
     config: ModelConfig
     max_pages: int
     canonical: bool = False
     partition: Partition = WHOLE
+    attention: Implementation = "xla"
 
     def packed_forward(self, params: Params, pools: Pools, fields: dict[str, jax.Array], bucket: Bucket) -> Forward:
         """Run the model over packed tokens. fields: of `step_layout`."""
@@ -95,23 +97,25 @@ class ModelPrograms:
             new_k.append(k.transpose(2, 0, 1))
             new_v.append(v.transpose(2, 0, 1))
             q = self.partition.with_copies(q, k.shape[0])
-            mixed = paged_tree_attention(q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer))
+            mixed = paged_tree_attention(
+                q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer), implementation=self.attention
+            )
             return self.partition.without_copies(mixed, k.shape[0])
 
         hidden = decode(params, self.config, fields["token"], fields["position"], attend, self.partition)
         return Forward(hidden, jnp.stack(new_k), jnp.stack(new_v))
 
     def _packed_tokens(self, fields: dict[str, jax.Array], bucket: Bucket) -> PackedTokens:
-        mask = expand_bits(ancestor_bits(fields["parent"]), bucket.tokens)
+        bits = ancestor_bits(fields["parent"])
         blocks = path = None
         if self.canonical:
-            path = ancestor_paths(mask)
+            path = ancestor_paths(expand_bits(bits, bucket.tokens))
         else:
             blocks = query_blocks(
                 fields["count"], fields["row"], num_blocks=bucket.num_blocks, block_size=bucket.block_size
             )
         row = jnp.minimum(fields["row"], bucket.rows - 1)
-        return PackedTokens(fields["page_table"], fields["ctx_len"], row, fields["position"], mask, blocks, path)
+        return PackedTokens(fields["page_table"], fields["ctx_len"], row, fields["position"], bits, blocks, path)
 
     def sampled_logits(self, params: Params, forward: Forward, sampled: jax.Array) -> jax.Array:
         """f32[N, V] at packed positions `sampled` (those past the array read the last position)."""
@@ -205,19 +209,16 @@ class ModelPrograms:
 
             k_buffer = lax.dynamic_update_slice(k_buffer, by_row(k), start)
             v_buffer = lax.dynamic_update_slice(v_buffer, by_row(v), start)
-            q_rows = q.reshape(kv_heads, group, head_dim, rows, width).transpose(3, 0, 1, 4, 2) * (head_dim**-0.5)
-            q_rows = q_rows.reshape(rows, kv_heads, group * width, head_dim)
+            q_rows = q.reshape(kv_heads, group, head_dim, rows, width).transpose(3, 0, 1, 4, 2)
             window = self.config.window_of(layer)
             seen, first = visible, None
             if window is not None:
                 seen = visible & (key_position[:, None, :] > position[:, :, None] - window)
-                first = jnp.tile(position - window + 1, (1, group))
-            context = reference.context_partial(
-                q_rows, pools.k, pools.v, layer, fields["page_table"], fields["ctx_len"], first
-            )
-            row_seen = jnp.tile(seen, (1, group, 1))
-            tree = reference.inflight_partial(q_rows, k_buffer[layer], v_buffer[layer], row_seen)
-            mixed = reference.merge(context, tree).reshape(rows, kv_heads, group, width, head_dim)
+                first = position - window + 1
+            mixed = beam_attention(
+                q_rows, k_buffer[layer], v_buffer[layer], pools.k, pools.v, layer, fields["page_table"],
+                fields["ctx_len"], seen, first, implementation=self.attention,
+            )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
 
         hidden = decode(params, self.config, token.reshape(-1), position.reshape(-1), attend)

@@ -34,12 +34,6 @@ def ancestor_bits(parent: jax.Array) -> jax.Array:
     return bits[:num_tokens]
 
 
-def expand_bits(bits: jax.Array, num_tokens: int) -> jax.Array:
-    """bool[T, num_tokens] from u32[T, ceil(num_tokens/32)]."""
-    index = jnp.arange(num_tokens)
-    return (bits[:, index // 32] >> (index % 32).astype(jnp.uint32)) & 1 != 0
-
-
 def ancestor_paths(mask: jax.Array) -> jax.Array:
     """The in-flight path to each token: path[t, j] is the packed index of its j-th ancestor from the root, itself last.
 

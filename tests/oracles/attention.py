@@ -1,4 +1,4 @@
-"""Float64 attention of packed tree tokens over paged context, one token at a time. Shares no code with the package."""
+"""Float64 attention of packed tree tokens over paged context, request by request. Shares no code with the package."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, p
     """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D]. Returns f64[H, D, T]; tokens with row >= R are zero.
     window: a token sees the last `window` of its keys only."""
     heads, head_dim, tokens = q.shape
-    group = heads // k.shape[0]
-    page_size = k_pool.shape[3]
+    kv_heads, page_size = k.shape[0], k_pool.shape[3]
     out = np.zeros(q.shape)
-    for token in range(tokens):
-        if row[token] >= len(ctx_len):
-            continue
-        chain = [token]
-        while parent[chain[-1]] >= 0:
-            chain.append(parent[chain[-1]])
-        for head in range(heads):
-            kv = head // group
-            keys, values = [], []
-            for position in range(ctx_len[row[token]]):
-                page = page_table[row[token], position // page_size]
-                keys.append(k_pool[layer, page, kv, position % page_size])
-                values.append(v_pool[layer, page, kv, position % page_size])
-            for node in reversed(chain):
-                keys.append(k[kv, :, node])
-                values.append(v[kv, :, node])
+    for index, context in enumerate(ctx_len):
+        pages = page_table[index, : -(-context // page_size)]
+        committed = [
+            np.concatenate([pool[layer, page] for page in pages], axis=1)[:, :context].astype(np.float64)
+            if context
+            else np.zeros((kv_heads, 0, head_dim))
+            for pool in (k_pool, v_pool)
+        ]
+        for token in range(tokens):
+            if row[token] != index:
+                continue
+            chain = [token]
+            while parent[chain[-1]] >= 0:
+                chain.append(parent[chain[-1]])
+            chain.reverse()
+            keys, values = (
+                np.concatenate([old, new[:, :, chain].astype(np.float64).transpose(0, 2, 1)], axis=1)
+                for old, new in zip(committed, (k, v), strict=True)
+            )
             if window is not None:
-                keys, values = keys[-window:], values[-window:]
-            scores = np.asarray(keys, np.float64) @ q[head, :, token].astype(np.float64) / np.sqrt(head_dim)
-            weights = np.exp(scores - scores.max())
-            out[head, :, token] = weights @ np.asarray(values, np.float64) / weights.sum()
+                keys, values = keys[:, -window:], values[:, -window:]
+            for head in range(heads):
+                kv = head * kv_heads // heads
+                scores = keys[kv] @ q[head, :, token].astype(np.float64) / np.sqrt(head_dim)
+                weights = np.exp(scores - scores.max())
+                out[head, :, token] = weights @ values[kv] / weights.sum()
     return out

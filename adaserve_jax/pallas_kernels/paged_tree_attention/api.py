@@ -1,62 +1,39 @@
-"""The one way to call paged tree attention: packed in-flight tokens of many requests over one paged pool.
+"""The one way to call paged tree attention, whoever implements it: packed tokens of a step, or the rows of a beam.
 
-Knows no model. Implementations: `reference.py` (XLA, everywhere).
+Knows no model. Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
+GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). All but `xla` are given
+`Operands`; importing this module imports none of them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from importlib import import_module
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.paged_tree_attention import reference
+from adaserve_jax.pallas_kernels.paged_tree_attention.bits import pack_bits
+from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands, pad_to_tiles
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, packed_operands, unfold
+
+Implementation = Literal["xla", "plain", "mosaic_gpu", "mosaic_tpu"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 
-class QueryBlocks(NamedTuple):
-    """Packed tokens grouped into blocks of one request each, so that a page is read once per block.
-
-    token: i32[B, Q], packed index, T where absent; row: i32[B], row of the block; place: i32[T], the token's index
-    in the flattened [B * Q].
-    """
-
-    token: jax.Array
-    row: jax.Array
-    place: jax.Array
-
-
-class PackedTokens(NamedTuple):
-    """Where the packed tokens of a step stand. page_table: i32[R, pages]; ctx_len: i32[R]; row, position: i32[T];
-    mask: bool[T, T], ancestors and self; blocks: query blocks, or None to attend in the canonical order; path:
-    i32[T, T], ancestors in order, needed for the canonical order only."""
-
-    page_table: jax.Array
-    ctx_len: jax.Array
-    row: jax.Array
-    position: jax.Array
-    mask: jax.Array
-    blocks: QueryBlocks | None
-    path: jax.Array | None
-
-
-def query_blocks(counts: jax.Array, row: jax.Array, *, num_blocks: int, block_size: int) -> QueryBlocks:
-    """Cut each row's tokens into blocks. counts: i32[R], tokens per row, packed row after row; row: i32[T], R or more
-    where the slot is padding. num_blocks must hold sum(ceil(counts / block_size)); it is not checked on the device.
-    """
-    num_rows, num_tokens = counts.shape[0], row.shape[0]
-    safe_row = jnp.minimum(row, num_rows - 1)
-    per_row = (counts + block_size - 1) // block_size
-    first_block = jnp.cumsum(per_row) - per_row
-    first_token = jnp.cumsum(counts) - counts
-    index = jnp.arange(num_tokens, dtype=jnp.int32)
-    within = index - first_token[safe_row]
-    place = (first_block[safe_row] + within // block_size) * block_size + within % block_size
-    place = jnp.where(row < num_rows, place, num_blocks * block_size)
-    token = jnp.full(num_blocks * block_size, num_tokens, jnp.int32).at[place].set(index, mode="drop")
-    block_row = jnp.zeros(num_blocks, jnp.int32).at[place // block_size].set(safe_row, mode="drop")
-    return QueryBlocks(
-        token.reshape(num_blocks, block_size), block_row, jnp.minimum(place, num_blocks * block_size - 1)
-    )
+def check_supported(
+    implementation: Implementation, *, head_dim: int, page_size: int, group: int, dtype: jnp.dtype
+) -> None:
+    """Raises ConfigError, naming what is unsupported, when the implementation cannot run these shapes. group: query
+    heads per KV head; dtype: of queries and pools."""
+    if implementation == "xla":
+        return
+    reason = _module(implementation).unsupported(head_dim=head_dim, page_size=page_size, group=group, dtype=dtype)
+    if reason:
+        raise ConfigError(f"paged tree attention by {implementation!r} {reason}; 'xla' runs every shape")
 
 
 def paged_tree_attention(
@@ -68,71 +45,88 @@ def paged_tree_attention(
     layer: int,
     tokens: PackedTokens,
     window: int | None = None,
+    *,
+    implementation: Implementation = "xla",
 ) -> jax.Array:
     """Attention of packed tokens over their committed context and in-flight ancestors.
 
     q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D]. window: a token sees only keys at
     positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype. Scores are scaled
-    by 1/sqrt(D) and reduced in float32.
+    by 1/sqrt(D) and reduced in float32. With no `tokens.blocks` it is the canonical order, whatever the
+    implementation. Raises ConfigError: the implementation does not support the shapes.
     """
     num_heads, head_dim, num_tokens = q.shape
     kv_heads = k.shape[0]
     group = num_heads // kv_heads
-    q_tokens = q.reshape(kv_heads, group, head_dim, num_tokens).transpose(3, 0, 1, 2) * (head_dim**-0.5)
+    q_tokens = q.reshape(kv_heads, group, head_dim, num_tokens).transpose(3, 0, 1, 2)
     if tokens.blocks is None:
         if tokens.path is None:
             raise ValueError("canonical attention needs the ancestor paths: PackedTokens.path is None")
-        k_tokens, v_tokens = k.transpose(2, 0, 1), v.transpose(2, 0, 1)
         out = reference.canonical_attention(
-            q_tokens, k_tokens, v_tokens, k_pool, v_pool, layer, tokens.page_table[tokens.row],
-            tokens.ctx_len[tokens.row], tokens.position, tokens.path, window,
+            q_tokens * head_dim**-0.5, k.transpose(2, 0, 1), v.transpose(2, 0, 1), k_pool, v_pool, layer,
+            tokens.page_table[tokens.row], tokens.ctx_len[tokens.row], tokens.position, tokens.path, window,
         )  # fmt: skip
     else:
-        out = _by_blocks(q_tokens, k, v, k_pool, v_pool, layer, tokens, tokens.blocks, window)
+        k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
+        arrays = (k_keys, v_keys, k_pool, v_pool, layer, tokens, tokens.blocks, window)
+        if implementation == "xla":
+            out = reference.packed_attention(q_tokens * head_dim**-0.5, *arrays)
+        else:
+            out = unfold(_attend(implementation, packed_operands(q_tokens, *arrays)), tokens.blocks, group)
     return out.transpose(1, 2, 3, 0).reshape(num_heads, head_dim, num_tokens).astype(q.dtype)
 
 
-def _by_blocks(
+def beam_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
     layer: int,
-    tokens: PackedTokens,
-    blocks: QueryBlocks,
-    window: int | None,
+    page_table: jax.Array,
+    ctx_len: jax.Array,
+    visible: jax.Array,
+    first: jax.Array | None = None,
+    *,
+    implementation: Implementation = "xla",
 ) -> jax.Array:
-    """Context per query block, tree over the packed array, merged. q: [T, K, G, D]; returns f32[T, K, G, D]."""
-    num_tokens, kv_heads, group, head_dim = q.shape
-    num_blocks, block_size = blocks.token.shape
-    gathered = q[jnp.minimum(blocks.token, num_tokens - 1)]
-    q_blocks = gathered.transpose(0, 2, 3, 1, 4).reshape(num_blocks, kv_heads, group * block_size, head_dim)
-    occupied = jnp.any(blocks.token < num_tokens, axis=1)
-    ctx_len = jnp.where(occupied, tokens.ctx_len[blocks.row], 0)
-    first = None if window is None else jnp.tile(_first_visible(tokens, blocks, window), (1, group))
-    context = reference.context_partial(q_blocks, k_pool, v_pool, layer, tokens.page_table[blocks.row], ctx_len, first)
+    """Attention of W queries of each row over the row's context and its own in-flight keys.
 
-    def to_tokens(x: jax.Array) -> jax.Array:
-        """[B, K, G*Q, ...] -> [1, K, G*T, ...]."""
-        split = x.reshape(num_blocks, kv_heads, group, block_size, *x.shape[3:])
-        flat = jnp.moveaxis(split, 3, 1).reshape(num_blocks * block_size, kv_heads, group, *x.shape[3:])
-        by_head = jnp.moveaxis(flat[blocks.place], 0, 2)
-        return by_head.reshape(1, kv_heads, group * num_tokens, *x.shape[3:])
+    q: [R, K, G, W, D]; k, v: [R, K, N, D], in flight; page_table: i32[R, pages]; ctx_len: i32[R]; visible: bool[R, W,
+    N]; first: i32[R, W], first context position that a query sees, None: 0. Returns f32[R, K, G, W, D].
+    """
+    rows, kv_heads, group, width, head_dim = q.shape
+    folded = q.reshape(rows, kv_heads, group * width, head_dim)
+    if implementation == "xla":
+        scaled = folded * head_dim**-0.5
+        seen_from = None if first is None else jnp.tile(first, (1, group))
+        context = reference.context_partial(scaled, k_pool, v_pool, layer, page_table, ctx_len, seen_from)
+        tree = reference.inflight_partial(scaled, k, v, jnp.tile(visible, (1, group, 1)))
+        return reference.merge(context, tree).reshape(q.shape)
+    keys = -(-k.shape[2] // TILE) * TILE
 
-    context = reference.Partial(*(to_tokens(x) for x in context))
-    q_flat = q.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * num_tokens, head_dim)
-    mask = tokens.mask
-    if window is not None:
-        mask &= tokens.position[None, :] > tokens.position[:, None] - window
-    visible = jnp.tile(mask, (group, 1))[None]
-    tree = reference.inflight_partial(q_flat, k.transpose(0, 2, 1)[None], v.transpose(0, 2, 1)[None], visible)
-    out = reference.merge(context, tree)[0].reshape(kv_heads, group, num_tokens, head_dim)
-    return out.transpose(2, 0, 1, 3)
+    def by_head(x: jax.Array) -> jax.Array:
+        return pad_to_tiles(x).swapaxes(0, 1).reshape(kv_heads, rows * keys, head_dim)
+
+    index = jnp.arange(rows, dtype=jnp.int32)
+    num_tiles = jnp.full(rows, keys // TILE, jnp.int32)
+    bits = pack_bits(jnp.pad(visible, ((0, 0), (0, 0), (0, keys - k.shape[2]))))
+    operands = Operands(
+        folded, by_head(k), by_head(v), k_pool, v_pool, jnp.full(1, layer, jnp.int32), page_table, index, ctx_len,
+        first, index * (keys // TILE), num_tiles, bits,
+    )  # fmt: skip
+    return _attend(implementation, operands).reshape(q.shape)
 
 
-def _first_visible(tokens: PackedTokens, blocks: QueryBlocks, window: int) -> jax.Array:
-    """First position that each query of each block sees, i32[B, Q]; absent queries repeat their block's first one."""
-    first = jnp.minimum(blocks.token, tokens.position.shape[0] - 1)
-    first = jnp.where(blocks.token < tokens.position.shape[0], first, first[:, :1])
-    return tokens.position[first] - window + 1
+def _module(implementation: Implementation):
+    return import_module(f"adaserve_jax.pallas_kernels.paged_tree_attention.{implementation}")
+
+
+def _attend(implementation: Implementation, operands: Operands) -> jax.Array:
+    """f32[B, K, M, D], by the implementation's kernel."""
+    check_supported(
+        implementation, head_dim=operands.q.shape[3], page_size=operands.page_size, group=operands.group,
+        dtype=operands.k_pool.dtype,
+    )  # fmt: skip
+    kernel: Callable[[Operands], jax.Array] = _module(implementation).attend
+    return kernel(operands)

@@ -15,6 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
+    PackedTokens,
+    QueryBlocks,
+    first_visible,
+    fold,
+    occupied,
+    unfold,
+)
+
 LOWEST = -1e30
 
 
@@ -115,6 +124,38 @@ def inflight_partial(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Arra
     """Attend to in-flight tokens. q: [B, K, M, D], scaled; k, v: [B, K, N, D]; visible: bool[B, M, N]."""
     scores = jnp.einsum("bkmd,bknd->bkmn", q, k, preferred_element_type=jnp.float32)
     return _absorb(_empty(q.shape), scores, visible[:, None], v)
+
+
+def packed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    layer: int,
+    tokens: PackedTokens,
+    blocks: QueryBlocks,
+    window: int | None,
+) -> jax.Array:
+    """Context per query block, tree over the packed array, merged. q: [T, K, G, D], scaled; k, v: [K, T, D]. Returns
+    f32[T, K, G, D]."""
+    num_tokens, kv_heads, group, head_dim = q.shape
+    ctx_len = jnp.where(occupied(tokens, blocks), tokens.ctx_len[blocks.row], 0)
+    first = None if window is None else jnp.tile(first_visible(tokens, blocks, window), (1, group))
+    page_table = tokens.page_table[blocks.row]
+    context = context_partial(fold(q, blocks), k_pool, v_pool, layer, page_table, ctx_len, first)
+
+    def to_tokens(x: jax.Array) -> jax.Array:
+        """[B, K, G*Q, ...] -> [1, K, G*T, ...]."""
+        by_head = jnp.moveaxis(unfold(x, blocks, group), 0, 2)
+        return by_head.reshape(1, kv_heads, group * num_tokens, *x.shape[3:])
+
+    context = Partial(*(to_tokens(x) for x in context))
+    q_flat = q.transpose(1, 2, 0, 3).reshape(1, kv_heads, group * num_tokens, head_dim)
+    visible = jnp.tile(tokens.visible(window), (group, 1))[None]
+    tree = inflight_partial(q_flat, k[None], v[None], visible)
+    out = merge(context, tree)[0].reshape(kv_heads, group, num_tokens, head_dim)
+    return out.transpose(2, 0, 1, 3)
 
 
 def canonical_attention(

@@ -1,0 +1,26 @@
+"""The one place that imports Pallas, whose names move between releases of jax. Kernels import from here only.
+
+`plgpu` and `pltpu` import on every platform; nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+__all__ = ["gpu_interpret", "pl", "plgpu", "pltpu", "tpu_interpret"]
+
+
+def tpu_interpret() -> Any:
+    """The value of `interpret` that runs a TPU kernel on a CPU, with its memories, copies and semaphores simulated."""
+    return pltpu.InterpretParams()
+
+
+def gpu_interpret(detect_races: bool = False) -> Any:
+    """The value of `interpret` that runs a Mosaic GPU kernel on a CPU, with shared memory and barriers simulated."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public in jax 0.10
+
+    return InterpretGPUParams(detect_races=detect_races)

@@ -1,0 +1,134 @@
+"""Packed in-flight tokens of many requests, their grouping into query blocks, and the operands that come of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits, pack_bits
+from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands, pad_to_tiles
+
+
+class QueryBlocks(NamedTuple):
+    """Packed tokens grouped into blocks of one request each, so that a page is read once per block.
+
+    token: i32[B, Q], packed index, T where absent; row: i32[B], row of the block; place: i32[T], the token's index
+    in the flattened [B * Q]; start: i32[B], packed index of the first token of the block's row.
+    """
+
+    token: jax.Array
+    row: jax.Array
+    place: jax.Array
+    start: jax.Array
+
+
+class PackedTokens(NamedTuple):
+    """Where the packed tokens of a step stand. page_table: i32[R, pages]; ctx_len: i32[R]; row, position: i32[T];
+    bits: u32[T, ceil(T/32)], ancestors and self; blocks: query blocks, or None to attend in the canonical order; path:
+    i32[T, T], ancestors in order, needed for the canonical order only."""
+
+    page_table: jax.Array
+    ctx_len: jax.Array
+    row: jax.Array
+    position: jax.Array
+    bits: jax.Array
+    blocks: QueryBlocks | None
+    path: jax.Array | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.bits.shape[0]
+
+    def visible(self, window: int | None) -> jax.Array:
+        """bool[T, T]: which in-flight tokens each one sees, of the last `window` positions only where there is one."""
+        mask = expand_bits(self.bits, self.num_tokens)
+        if window is None:
+            return mask
+        return mask & (self.position[None, :] > self.position[:, None] - window)
+
+
+def query_blocks(counts: jax.Array, row: jax.Array, *, num_blocks: int, block_size: int) -> QueryBlocks:
+    """Cut each row's tokens into blocks. counts: i32[R], tokens per row, packed row after row; row: i32[T], R or more
+    where the slot is padding. num_blocks must hold sum(ceil(counts / block_size)); it is not checked on the device.
+    """
+    num_rows, num_tokens = counts.shape[0], row.shape[0]
+    safe_row = jnp.minimum(row, num_rows - 1)
+    per_row = (counts + block_size - 1) // block_size
+    first_block = jnp.cumsum(per_row) - per_row
+    first_token = jnp.cumsum(counts) - counts
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    within = index - first_token[safe_row]
+    place = (first_block[safe_row] + within // block_size) * block_size + within % block_size
+    place = jnp.where(row < num_rows, place, num_blocks * block_size)
+    token = jnp.full(num_blocks * block_size, num_tokens, jnp.int32).at[place].set(index, mode="drop")
+    block_row = jnp.zeros(num_blocks, jnp.int32).at[place // block_size].set(safe_row, mode="drop")
+    return QueryBlocks(
+        token.reshape(num_blocks, block_size), block_row, jnp.minimum(place, num_blocks * block_size - 1),
+        first_token[block_row],
+    )  # fmt: skip
+
+
+def occupied(tokens: PackedTokens, blocks: QueryBlocks) -> jax.Array:
+    """bool[B]: blocks that have a query. A block's first query is there if any is."""
+    return blocks.token[:, 0] < tokens.num_tokens
+
+
+def fold(q: jax.Array, blocks: QueryBlocks) -> jax.Array:
+    """Queries by block, f[B, K, G * Q, D], from f[T, K, G, D]. Absent queries repeat the last token's."""
+    num_tokens, kv_heads, group, head_dim = q.shape
+    num_blocks, block_size = blocks.token.shape
+    gathered = q[jnp.minimum(blocks.token, num_tokens - 1)]
+    return gathered.transpose(0, 2, 3, 1, 4).reshape(num_blocks, kv_heads, group * block_size, head_dim)
+
+
+def unfold(x: jax.Array, blocks: QueryBlocks, group: int) -> jax.Array:
+    """Back to tokens: [T, K, G, ...] from [B, K, G * Q, ...]."""
+    num_blocks, block_size = blocks.token.shape
+    split = x.reshape(num_blocks, x.shape[1], group, block_size, *x.shape[3:])
+    flat = jnp.moveaxis(split, 3, 1).reshape(num_blocks * block_size, x.shape[1], group, *x.shape[3:])
+    return flat[blocks.place]
+
+
+def first_visible(tokens: PackedTokens, blocks: QueryBlocks, window: int) -> jax.Array:
+    """First position that each query of each block sees, i32[B, Q]; absent queries repeat their block's first one."""
+    first = jnp.minimum(blocks.token, tokens.num_tokens - 1)
+    first = jnp.where(blocks.token < tokens.num_tokens, first, first[:, :1])
+    return tokens.position[first] - window + 1
+
+
+def packed_operands(
+    q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, layer: int,
+    tokens: PackedTokens, blocks: QueryBlocks, window: int | None,
+) -> Operands:  # fmt: skip
+    """q: f[T, K, G, D], not scaled; k, v: f[K, T, D]."""
+    num_tokens = tokens.num_tokens
+    live = occupied(tokens, blocks)
+    last = jnp.max(jnp.where(blocks.token < num_tokens, blocks.token, 0), axis=1)
+    tile = jnp.minimum(blocks.start, num_tokens - 1) // TILE
+    return Operands(
+        q=fold(q, blocks),
+        k=pad_to_tiles(k),
+        v=pad_to_tiles(v),
+        k_pool=k_pool,
+        v_pool=v_pool,
+        layer=jnp.full(1, layer, jnp.int32),
+        page_table=tokens.page_table,
+        row=blocks.row,
+        ctx_len=jnp.where(live, tokens.ctx_len[blocks.row], 0),
+        first=None if window is None else first_visible(tokens, blocks, window),
+        tile=tile,
+        num_tiles=jnp.where(live, last // TILE - tile + 1, 0),
+        bits=_block_bits(tokens, blocks, tile, window),
+    )
+
+
+def _block_bits(tokens: PackedTokens, blocks: QueryBlocks, tile: jax.Array, window: int | None) -> jax.Array:
+    """u32[B, Q, W], from each block's own first tile on; absent queries see nothing."""
+    bits = tokens.bits if window is None else pack_bits(tokens.visible(window))
+    words = -(-tokens.num_tokens // TILE) * (TILE // 32)
+    bits = jnp.pad(bits, ((0, 1), (0, words - bits.shape[1])))
+    at = tile[:, None] * (TILE // 32) + jnp.arange(words)
+    gathered = bits[blocks.token[:, :, None], jnp.minimum(at, words - 1)[:, None, :]]
+    return jnp.where((at < words)[:, None, :], gathered, 0)
