@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -100,10 +100,9 @@ def make_case(spec: AttentionSpec, seed: int) -> AttentionCase:
     row, parent, position = _trees(spec, rng)
     q = rng.standard_normal((spec.group * spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32)
     k, v = (rng.standard_normal((spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32) for _ in range(2))
-    return AttentionCase(
-        *(x.astype(dtype) for x in (q, k, v)), k_pool, v_pool, table, np.asarray(spec.contexts, np.int32),
-        row, parent, position,
-    )  # fmt: skip
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    ctx_len = np.asarray(spec.contexts, np.int32)
+    return AttentionCase(q, k, v, k_pool, v_pool, table, ctx_len, row, parent, position)
 
 
 def _trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -123,10 +122,10 @@ def _trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, n
 
 
 def _tiny(
-    name: str, counts: tuple[int, ...], contexts: tuple[int, ...], chain: bool, **changes: object
+    name: str, counts: tuple[int, ...], contexts: tuple[int, ...], chain: bool, **changes: Any
 ) -> AttentionSpec:
     base = AttentionSpec(name, counts, contexts, chain, 2, 1, 64, 16, 4, "f32")
-    return replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)
 
 
 TINY = {
@@ -153,9 +152,9 @@ RAGGED = (0, 64, 257, 700, 1500, 3000, 5000, 8192)
 EQUAL = (2048,) * 8
 
 
-def _full(name: str, count: int, chain: bool, **changes: object) -> AttentionSpec:
+def _full(name: str, count: int, chain: bool, **changes: Any) -> AttentionSpec:
     base = AttentionSpec(name, (count,) * 8, RAGGED, chain, 4, 8, 128, 64, min(16, count))
-    spec = replace(base, **changes)  # type: ignore[arg-type]
+    spec = replace(base, **changes)
     return replace(spec, counts=(count,) * len(spec.contexts))
 
 
