@@ -28,6 +28,8 @@ LEAST = {
 """Integers and their least values; 0 means "auto", or off, where it is allowed."""
 QUANTIZE = ("none", "int8")
 """What a model's weights can become when they are loaded."""
+ATTENTION = ("auto", "xla", "mosaic", "plain")
+"""Who implements attention over pages."""
 LEAST_CONTEXT = 8
 """Tokens: room for a prompt and for a few that are timed at the start."""
 
@@ -58,6 +60,7 @@ class EngineConfig:
     eq8_eq9: bool = False
     dtype: str = "auto"
     quantize: str = "none"
+    attention: str = "auto"
     compile_cache: str | None = None
     seed: int = 0
     tp: int = 1
@@ -90,6 +93,7 @@ class EngineConfig:
             object.__setattr__(self, name, tuple(edges))
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
         self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
+        self._check(self.attention in ATTENTION, "attention", f"one of {', '.join(ATTENTION)}")
         self._check_processes()
 
     def _check_processes(self) -> None:
@@ -143,6 +147,8 @@ FIELD_HELP: dict[str, str] = {
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
+    "attention": "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "
+    "algorithm in an interpreter, to check it), or auto (xla)",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
     "tp": "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",

@@ -179,8 +179,9 @@ def load_target(
     """The target on its devices; in each of several processes, the part that lies on its own."""
     partition, limits = resolved.placement.partition, resolved.limits
     programs = ModelPrograms(
-        partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition
-    )
+        partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition,
+        resolved.attention,
+    )  # fmt: skip
     return DeviceModel(
         "target",
         pair.target,
@@ -217,7 +218,7 @@ def _load_drafter(pair: Pair, resolved: Resolved, progress: Progress | None) -> 
         "draft",
         pair.draft,
         load_params(pair.draft_folder, pair.draft, resolved.dtype, progress),
-        ModelPrograms(pair.draft, limits.max_pages_per_request),
+        ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention),
         resolved.catchup_buckets,
         num_pages=limits.num_pages,
         page_size=limits.page_size,

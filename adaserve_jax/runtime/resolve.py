@@ -12,6 +12,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, check_supported
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.types import Limits
 
@@ -21,7 +22,8 @@ DEVICE_KV_SHARE = 0.5  # share of a GPU's or TPU's memory that auto sizing gives
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration without "auto", and the buckets and limits that follow from it. placement: of the target."""
+    """A configuration without "auto", and the buckets and limits that follow from it. placement: of the target;
+    attention: who implements it, in both models."""
 
     config: EngineConfig
     limits: Limits
@@ -30,6 +32,7 @@ class Resolved:
     search_widths: tuple[int, ...]
     dtype: jnp.dtype
     placement: Placement
+    attention: Implementation
 
 
 def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None) -> Resolved:
@@ -74,7 +77,31 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
         dtype=dtype,
         placement=placement,
+        attention=_attention(config, [placement.partition.local(target), *([draft] if draft else [])], dtype),
     )
+
+
+def _attention(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype) -> Implementation:
+    """Raises ConfigError when the implementation asked for cannot run on this device or with these models."""
+    if config.attention in ("auto", "xla"):
+        return "xla"
+    if config.deterministic:
+        raise ConfigError(
+            f"attention must be auto or xla in deterministic mode, whose order of summation only xla has, got "
+            f"{config.attention!r}"
+        )
+    platform = jax.local_devices()[0].platform
+    if config.attention == "mosaic" and platform not in ("gpu", "tpu"):
+        raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
+    implementation: Implementation = "plain"
+    if config.attention == "mosaic":
+        implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
+    for model in models:
+        check_supported(
+            implementation, head_dim=model.head_dim, page_size=config.page_size,
+            group=model.num_heads // model.num_kv_heads, dtype=dtype,
+        )  # fmt: skip
+    return implementation
 
 
 def _edges(config: EngineConfig, on_cpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:

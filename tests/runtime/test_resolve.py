@@ -50,6 +50,7 @@ def test_row_edges_say_how_many_requests_run() -> None:
             r"max_batch_tokens \(32\) must equal the last of token_edges",
         ),
         ({"deterministic": True, "token_edges": (16, 64)}, "one bucket: leave out token_edges and row_edges"),
+        ({"attention": "plain", "deterministic": True}, "attention must be auto or xla in deterministic mode"),
         ({"row_edges": (1, 4), "max_requests": 8}, r"the last of row_edges \(1, 4\) must equal max_requests \(8\)"),
     ],
 )

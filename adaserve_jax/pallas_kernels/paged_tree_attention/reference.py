@@ -26,6 +26,10 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
 
 LOWEST = -1e30
 
+CPU_BLOCKS = 8
+"""Query blocks that read their pages together on a CPU. All at once, their pages outgrow the caches, every block waits
+for the longest context, and blocks without queries, which come last, cost as much as others."""
+
 
 class Partial(NamedTuple):
     """Softmax-weighted values not yet normalised. weighted: f32[..., M, D]; peak, mass: f32[..., M]."""
@@ -69,55 +73,52 @@ def context_partial(
     ctx_len: jax.Array,
     first: jax.Array | None = None,
 ) -> Partial:
-    """Attend to committed context, page by page; the trip count is the longest live context, or part of it in a window.
+    """Attend to committed context, page by page.
 
     q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B]; first: i32[B, M], the
-    first position that each query row sees, None: 0.
+    first position that each query row sees, None: 0. On a CPU, CPU_BLOCKS blocks at a time.
     """
-    if first is not None:
-        return _windowed_partial(q, k_pool, v_pool, layer, page_table, ctx_len, first)
+    num_blocks = q.shape[0]
+    by_block = (q, page_table, ctx_len) if first is None else (q, page_table, ctx_len, first)
+    if jax.default_backend() != "cpu" or num_blocks <= CPU_BLOCKS:
+        return _pages(k_pool, v_pool, layer, *by_block)
+
+    def grouped(x: jax.Array) -> jax.Array:
+        padded = jnp.pad(x, [(0, -num_blocks % CPU_BLOCKS)] + [(0, 0)] * (x.ndim - 1))
+        return padded.reshape(-1, CPU_BLOCKS, *x.shape[1:])
+
+    groups = lax.map(lambda group: _pages(k_pool, v_pool, layer, *group), tuple(grouped(x) for x in by_block))
+    return Partial(*(x.reshape(-1, *x.shape[2:])[:num_blocks] for x in groups))
+
+
+def _pages(
+    k_pool: jax.Array, v_pool: jax.Array, layer: int, q: jax.Array, page_table: jax.Array, ctx_len: jax.Array,
+    first: jax.Array | None = None,
+) -> Partial:  # fmt: skip
+    """`context_partial` of blocks that go through their pages together: as many steps as the longest context has
+    pages, or the longest part of one from the page in which the block's window begins."""
     page_size = k_pool.shape[3]
-    num_live = (jnp.max(ctx_len) + page_size - 1) // page_size
-    slot = jnp.arange(page_size)
-
-    def page(index: jax.Array, state: Partial) -> Partial:
-        ids = lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
-        live = (index * page_size + slot)[None, :] < ctx_len[:, None]
-        keys = k_pool[layer, ids]
-        values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
-        scores = jnp.einsum("bkmd,bksd->bkms", q, keys, preferred_element_type=jnp.float32)
-        return _absorb(state, scores, live[:, None, None, :], values)
-
-    return lax.fori_loop(0, num_live, page, _empty(q.shape))
-
-
-def _windowed_partial(
-    q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
-    layer: int,
-    page_table: jax.Array,
-    ctx_len: jax.Array,
-    first: jax.Array,
-) -> Partial:
-    """`context_partial` from the page in which each block's window begins."""
-    page_size = k_pool.shape[3]
-    floor = jnp.maximum(jnp.min(first, axis=1), 0)
+    floor = jnp.zeros_like(ctx_len) if first is None else jnp.maximum(jnp.min(first, axis=1), 0)
     first_page = floor // page_size
-    num_live = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
+    num_steps = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
     slot = jnp.arange(page_size)
 
     def page(index: jax.Array, state: Partial) -> Partial:
         at_page = first_page + index
-        ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1)[:, None], axis=1)[:, 0]
+        if first is None:
+            ids = lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
+        else:
+            ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1)[:, None], axis=1)[:, 0]
         at = at_page[:, None] * page_size + slot
         live = (at < ctx_len[:, None]) & (at >= floor[:, None])
         values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
         scores = jnp.einsum("bkmd,bksd->bkms", q, k_pool[layer, ids], preferred_element_type=jnp.float32)
-        visible = live[:, None, None, :] & (at[:, None, :] >= first[:, :, None])[:, None]
+        visible = live[:, None, None, :]
+        if first is not None:
+            visible &= (at[:, None, :] >= first[:, :, None])[:, None]
         return _absorb(state, scores, visible, values)
 
-    return lax.fori_loop(0, num_live, page, _empty(q.shape))
+    return lax.fori_loop(0, num_steps, page, _empty(q.shape))
 
 
 def inflight_partial(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Partial:

@@ -121,9 +121,7 @@ def _trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, n
     return row, parent, position
 
 
-def _tiny(
-    name: str, counts: tuple[int, ...], contexts: tuple[int, ...], chain: bool, **changes: Any
-) -> AttentionSpec:
+def _tiny(name: str, counts: tuple[int, ...], contexts: tuple[int, ...], chain: bool, **changes: Any) -> AttentionSpec:
     base = AttentionSpec(name, counts, contexts, chain, 2, 1, 64, 16, 4, "f32")
     return replace(base, **changes)
 
