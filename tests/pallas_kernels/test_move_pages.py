@@ -74,7 +74,7 @@ def test_kernels_move_every_bit(name: str, implementation: str) -> None:
 @pytest.mark.parametrize("implementation", api.IMPLEMENTATIONS)
 @pytest.mark.parametrize("within", [False, True])
 def test_no_entries_at_all(implementation: str, within: bool) -> None:
-    spec = MoveSpec("none", 2, 2, 8, 16, 0, 0, 4, 0 if within else 4)
+    spec = MoveSpec("none", 2, 2, 8, 128, 0, 0, 4, 0 if within else 4)
     case = make_case(spec, seed=3)
     out = jax.jit(mover(within, implementation))(*operands(case))
     np.testing.assert_array_equal(bits(out), bits(case.target))
@@ -128,13 +128,12 @@ def test_the_copy_check_sees_a_copy(within: bool) -> None:
     assert len(copies_of(program.as_text(), spec.target_shape)) == 1
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [(kernel, name) for kernel in KERNELS for name in FULL if kernel == "mosaic_gpu" or FULL[name].head_dim == 128],
+)
 def test_full_shapes_lower_for_their_device_in_place(name: str, implementation: str) -> None:
     spec = FULL[name]
-    api.check_supported(
-        implementation, page_size=spec.page_size, head_dim=spec.head_dim, dtype=jnp.dtype(DTYPES[spec.dtype])
-    )
     target, source = (jax.ShapeDtypeStruct(s, DTYPES[spec.dtype]) for s in (spec.target_shape, spec.source_shape))
     ids = jax.ShapeDtypeStruct((spec.moves,), jnp.int32)
     traced = jax.jit(mover(spec.within, implementation), donate_argnums=0).trace(
@@ -143,7 +142,7 @@ def test_full_shapes_lower_for_their_device_in_place(name: str, implementation: 
     text = traced.lower(lowering_platforms=(PLATFORMS[implementation],)).as_text()
     call = {"mosaic_gpu": "mosaic_gpu", "mosaic_tpu": "tpu_custom_call"}[implementation]
     assert len(re.findall(rf"custom_call @{call}", text)) == 1
-    # The kernel's result lies where its operand, the target, lies; and that is the donated argument.
+    # The kernel's result lies where its last operand, the target, lies; and that is the donated argument.
     assert f"output_tuple_indices = [], operand_index = {2 if spec.within else 3}" in text
     assert re.search(r"@main\(%arg0: [^,]* \{[^}]*tf\.aliasing_output = 0", text)
 
@@ -181,6 +180,12 @@ def test_check_moves_takes_padding_and_shortens_long_lists() -> None:
     pages = np.arange(20)
     with pytest.raises(ValueError, match=r"write pages: 0, 1, 2, 3, 4, 5, 6, 7, \.\.\.; move"):
         check_moves(pages, pages, target_pages=20)
+
+
+def test_the_tpu_kernel_names_what_it_does_not_support() -> None:
+    pool, ids = jnp.zeros((1, 2, 1, 8, 64)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ConfigError, match="'mosaic_tpu': needs head dims of a multiple of 128, not 64; 'xla' moves"):
+        api.move_pages(pool, pool, ids, ids, implementation="mosaic_tpu")
 
 
 @pytest.mark.parametrize(

@@ -62,18 +62,16 @@ def _run(
     """source: the pool to read, or nothing: the target."""
     layers, _, kv_heads, page_size, head_dim = target.shape
     buffers = min(BUFFERS, kv_heads)
-    scratch = (
-        plgpu.SMEM((buffers, page_size, head_dim), target.dtype),
-        plgpu.Barrier(num_barriers=buffers),
-    )
+    scratch = (plgpu.SMEM((buffers, page_size, head_dim), target.dtype), plgpu.Barrier(num_barriers=buffers))
     pool = jax.new_ref(target, memory_space=plgpu.GMEM)
-    pl.kernel(
+    kernel: Any = pl.kernel(
         lambda *refs: pl.run_scoped(partial(_move, *refs), *scratch),
         mesh=plgpu.Mesh(grid=(layers, len(from_pages)), grid_names=("layer", "move")),
         compiler_params=plgpu.CompilerParams(),
         interpret=interpret,
         name="move_pages",
-    )(from_pages, to_pages, *source, pool)
+    )
+    kernel(from_pages, to_pages, *source, pool)
     return jax.freeze(pool)
 
 

@@ -16,6 +16,9 @@ from jax import lax
 from adaserve_jax.pallas_kernels.compat import pl, pltpu
 
 IN_FLIGHT = 8
+LANES = 128
+"""XLA lays a pool out row by row, as a kernel must have it, where rows are whole multiples of this. Other pools it may
+lay out by pages, and would copy them whole before the kernel and after it."""
 
 
 def move_pages(
@@ -34,6 +37,8 @@ def move_pages_within(
 
 def unsupported(*, page_size: int, head_dim: int, dtype: jnp.dtype) -> str:
     """Why pages of these shapes cannot be moved, or ""."""
+    if head_dim % LANES:
+        return f"needs head dims of a multiple of {LANES}, not {head_dim}"
     return ""
 
 
