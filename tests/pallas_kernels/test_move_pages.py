@@ -216,8 +216,7 @@ def test_wrong_arguments_are_refused() -> None:
         api.move_pages_within(pool, ids, ids, implementation="triton")  # type: ignore[arg-type]
 
 
-def test_the_reference_is_what_xla_names() -> None:
-    """Both forms agree where a pool is read through a second pool that holds the same."""
+def test_both_forms_agree_where_a_second_pool_holds_the_same() -> None:
     case = make_case(TINY["within"], seed=5)
     apart = reference.move_pages(*map(jnp.asarray, (case.target, case.target, case.from_pages, case.to_pages)))
     inside = reference.move_pages_within(*map(jnp.asarray, (case.target, case.from_pages, case.to_pages)))

@@ -1,9 +1,8 @@
-"""The XLA implementation, everywhere: page after page, one slice of all layers at a time.
+"""The XLA implementation, everywhere: page after page, a slice of all layers at a time.
 
-A loop and not one gather and scatter, for three reasons: it needs room for one page of all layers and not for N; it
-runs as many rounds as there are moves, whatever the padding; and a donated pool that is only sliced and updated in
-the loop is updated in place, inside one pool too. There a barrier keeps XLA from fusing the read with the write of
-the same buffer, for which it would copy the pool.
+A loop and not one gather and scatter: it needs room for one page and not for N, it makes as many rounds as there are
+moves, whatever the padding, and XLA updates a donated pool in place that a loop only slices and updates, also where
+it is the pool that is read. A scatter would hold all N pages first.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ def _page_by_page(target: jax.Array, source: jax.Array | None, from_pages: jax.A
     from_pages, to_pages = from_pages[live_first], to_pages[live_first]
 
     def move(index: jax.Array, pool: jax.Array) -> jax.Array:
-        if source is None:
-            page = lax.optimization_barrier(lax.dynamic_slice_in_dim(pool, from_pages[index], 1, axis=1))
-        else:
-            page = lax.dynamic_slice_in_dim(source, from_pages[index], 1, axis=1)
+        page = lax.dynamic_slice_in_dim(pool if source is None else source, from_pages[index], 1, axis=1)
         return lax.dynamic_update_slice_in_dim(pool, page, to_pages[index], axis=1)
 
     return lax.fori_loop(0, jnp.sum(live, dtype=jnp.int32), move, target)
