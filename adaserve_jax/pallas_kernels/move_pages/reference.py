@@ -24,7 +24,7 @@ def move_pages_within(pool: jax.Array, from_pages: jax.Array, to_pages: jax.Arra
 
 def _by_platform(target: jax.Array, source: jax.Array | None, from_pages: jax.Array, to_pages: jax.Array) -> jax.Array:
     """XLA of jax 0.10 emulates floats below 32 bits on a CPU: a round of the loop would convert the whole pool to
-    float32 and back. There they are moved as integers, at the price of two passes over the pool per call."""
+    float32 and back. There such pools are moved as integers, at the price of a copy of each per call and one back."""
     operands = (target, source, from_pages, to_pages)
     if target.dtype.itemsize >= 4 or not jnp.issubdtype(target.dtype, jnp.floating):
         return _page_by_page(*operands)
