@@ -18,6 +18,7 @@ from adaserve_jax.pallas_kernels.compat import gpu_interpret, tpu_interpret
 from adaserve_jax.pallas_kernels.move_pages import api, mosaic_gpu, mosaic_tpu, reference
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.pallas_kernels.move_pages.specs import DTYPES, FULL, TINY, MoveCase, MoveSpec, make_case
+from tests.hlo import copies_of
 
 KERNELS: dict[str, tuple[Any, Any]] = {
     "mosaic_gpu": (mosaic_gpu, gpu_interpret),
@@ -96,13 +97,6 @@ def test_random_moves(dtype: str, within: bool, padding: int, seed: int) -> None
     check_moves(case.from_pages, case.to_pages, target_pages=8, source_pages=None if within else 5)
     out = RANDOM[dtype, within](*operands(case))
     np.testing.assert_array_equal(bits(out), bits(expected(case)))
-
-
-def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """Instructions of a compiled program that produce an array of this shape by copying or converting."""
-    text = re.escape(",".join(map(str, shape)))
-    produced = re.findall(rf"(%\S+) = \w+\[{text}\]\S* ([\w-]+)\(", hlo)
-    return [name for name, opcode in produced if re.search("copy|convert", opcode + name)]
 
 
 def compiled(spec: MoveSpec, *, donated: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from adaserve_jax.runtime.packing import pack_verify, step_layout
 from adaserve_jax.runtime.programs import InFlight, ModelPrograms, commit
 from adaserve_jax.tree.accept import PREFILL
 from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+from tests.hlo import copies_of
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -120,13 +120,6 @@ def check_trees(model: DeviceModel, checkpoint: Path) -> None:
             at = parent[at]
         expected = oracle_logits(checkpoint, SEQUENCES[row[node]] + path[::-1])[-1]
         np.testing.assert_allclose(scores[node], expected, atol=TOLERANCE)
-
-
-def copies_of(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """Instructions of a compiled program that produce an array of this shape by copying."""
-    text = re.escape(",".join(map(str, shape)))
-    produced = re.findall(rf"(%\S+) = \w+\[{text}\]\S* ([\w-]+)\(", hlo)
-    return [name for name, opcode in produced if opcode.startswith("copy") or "copy" in name]
 
 
 def test_no_program_copies_a_pool(model: DeviceModel) -> None:
