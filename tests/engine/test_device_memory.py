@@ -27,7 +27,7 @@ STEPS = 500
 def ready() -> Iterator[tuple[ModelExecutor, CostSamples]]:
     """The embedded pair, with fewer pages than its requests can need."""
     config = EngineConfig(
-        max_requests=4, max_context=128, page_size=16, num_pages=20, token_edges=(4, 32), row_edges=(1, 4),
+        max_requests=4, max_context=128, page_size=16, num_pages=12, token_edges=(4, 32), row_edges=(1, 4),
         max_tree_tokens=16, max_depth=3, max_width=2,
     )  # fmt: skip
     executor = load_executor(config)
