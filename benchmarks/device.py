@@ -1,19 +1,23 @@
-"""What this device can do, and how near the engine's programs come to it. Works on CPU, GPU and TPU.
+"""What this device can do, and how near the kernels and the engine's programs come to it. For CPU, GPU and TPU.
 
-    python benchmarks/device.py --out device.json [--target CHECKPOINT --draft CHECKPOINT] [--policies ar,adaserve]
+    python benchmarks/device.py --out device.json [--kernels full] [--grow 1B] [--policies ar,adaserve]
 
-Measures the device's own ceilings (copy bandwidth, square matmul), compiles and times every step program, sets each
-verify program beside the least time that its weights and operations need at those ceilings, and runs a short
-open-loop bench. Takes every engine option of `adaserve bench`; --duration 0 leaves the bench out.
+Measures the device's own ceilings (copy bandwidth, square matmul). Runs every kernel, compiled, against the float64
+oracle of the tests, and times it beside what its bytes and operations cost at those ceilings; on a large device
+also the large shapes. Compiles and times every step program, and sets each verify program beside the least time that
+its weights and operations need. Runs a short open-loop bench. Takes every engine option of `adaserve bench`; --grow
+makes the target a grown one, in this device's type; --duration 0 leaves the bench out, --kernels none the kernels, and
+--no-programs everything that needs a model.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +25,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import typer
+from device_ceilings import Ceilings, measure_ceilings
 from rich.console import Console
 from rich.table import Table
 
@@ -30,26 +35,16 @@ from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.types import CostSamples
 
-REPEATS = 5
-BATCH_S = 0.05  # calls are timed in batches of about this long, so that dispatch does not count
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """The device's own best. copy counts bytes read and written."""
-
-    dtype: str
-    copy_bytes: int
-    copy_bytes_per_s: float
-    matmul_size: int
-    matmul_flops_per_s: float
+CONSOLE = Console(width=140)
 
 
 @dataclass(frozen=True)
@@ -81,51 +76,7 @@ class ProgramTimes:
     draft_level: list[dict[str, float]]
 
 
-def best_seconds(call: Callable[[], jax.Array]) -> float:
-    """Least mean seconds of a call over REPEATS batches; the first call, which compiles, is left out.
-
-    A device runs calls in order, so waiting for the last one waits for all.
-    """
-    jax.block_until_ready(call())
-    started = time.perf_counter()
-    jax.block_until_ready(call())
-    calls = max(1, int(BATCH_S / max(1e-9, time.perf_counter() - started)))
-    means = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        for _ in range(calls - 1):
-            call()
-        jax.block_until_ready(call())
-        means.append((time.perf_counter() - started) / calls)
-    return min(means)
-
-
-def measure_ceilings(dtype: Any) -> Ceilings:
-    """Copy bandwidth on an array far above any cache, and the rate of a large square matmul."""
-    on_cpu = jax.default_backend() == "cpu"
-    size = 2048 if on_cpu else 8192
-    elements = (1 << 28) // jnp.dtype(dtype).itemsize
-    copied = 2 * elements * jnp.dtype(dtype).itemsize
-    copy_s = best_seconds(_repeated(lambda x: x + 1, jnp.ones(elements, dtype)))
-    square = jax.random.normal(jax.random.key(0), (size, size)).astype(dtype)
-    matmul = jax.jit(lambda a: a @ a)
-    matmul_s = best_seconds(lambda: matmul(square))
-    return Ceilings(jnp.dtype(dtype).name, copied, copied / copy_s, size, 2 * size**3 / matmul_s)
-
-
-def _repeated(function: Callable[[jax.Array], jax.Array], start: jax.Array) -> Callable[[], jax.Array]:
-    """A call that applies `function` to its own last result in place, so that no call pays for fresh memory."""
-    compiled = jax.jit(function, donate_argnums=0)
-    state = [start]
-
-    def call() -> jax.Array:
-        state[0] = compiled(state[0])
-        return state[0]
-
-    return call
-
-
-def measure_programs(config: EngineConfig) -> tuple[Ceilings, ProgramTimes]:
+def measure_programs(config: EngineConfig, ceilings: Ceilings) -> ProgramTimes:
     """Load, compile and time the engine's programs; frees them again."""
     started = time.perf_counter()
     executor = load_executor(config)
@@ -141,8 +92,7 @@ def measure_programs(config: EngineConfig) -> tuple[Ceilings, ProgramTimes]:
         memory = jax.local_devices()[0].memory_stats() or {}
     finally:
         executor.close()
-    ceilings = measure_ceilings(dtype)
-    programs = ProgramTimes(
+    return ProgramTimes(
         target_params=params,
         target_weight_bytes=weight_bytes,
         dtype=dtype.name,
@@ -153,7 +103,6 @@ def measure_programs(config: EngineConfig) -> tuple[Ceilings, ProgramTimes]:
         catchup=[{"tokens": tokens, "seconds": s} for tokens, s in sorted(samples.catchup_s.items())],
         draft_level=[{"rows": r, "width": w, "seconds": s} for (r, w), s in sorted(samples.draft_level_s.items())],
     )
-    return ceilings, programs
 
 
 def step_times(samples: CostSamples, ceilings: Ceilings, params: int, weight_bytes: int) -> list[StepTime]:
@@ -176,21 +125,46 @@ def measure_serving(config: EngineConfig, plan: BenchPlan) -> list[ResultRow]:
         )
 
 
-def show(ceilings: Ceilings, programs: ProgramTimes, rows: list[ResultRow]) -> None:
-    console = Console(width=140)
-    console.print(
+def show_ceilings(ceilings: Ceilings) -> None:
+    CONSOLE.print(
         f"{machine_name()}; {_device()}; {ceilings.dtype}: copy {ceilings.copy_bytes_per_s / 1e9:.1f} GB/s, "
-        f"matmul {ceilings.matmul_flops_per_s / 1e12:.3f} TFLOP/s; target {programs.target_params / 1e6:.1f}M, "
-        f"ready in {programs.load_s + programs.compile_and_time_s:.1f} s",
+        f"matmul {ceilings.matmul_flops_per_s / 1e12:.3f} TFLOP/s",
         highlight=False,
     )
-    table = Table("tokens", "rows", "ms", "least ms at the ceilings", "share of ceiling", title="verify programs")
+
+
+def show_kernels(kernels: dict[str, list[Any]]) -> None:
+    wrong = [each for each in kernels["conformance"] if not each.ok]
+    CONSOLE.print(f"kernels: {len(kernels['conformance'])} shapes checked, {len(wrong)} wrong", highlight=False)
+    for each in wrong:
+        CONSOLE.print(f"{each.kernel} {each.implementation} {each.spec}: {each.detail or each.error}", markup=False)
+    table = Table("kernel", "shape", "implementation", "us", "us at the ceilings", "times that", title="kernels")
+    for each in kernels["times"]:
+        table.add_row(
+            each.kernel, each.spec, each.implementation, f"{each.seconds * 1e6:.1f}", f"{each.floor_s * 1e6:.1f}",
+            f"{each.of_floor:.2f}",
+        )  # fmt: skip
+    CONSOLE.print(table)
+    table = Table("vocabulary", "argmax us", "top_k us", title="largest of 64 rows of scores")
+    for each in kernels["picks"]:
+        table.add_row(str(each.vocabulary), f"{each.argmax_s * 1e6:.1f}", f"{each.top_k_s * 1e6:.1f}")
+    CONSOLE.print(table)
+
+
+def show_programs(programs: ProgramTimes) -> None:
+    CONSOLE.print(
+        f"target {programs.target_params / 1e6:.1f}M, ready in {programs.load_s + programs.compile_and_time_s:.1f} s",
+        highlight=False,
+    )
+    least = min(programs.verify, key=lambda step: (step.tokens, step.rows))
+    table = Table(
+        "tokens", "rows", "ms", "times one token", "least ms at the ceilings", "share of ceiling",
+        title="verify programs",
+    )  # fmt: skip
     for step in programs.verify:
-        cells = (f"{step.seconds * 1e3:.3f}", f"{step.bound_s * 1e3:.3f}", f"{step.of_bound:.0%}")
-        table.add_row(str(step.tokens), str(step.rows), *cells)
-    console.print(table)
-    if rows:
-        console.print(result_table(rows))
+        cells = (f"{step.seconds / least.seconds:.2f}", f"{step.bound_s * 1e3:.3f}", f"{step.of_bound:.0%}")
+        table.add_row(str(step.tokens), str(step.rows), f"{step.seconds * 1e3:.3f}", *cells)
+    CONSOLE.print(table)
 
 
 def _device() -> str:
@@ -198,32 +172,77 @@ def _device() -> str:
     return f"{device.platform}: {device.device_kind}"
 
 
+def measure_kernels(ceilings: Ceilings, full: bool) -> dict[str, list[Any]]:
+    # The oracle lies with the tests, beside this folder.
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import device_kernels
+
+    return {
+        "conformance": device_kernels.conformance(full),
+        "times": device_kernels.time_kernels(ceilings, full=full),
+        "picks": device_kernels.time_picks(),
+    }
+
+
 @takes("config", EngineConfig, FIELD_HELP, without=("policy",))
 def device(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],
+    kernels: Annotated[
+        str, typer.Option(help="none, tiny or full: shapes; auto: tiny on a CPU, full elsewhere")
+    ] = "auto",
+    programs: Annotated[bool, typer.Option(help="compile and time the engine's programs, and run the bench")] = True,
+    grown: Annotated[
+        str, typer.Option("--grow", help=f"size that the demo target is grown to: {', '.join(SHAPES)}; none: --target")
+    ] = "",
     policies: Annotated[str, typer.Option(help="policies of the bench, separated by commas")] = "ar,adaserve",
     rates: Annotated[str, typer.Option(help="requests per second, separated by commas")] = "2",
     duration: Annotated[float, typer.Option(help="seconds of arrivals per policy and rate; 0: no bench")] = 15.0,
 ) -> None:
     """Measure this device and the engine on it."""
-    ceilings, programs = measure_programs(config)
-    rows: list[ResultRow] = []
-    if duration > 0:
-        plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)
-        rows = measure_serving(config, plan)
-    result = {
+    on_cpu = jax.default_backend() == "cpu"
+    if kernels not in ("auto", "none", "tiny", "full"):
+        raise ConfigError(f"--kernels must be auto, none, tiny or full, got {kernels!r}")
+    if grown and grown not in SHAPES:
+        raise ConfigError(f"--grow must be one of {', '.join(SHAPES)}, got {grown!r}")
+    shapes = ("tiny" if on_cpu else "full") if kernels == "auto" else kernels
+    dtype = ("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype
+    ceilings = measure_ceilings(jnp.float32 if dtype == "f32" else jnp.bfloat16)
+    show_ceilings(ceilings)
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/device.py", *sys.argv[1:]]),
         "commit": source_commit(),
         "machine": machine_name(),
         "device": _device(),
         "jax_version": jax.__version__,
-        "config": asdict(config),
         "ceilings": asdict(ceilings),
-        "programs": asdict(programs),
-        "bench": [asdict(row) for row in rows],
     }
-    out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
-    show(ceilings, programs, rows)
+
+    def keep(**parts: Any) -> None:
+        """Write what there is, so that a later part that fails loses nothing."""
+        result.update(parts)
+        out.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+    keep()
+    if shapes != "none":
+        measured = measure_kernels(ceilings, full=shapes == "full")
+        show_kernels(measured)
+        keep(kernels={name: [asdict(each) for each in found] for name, found in measured.items()})
+    if not programs:
+        return
+    with ExitStack() as stack:
+        if grown:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / grown
+            grow(resolve_folder("demo", "target"), folder, SHAPES[grown], dtype=dtype)
+            config = replace(config, target=str(folder))
+        times = measure_programs(config, ceilings)
+        show_programs(times)
+        keep(config={**asdict(config), "target": grown or config.target}, programs=asdict(times))
+        if duration > 0:
+            plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)
+            rows = measure_serving(config, plan)
+            CONSOLE.print(result_table(rows))
+            keep(bench=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,43 +1,89 @@
-"""benchmarks/device.py: its arithmetic, on small arrays. The whole run is a benchmark, not a test."""
+"""benchmarks/device.py: its arithmetic, and that it finds what is wrong. The whole run is a benchmark, not a test."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
+from adaserve_jax.pallas_kernels.paged_tree_attention.specs import TINY
 from adaserve_jax.types import CostSamples
+
+NAMES = ("device", "device_ceilings", "device_kernels")
 
 
 @pytest.fixture(scope="module")
-def device():
-    spec = importlib.util.spec_from_file_location("device", Path(__file__).parents[2] / "benchmarks" / "device.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["device"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["device"]
+def modules():
+    """The benchmark's files, imported as they are when it runs as a script."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
+    sys.path.remove(folder)
+    for name in NAMES:
+        del sys.modules[name]
 
 
-def test_bounds_are_memory_below_the_knee_and_compute_above(device):
-    ceilings = device.Ceilings("float32", 0, 10e9, 0, 1e12)
+@pytest.fixture
+def ceilings(modules):
+    return modules.device_ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
+
+
+def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
     samples = CostSamples({(1, 1): 0.08, (256, 4): 0.1}, {}, {})
-    small, large = device.step_times(samples, ceilings, 100_000_000, 400_000_000)
+    small, large = modules.device.step_times(samples, ceilings, 100_000_000, 400_000_000)
     assert (small.tokens, small.rows, small.bound_s) == (1, 1, pytest.approx(0.04))  # 400 MB at 10 GB/s
     assert small.of_bound == pytest.approx(0.5)
     assert large.bound_s == pytest.approx(0.0512)  # 2 x 1e8 x 256 operations at 1e12/s
 
 
-def test_best_seconds_is_the_time_of_one_call(device, monkeypatch):
-    monkeypatch.setattr(device, "BATCH_S", 0.0)
+def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
+    ceilings = modules.device_ceilings
+    monkeypatch.setattr(ceilings, "BATCH_S", 0.0)
     calls = []
 
     def call():
         calls.append(1)
-        device.time.sleep(0.01)
+        ceilings.time.sleep(0.01)
         return jnp.zeros(())
 
-    assert device.best_seconds(call) == pytest.approx(0.01, rel=0.5)
-    assert len(calls) == device.REPEATS + 2
+    assert ceilings.best_seconds(call) == pytest.approx(0.01, rel=0.5)
+    assert len(calls) == ceilings.REPEATS + 2
+
+
+def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, monkeypatch):
+    kernels = modules.device_kernels
+    right = kernels.api.paged_tree_attention
+    assert kernels.check_attention(TINY["tree"], "xla").ok
+    monkeypatch.setattr(kernels.api, "paged_tree_attention", lambda *args, **options: right(*args, **options) * 1.001)
+    wrong = kernels.check_attention(TINY["tree"], "xla")
+    assert (wrong.ok, wrong.error > 1) == (False, True)
+
+    def broken(*args, **options):
+        raise ValueError("no such layout")
+
+    monkeypatch.setattr(kernels.api, "paged_tree_attention", broken)
+    failed = kernels.check_attention(TINY["tree"], "xla")
+    assert (failed.ok, failed.error, failed.detail) == (False, None, "ValueError: no such layout")
+
+
+def test_the_naive_form_is_the_same_attention(modules, ceilings):
+    kernels = modules.device_kernels
+    spec = TINY["chain"]
+    case = kernels.make_case(spec, seed=0)
+    # The naive form reads whole pages: what is not of a context must be finite.
+    case = case._replace(k_pool=jnp.nan_to_num(case.k_pool), v_pool=jnp.nan_to_num(case.v_pool))
+    tokens = kernels.packed_tokens(spec, *case[5:])
+    arrays = (*case[:5], kernels.LAYER, tokens)
+    ours = kernels.api.paged_tree_attention(*arrays)
+    assert jnp.abs(kernels.naive_attention(*arrays) - ours).max() < 1e-5
+
+
+def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, ceilings, monkeypatch):
+    kernels = modules.device_kernels
+    monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})
+    times = kernels.time_attention(TINY["chain"], ceilings, naive=True)
+    assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("naive", 0.01)]
+    # Two requests of 4 tokens over 16 and 5: (21 + 8) tokens x K, V x 2 heads x 64 x 4 bytes, queries and results.
+    assert times[0].floor_s == pytest.approx((29 * 2 * 2 * 64 * 4 + 2 * 8 * 4 * 64 * 4) / 10e9)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 
-def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None):
+def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, parent, window=None, only=None):
     """q: [H, D, T]; k, v: [K, D, T]; pools: [L, P, K, S, D]. Returns f64[H, D, T]; tokens with row >= R are zero.
-    window: a token sees the last `window` of its keys only."""
+    window: a token sees the last `window` of its keys only. only: tokens to compute, None: all; others are zero."""
     heads, head_dim, tokens = q.shape
     kv_heads, page_size = k.shape[0], k_pool.shape[3]
     out = np.zeros(q.shape)
@@ -19,7 +19,7 @@ def oracle_attention(q, k, v, k_pool, v_pool, layer, page_table, ctx_len, row, p
             else np.zeros((kv_heads, 0, head_dim))
             for pool in (k_pool, v_pool)
         ]
-        for token in range(tokens):
+        for token in range(tokens) if only is None else only:
             if row[token] != index:
                 continue
             chain = [token]

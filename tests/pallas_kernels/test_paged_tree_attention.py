@@ -36,12 +36,6 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
     )
 
 
-def tolerance(spec: AttentionSpec) -> float:
-    """Largest error that rounding may cause: of float32 sums, growing with the keys; of bf16 inputs, their step."""
-    keys = max(c + n for c, n in zip(spec.contexts, spec.counts, strict=True))
-    return 2e-6 * max(1.0, keys / 64) ** 0.5 + (2e-2 if spec.dtype == "bf16" else 0.0)
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", TINY)
 def test_equals_the_float64_oracle_and_poison_does_not_leak(name: str, implementation: str) -> None:
@@ -50,7 +44,7 @@ def test_equals_the_float64_oracle_and_poison_does_not_leak(name: str, implement
     out = np.asarray(run(case, spec=spec, implementation=implementation), np.float64)
     expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)
     real = case.row < len(spec.counts)
-    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=tolerance(spec), equal_nan=False)
+    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=spec.tolerance, equal_nan=False)
 
 
 def test_canonical_is_bitwise_the_same_committed_or_in_flight() -> None:

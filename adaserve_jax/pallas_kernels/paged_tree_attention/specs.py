@@ -61,6 +61,13 @@ class AttentionSpec:
         )
         return 4 * pairs * self.group * self.kv_heads * self.head_dim
 
+    @property
+    def tolerance(self) -> float:
+        """Largest error that rounding may cause: of float32 sums, growing with the keys, and of bf16 inputs and
+        weights."""
+        keys = max(context + count for context, count in zip(self.contexts, self.counts, strict=True))
+        return 2e-6 * max(1.0, keys / 64) ** 0.5 + (2e-2 if self.dtype == "bf16" else 0.0)
+
 
 class AttentionCase(NamedTuple):
     """Inputs of one spec, NumPy. q: [H, D, T]; k, v: [K, D, T]; pools: [2, P, K, S, D], of which layer 1 is used;
@@ -85,28 +92,31 @@ def make_case(spec: AttentionSpec, seed: int) -> AttentionCase:
     """Random inputs, with NaN in every page and slot that no context uses or that lies before every window of its
     request. Pages are shuffled over the pool."""
     rng = np.random.default_rng(seed)
-    dtype = DTYPES[spec.dtype]
-    rows, size = len(spec.counts), spec.page_size
-    max_pages = -(-(max(spec.contexts) + max(spec.counts)) // size)
-    num_pages = rows * max_pages + 3
-    table = rng.permutation(num_pages)[: rows * max_pages].reshape(rows, max_pages).astype(np.int32)
-    k_pool, v_pool = (np.full((2, num_pages, spec.kv_heads, size, spec.head_dim), np.nan, dtype) for _ in range(2))
+    dtype, size = DTYPES[spec.dtype], spec.page_size
+    table = page_table(spec, rng)
+    shape = (2, table.size + 3, spec.kv_heads, size, spec.head_dim)
+    k_pool, v_pool = (np.full(shape, np.nan, dtype) for _ in range(2))
     for row, context in enumerate(spec.contexts):
         oldest = 0 if spec.window is None else max(0, context - spec.window + 1)
         at = np.arange(oldest, context)
         for pool in (k_pool, v_pool):
             values = rng.standard_normal((len(at), spec.kv_heads, spec.head_dim), np.float32)
             pool[LAYER, table[row, at // size], :, at % size] = values.astype(dtype)
-    row, parent, position = _trees(spec, rng)
     q = rng.standard_normal((spec.group * spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32)
     k, v = (rng.standard_normal((spec.kv_heads, spec.head_dim, spec.num_tokens), np.float32) for _ in range(2))
     q, k, v = (x.astype(dtype) for x in (q, k, v))
-    ctx_len = np.asarray(spec.contexts, np.int32)
-    return AttentionCase(q, k, v, k_pool, v_pool, table, ctx_len, row, parent, position)
+    return AttentionCase(q, k, v, k_pool, v_pool, table, np.asarray(spec.contexts, np.int32), *trees(spec, rng))
 
 
-def _trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """row, parent and position of the packed tokens."""
+def page_table(spec: AttentionSpec, rng: np.random.Generator) -> np.ndarray:
+    """i32[R, pages]: pages of a pool that has three more, in random order."""
+    rows = len(spec.counts)
+    pages = -(-(max(spec.contexts) + max(spec.counts)) // spec.page_size)
+    return rng.permutation(rows * pages + 3)[: rows * pages].reshape(rows, pages).astype(np.int32)
+
+
+def trees(spec: AttentionSpec, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """row, parent and position of the packed tokens: i32[T] each."""
     row = np.full(spec.num_tokens, len(spec.counts), np.int32)
     parent = np.full(spec.num_tokens, -1, np.int32)
     position = np.zeros(spec.num_tokens, np.int32)
@@ -155,6 +165,9 @@ def _full(name: str, count: int, chain: bool, **changes: Any) -> AttentionSpec:
     spec = replace(base, **changes)
     return replace(spec, counts=(count,) * len(spec.contexts))
 
+
+CPU = AttentionSpec("tree4_cpu", (4,) * 8, (512,) * 8, False, 3, 4, 64, 64, 4, "f32")
+"""The shape by which attention on a CPU is judged: of the demo target grown to 110M."""
 
 FULL = {
     spec.name: spec
