@@ -4,8 +4,8 @@ Programs run one after another, and each starts the copies of the next one's fir
 their way while others are computed. A step takes several pages of all KV heads at once. Whatever depends on a position
 (a context's length, a window, bits) is a mask; nothing here knows decode from prefill.
 
-The pools must lie in HBM in the order of their axes: XLA copies a whole pool that does not. It lays out D = 128 so by
-itself; D = 64, which pads to 128 lanes, only where the pool's `jax.experimental.layout.Format` asks for it.
+The pools must lie in HBM in the order of their axes: XLA copies a whole pool that does not. It lays out multiples of
+128 in D so by itself; D = 64, padded to 128 lanes, only where the pool's `jax.experimental.layout.Format` asks for it.
 The page table lies in SMEM, of which TPUs have 1 MiB: R * pages must be under about 260,000.
 """
 
