@@ -27,7 +27,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     make_case,
 )
 from tests.oracles.attention import oracle_attention
-from tests.pallas_kernels.test_paged_tree_attention import run, tolerance
+from tests.pallas_kernels.test_paged_tree_attention import run
 
 LONG = {
     "many_steps": replace(TINY["tree"], name="many_steps", contexts=(1500, 0, 530), page_size=64),
@@ -53,7 +53,7 @@ def check_against_oracle(spec: AttentionSpec) -> None:
     out = np.asarray(run(case, spec=spec, implementation="mosaic_tpu"), np.float64)
     expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)
     real = case.row < len(spec.counts)
-    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=tolerance(spec), equal_nan=False)
+    np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=spec.tolerance, equal_nan=False)
 
 
 @pytest.mark.parametrize("name", TINY | LONG)

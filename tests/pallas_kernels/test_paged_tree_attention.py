@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adaserve_jax.pallas_kernels.paged_tree_attention import reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
@@ -16,12 +17,13 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import LAYER, TINY, 
 from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
 from tests.oracles.attention import oracle_attention
 
-IMPLEMENTATIONS = ("xla", "canonical", "plain")
+IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain")
+"""xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order."""
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
 def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax.Array:
-    """Packed attention of a case. "canonical" is the XLA implementation in the order of the deterministic mode."""
+    """Packed attention of a case."""
     q, k, v, k_pool, v_pool, page_table, ctx_len, row, parent, position = case
     bits = ancestor_bits(parent)
     counts = jnp.asarray(spec.counts, jnp.int32)
@@ -32,14 +34,27 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
         ancestor_paths(expand_bits(bits, spec.num_tokens)) if canonical else None,
     )  # fmt: skip
     return paged_tree_attention(
-        q, k, v, k_pool, v_pool, LAYER, tokens, spec.window, implementation="xla" if canonical else implementation
+        q,
+        k,
+        v,
+        k_pool,
+        v_pool,
+        LAYER,
+        tokens,
+        spec.window,
+        implementation="xla" if "xla" in implementation or canonical else implementation,
     )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", TINY)
-def test_equals_the_float64_oracle_and_poison_does_not_leak(name: str, implementation: str) -> None:
+def test_equals_the_float64_oracle_and_poison_does_not_leak(
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = TINY[name]
+    if implementation == "xla_off_cpu":
+        monkeypatch.setattr(reference, "on_cpu", lambda: False)
+        monkeypatch.setattr(reference, "KEYS_PER_STEP", 3 * spec.page_size)
     case = make_case(spec, seed=3)
     out = np.asarray(run(case, spec=spec, implementation=implementation), np.float64)
     expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)

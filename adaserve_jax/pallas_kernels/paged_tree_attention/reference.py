@@ -29,6 +29,8 @@ LOWEST = -1e30
 CPU_BLOCKS = 8
 """Query blocks that read their pages together on a CPU. All at once, their pages outgrow the caches, every block waits
 for the longest context, and blocks without queries, which come last, cost as much as others."""
+KEYS_PER_STEP = 512
+"""Keys per step of the loop over pages on a GPU or TPU, where a step costs a launch and a wait, not a cache."""
 
 
 class Partial(NamedTuple):
@@ -64,6 +66,10 @@ def merge(first: Partial, second: Partial) -> jax.Array:
     return weighted / jnp.maximum(mass, 1e-30)[..., None]
 
 
+def on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
 def context_partial(
     q: jax.Array,
     k_pool: jax.Array,
@@ -73,52 +79,58 @@ def context_partial(
     ctx_len: jax.Array,
     first: jax.Array | None = None,
 ) -> Partial:
-    """Attend to committed context, page by page.
+    """Attend to committed context, some pages at a time.
 
     q: [B, K, M, D], scaled; pools: [L, P, K, S, D]; page_table: i32[B, pages]; ctx_len: i32[B]; first: i32[B, M], the
-    first position that each query row sees, None: 0. On a CPU, CPU_BLOCKS blocks at a time.
+    first position that each query row sees, None: 0. On a CPU, CPU_BLOCKS blocks at a time and a page per step;
+    elsewhere all blocks and KEYS_PER_STEP keys.
     """
-    num_blocks = q.shape[0]
+    num_blocks, page_size = q.shape[0], k_pool.shape[3]
     by_block = (q, page_table, ctx_len) if first is None else (q, page_table, ctx_len, first)
-    if jax.default_backend() != "cpu" or num_blocks <= CPU_BLOCKS:
-        return _pages(k_pool, v_pool, layer, *by_block)
+    if not on_cpu():
+        return _pages(k_pool, v_pool, layer, max(1, KEYS_PER_STEP // page_size), *by_block)
+    if num_blocks <= CPU_BLOCKS:
+        return _pages(k_pool, v_pool, layer, 1, *by_block)
 
     def grouped(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, [(0, -num_blocks % CPU_BLOCKS)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(-1, CPU_BLOCKS, *x.shape[1:])
 
-    groups = lax.map(lambda group: _pages(k_pool, v_pool, layer, *group), tuple(grouped(x) for x in by_block))
+    groups = lax.map(lambda group: _pages(k_pool, v_pool, layer, 1, *group), tuple(grouped(x) for x in by_block))
     return Partial(*(x.reshape(-1, *x.shape[2:])[:num_blocks] for x in groups))
 
 
 def _pages(
-    k_pool: jax.Array, v_pool: jax.Array, layer: int, q: jax.Array, page_table: jax.Array, ctx_len: jax.Array,
-    first: jax.Array | None = None,
+    k_pool: jax.Array, v_pool: jax.Array, layer: int, step_pages: int, q: jax.Array, page_table: jax.Array,
+    ctx_len: jax.Array, first: jax.Array | None = None,
 ) -> Partial:  # fmt: skip
-    """`context_partial` of blocks that go through their pages together: as many steps as the longest context has
-    pages, or the longest part of one from the page in which the block's window begins."""
+    """`context_partial` of blocks that go through their pages together, step_pages at a time: as many steps as the
+    longest context needs, or the longest part of one from the page in which the block's window begins."""
     page_size = k_pool.shape[3]
     floor = jnp.zeros_like(ctx_len) if first is None else jnp.maximum(jnp.min(first, axis=1), 0)
     first_page = floor // page_size
-    num_steps = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
-    slot = jnp.arange(page_size)
+    num_pages = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
 
-    def page(index: jax.Array, state: Partial) -> Partial:
-        at_page = first_page + index
-        if first is None:
-            ids = lax.dynamic_index_in_dim(page_table, index, axis=1, keepdims=False)
-        else:
-            ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1)[:, None], axis=1)[:, 0]
-        at = at_page[:, None] * page_size + slot
+    def gathered(pool: jax.Array, at_page: jax.Array) -> jax.Array:
+        """[B, K, n * S, D] of the pages i32[B, n] by index in the table."""
+        ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1), axis=1)
+        if step_pages == 1:
+            return pool[layer, ids[:, 0]]
+        pages = pool[layer, ids].swapaxes(1, 2)
+        return pages.reshape(*pages.shape[:2], step_pages * page_size, -1)
+
+    def step(index: jax.Array, state: Partial) -> Partial:
+        at_page = first_page[:, None] + index * step_pages + jnp.arange(step_pages)
+        at = at_page[:, :1] * page_size + jnp.arange(step_pages * page_size)
         live = (at < ctx_len[:, None]) & (at >= floor[:, None])
-        values = jnp.where(live[:, None, :, None], v_pool[layer, ids], 0)
-        scores = jnp.einsum("bkmd,bksd->bkms", q, k_pool[layer, ids], preferred_element_type=jnp.float32)
+        values = jnp.where(live[:, None, :, None], gathered(v_pool, at_page), 0)
+        scores = jnp.einsum("bkmd,bksd->bkms", q, gathered(k_pool, at_page), preferred_element_type=jnp.float32)
         visible = live[:, None, None, :]
         if first is not None:
             visible &= (at[:, None, :] >= first[:, :, None])[:, None]
         return _absorb(state, scores, visible, values)
 
-    return lax.fori_loop(0, num_steps, page, _empty(q.shape))
+    return lax.fori_loop(0, (num_pages + step_pages - 1) // step_pages, step, _empty(q.shape))
 
 
 def inflight_partial(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> Partial:
