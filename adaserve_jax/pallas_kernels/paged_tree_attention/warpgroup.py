@@ -7,7 +7,7 @@ else (copies, barriers, loops, masks) runs there as it is written. Rows are quer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class Warpgroup:
             plgpu.wgmma(total, a, plgpu.transpose_ref(b, (1, 0)))
             return total[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, b.shape[0]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, b.shape[0]), jnp.float32))
 
     def accumulate(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
         """f32[ROWS, N]: total + a @ b. a: bf16[ROWS, S], in registers; b: bf16[S, N], in shared memory. Returns when
@@ -64,7 +64,7 @@ class Warpgroup:
         def multiply(total_ref: Any) -> None:
             plgpu.wgmma(total_ref, a, b)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(total))
+        return cast(jax.Array, pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total)))
 
 
 def across(rows: jax.Array, columns: int) -> jax.Array:
