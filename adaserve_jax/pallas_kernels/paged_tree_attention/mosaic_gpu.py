@@ -98,10 +98,10 @@ def _inputs(operands: Operands, sizes: Sizes) -> Inputs:
     block = Block(operands.row, operands.ctx_len, jnp.maximum(floor, 0), operands.tile, operands.num_tiles)
 
     def by_row(x: jax.Array) -> jax.Array:
-        """i32[..., row_tiles, ROWS] from [..., Q]: of each query row, what its query has."""
+        """i32[B, row_tiles, ..., ROWS] from [B, ..., Q]: of each query row, what its query has."""
         rows = jnp.tile(lax.bitcast_convert_type(x, jnp.int32), operands.group)
         rows = jnp.pad(rows, [(0, 0)] * (x.ndim - 1) + [(0, sizes.row_tiles * ROWS - num_rows)])
-        return rows.reshape(*x.shape[:-1], sizes.row_tiles, ROWS)
+        return jnp.moveaxis(rows.reshape(*x.shape[:-1], sizes.row_tiles, ROWS), -2, 1)
 
     return Inputs(
         q,

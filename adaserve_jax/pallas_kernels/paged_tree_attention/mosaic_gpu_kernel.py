@@ -28,27 +28,26 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys of a step each query row sees, and of page slots which values must not be touched."""
+    """Which keys of a step each query row sees, and which values of a page slot no row may touch.
+
+    words: i32[W, ROWS], in global memory; first: i32[ROWS], first context position that each row sees, or None.
+    """
 
     share: Share
     group: Warpgroup
-    index: Any
-    row_tile: Any
+    words: Any
+    first: jax.Array | None
 
     def in_pages(self, step: Any) -> jax.Array:
         """bool[ROWS, TILE]."""
         position = self.share.position(step) + self.group.index(TILE, 1)
-        first = self.share.inputs.first
-        if first is None:
-            return self.share.live(position)
-        seen_from = self.group.load_rows(first.at[self.index, self.row_tile])
-        return self.share.live(position) & (position >= across(seen_from, TILE))
+        live = self.share.live(position)
+        return live if self.first is None else live & (position >= across(self.first, TILE))
 
     def in_tiles(self, step: Any) -> jax.Array:
         """bool[ROWS, TILE]."""
         word = (step - self.share.num_slots) * (TILE // 32)
-        refs = (self.share.inputs.words.at[self.index, word + i, self.row_tile] for i in (0, 1))
-        low, high = (across(self.group.load_rows(ref), TILE) for ref in refs)
+        low, high = (across(self.group.load_rows(self.words.at[word + i]), TILE) for i in (0, 1))
         column = self.group.index(TILE, 1)
         return (jnp.where(column < 32, low, high) >> lax.rem(column, 32)) & 1 != 0
 
@@ -77,7 +76,8 @@ def kernel(*refs: Any, sizes: Sizes, group: Warpgroup) -> None:
     share = Share.of(sizes, inputs, block, head, split)
     keys = Pipeline(share, inputs.k_pool, inputs.k, k_slots, k_came)
     values = Pipeline(share, inputs.v_pool, inputs.v, v_slots, v_came)
-    visibility = Visibility(share, group, index, row_tile)
+    first = None if inputs.first is None else group.load_rows(inputs.first.at[index, row_tile])
+    visibility = Visibility(share, group, inputs.words.at[index, row_tile], first)
 
     rows = pl.ds(0, sizes.rows)
     cell = (index * sizes.kv_heads + head) * sizes.row_tiles + row_tile
@@ -130,8 +130,8 @@ def _attend_share(
         return absorb(step, state, visibility.in_pages(step), scores, in_pages=True)
 
     def tile_step(step: Any, state: Any) -> Any:
-        scores = score(step)
-        return absorb(step, state, visibility.in_tiles(step), scores, in_pages=False)
+        visible = visibility.in_tiles(step)  # first, for it waits for global memory
+        return absorb(step, state, visible, score(step), in_pages=False)
 
     state = (group.full((ROWS, head_dim), 0.0), group.full((ROWS,), LOWEST), group.full((ROWS,), 0.0))
     state = lax.fori_loop(share.start, share.first_tile_step, page_step, state)

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 class Inputs(NamedTuple):
     """Arrays in global memory. q: bf16[B * K * row_tiles, rows, D]; k_pool, v_pool: bf16[L * P * K * S / chunk, chunk,
     D]; k, v: bf16[K * N / chunk, chunk, D]; layer: i32[1]; blocks: i32[B, 5], the fields of `Block`; page_table:
-    i32[R, pages]; words: i32[B, W, row_tiles, 64], bits of each query row; first: i32[B, row_tiles, 64], or None."""
+    i32[R, pages]; words: i32[B, row_tiles, W, 64], bits of each query row; first: i32[B, row_tiles, 64], or None."""
 
     q: Any
     k_pool: Any
@@ -72,6 +72,7 @@ class Share:
     sizes: Sizes
     inputs: Inputs
     block: Block
+    layer: Any
     head: Any
     first_slot: Any
     num_slots: Any
@@ -84,7 +85,7 @@ class Share:
         num_slots = jnp.maximum(lax.div(block.ctx_len + TILE - 1, TILE) - first_slot, 0)
         steps = num_slots + block.num_tiles
         start, end = (lax.div(steps * (split + i), sizes.num_splits) for i in (0, 1))
-        return cls(sizes, inputs, block, head, first_slot, num_slots, start, end)
+        return cls(sizes, inputs, block, inputs.layer[0], head, first_slot, num_slots, start, end)
 
     @property
     def first_tile_step(self) -> Any:
@@ -107,7 +108,7 @@ class Share:
         page = self.inputs.page_table[self.block.row, lax.div(position, sizes.page_size)]
         per_page = sizes.page_size // sizes.chunk
         within = lax.div(lax.rem(position, sizes.page_size), sizes.chunk)
-        return ((self.inputs.layer[0] * sizes.num_pages + page) * sizes.kv_heads + self.head) * per_page + within
+        return ((self.layer * sizes.num_pages + page) * sizes.kv_heads + self.head) * per_page + within
 
     def tile_chunk(self, step: Any, copy: int) -> Any:
         """Index of chunk `copy` of an in-flight tile."""
