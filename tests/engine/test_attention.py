@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import ConfigError
 
 PROMPTS = ["def add(a, b):\n", "import os\n" * 9, "Question: Tom has 3 apples."]
@@ -14,19 +15,16 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_is_that_of_xla(temperature: float) -> None:
-    """Trees of several depths, prompts longer than a chunk and than a page, three rows at once."""
-    sampling = SamplingParams(max_tokens=20, temperature=temperature, seed=5, ignore_eos=True)
-    texts, accepted = {}, {}
-    for attention in ("xla", "plain"):
-        with LLM(attention=attention, **SMALL) as llm:
-            outputs = llm.generate(PROMPTS, sampling, slo=SLO(tpot_ms=0.5))
-            texts[attention] = [output.token_ids for output in outputs]
-            accepted[attention] = llm.stats().scheduler.accepted_tokens
-            assert llm.stats().compiles_after_ready == 0
-    assert texts["plain"] == texts["xla"]
-    assert min(accepted.values()) > 0
+def test_text_is_that_of_xla(demo_engine: LocalEngine) -> None:
+    """Trees of several depths, a prompt longer than a chunk and than a page, three rows at once, greedy and not."""
+    samplings = [SamplingParams(max_tokens=20, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.8, 0.0)]
+    expected = LLM.over(demo_engine).generate(PROMPTS, samplings)
+    with LLM(attention="plain", **SMALL) as llm:
+        outputs = llm.generate(PROMPTS, samplings, slo=SLO(tpot_ms=0.5))
+        stats = llm.stats()
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert stats.scheduler.accepted_tokens > 0
+    assert stats.compiles_after_ready == 0
 
 
 def test_mosaic_needs_its_device() -> None:

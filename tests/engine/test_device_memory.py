@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import jax
 import numpy as np
-import pytest
 
 from adaserve_jax import SLO, SamplingParams
-from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.timing import measure
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import CostSamples
 from tests.hlo import copies_of
 
 STEPS = 500
-
-
-@pytest.fixture(scope="module")
-def ready() -> Iterator[tuple[ModelExecutor, CostSamples]]:
-    """The embedded pair, with fewer pages than its requests can need."""
-    config = EngineConfig(
-        max_requests=4, max_context=128, page_size=16, num_pages=12, token_edges=(4, 32), row_edges=(1, 4),
-        max_tree_tokens=16, max_depth=3, max_width=2,
-    )  # fmt: skip
-    executor = load_executor(config)
-    yield executor, executor.warm_up()
-    executor.close()
 
 
 def models_of(executor: ModelExecutor) -> list[DeviceModel]:
@@ -40,8 +26,8 @@ def models_of(executor: ModelExecutor) -> list[DeviceModel]:
     return [executor.target, executor.local_drafter.model]
 
 
-def test_no_program_of_the_engine_copies_a_pool(ready: tuple[ModelExecutor, CostSamples]) -> None:
-    executor, _ = ready
+def test_no_program_of_the_engine_copies_a_pool(demo_engine: LocalEngine) -> None:
+    executor = demo_engine.executor
     programs = executor.target.compiled
     assert {"search", "commit"} < {key[1] for key in programs}
     for key, program in programs.items():
@@ -55,18 +41,16 @@ def test_no_program_of_the_engine_copies_a_pool(ready: tuple[ModelExecutor, Cost
             assert re.search(r"input_output_alias=\{ \{0\}: \(0,.*\{1\}: \(1,", text)
 
 
-def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(
-    ready: tuple[ModelExecutor, CostSamples],
-) -> None:
-    executor, samples = ready
-    config = executor.resolved.config
-    scheduler = build_scheduler(config, executor.limits, samples)
+def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(demo_engine: LocalEngine) -> None:
+    executor = demo_engine.executor
+    scheduler = build_scheduler(executor.resolved.config, executor.limits, measure(executor))
     core = EngineCore(executor, scheduler, Tokenizer.from_folder(executor.target_folder), eos_ids=(), baseline_s=0.001)
     rng = np.random.default_rng(7)
     places = [pointers(model) for model in models_of(executor)]
     sent = steps = 0
     while steps < STEPS:
-        if core.num_open < 6 and rng.random() < 0.3:
+        most_open = (2, 24)[steps // 100 % 2]
+        if core.num_open < most_open and rng.random() < 0.7:
             core.add(random_request(rng, f"r{sent}"), core.clock())
             sent += 1
         if sent and rng.random() < 0.01:

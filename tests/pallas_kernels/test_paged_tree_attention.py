@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.pallas_kernels.paged_tree_attention import reference
+from adaserve_jax.pallas_kernels.compat import pltpu
+from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_tpu, reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
@@ -17,8 +21,35 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import LAYER, TINY, 
 from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
 from tests.oracles.attention import oracle_attention
 
-IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain")
+KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+"""Simulated on the CPU: copies, barriers, slots, masks and the merge run as they are written."""
+IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain", *KERNELS)
 """xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order."""
+SIMULATED = {
+    "mosaic_gpu": ("decode", "tree_eight_heads", "bf16"),
+    "mosaic_tpu": ("decode", "tree_past_a_tile", "tree_eight_heads", "large_page", "bf16", "windowed_tree"),
+}
+"""What the kernels are simulated on in every run; simulation takes seconds. Their own tests have other shapes."""
+
+
+def conformance_cases() -> list[Any]:
+    return [
+        pytest.param(
+            name, implementation, id=f"{implementation}-{name}",
+            marks=[] if name in SIMULATED.get(implementation, TINY) else [pytest.mark.slow],
+        )
+        for implementation in IMPLEMENTATIONS
+        for name in TINY
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels run on a simulated device. A failed one leaves state behind that would fail the next."""
+    for kernel in KERNELS.values():
+        monkeypatch.setattr(kernel, "attend", partial(kernel.attend, interpret=True))
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
 
 
 @partial(jax.jit, static_argnames=("spec", "implementation"))
@@ -46,15 +77,20 @@ def run(case: AttentionCase, *, spec: AttentionSpec, implementation: str) -> jax
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(("name", "implementation"), conformance_cases())
 def test_equals_the_float64_oracle_and_poison_does_not_leak(
-    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+    name: str, implementation: str, monkeypatch: pytest.MonkeyPatch, simulate: None
 ) -> None:
     spec = TINY[name]
+    if implementation == "mosaic_gpu":
+        spec = replace(spec, dtype="bf16")
     if implementation == "xla_off_cpu":
         monkeypatch.setattr(reference, "on_cpu", lambda: False)
         monkeypatch.setattr(reference, "KEYS_PER_STEP", 3 * spec.page_size)
+    check_against_oracle(spec, implementation)
+
+
+def check_against_oracle(spec: AttentionSpec, implementation: str) -> None:
     case = make_case(spec, seed=3)
     out = np.asarray(run(case, spec=spec, implementation=implementation), np.float64)
     expected = oracle_attention(*case[:5], LAYER, *case[5:9], spec.window)
