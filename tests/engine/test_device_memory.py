@@ -79,5 +79,5 @@ def random_request(rng: np.random.Generator, name: str) -> GenerateRequest:
         seed=int(rng.integers(1000)),
     )
     slo = SLO(tpot_ms=float(rng.choice([0.5, 5.0]))) if rng.random() < 0.7 else SLO()
-    prompt = rng.integers(1, 2000, rng.integers(1, 60)).tolist()
+    prompt = rng.integers(1, 2000, rng.integers(1, 200)).tolist()
     return GenerateRequest(name, prompt, sampling, slo=slo)
