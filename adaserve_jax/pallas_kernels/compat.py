@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["gpu_interpret", "pl", "plgpu", "pltpu", "tpu_interpret", "tpu_races_found"]
+__all__ = ["gpu_interpret", "gpu_load", "pl", "plgpu", "pltpu", "tpu_interpret", "tpu_races_found"]
 
 
 def tpu_interpret(detect_races: bool = False) -> Any:
@@ -32,3 +33,9 @@ def gpu_interpret(detect_races: bool = False) -> Any:
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # not public in jax 0.10
 
     return InterpretGPUParams(detect_races=detect_races)
+
+
+def gpu_load(ref: Any, layout: Any) -> jax.Array:
+    """All of a reference in a Mosaic GPU kernel, as registers of that layout, by loads as wide as the layout gives."""
+    whole = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)

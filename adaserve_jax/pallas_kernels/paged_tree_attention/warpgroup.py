@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from adaserve_jax.pallas_kernels.compat import pl, plgpu
+from adaserve_jax.pallas_kernels.compat import gpu_load, pl, plgpu
 
 ROWS = 64
 """Rows of a warpgroup's matrix product."""
@@ -42,7 +42,7 @@ class Warpgroup:
         """[ROWS] from global memory."""
         if self.interpret:
             return ref[...]
-        return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return gpu_load(ref, plgpu.Layout.WGMMA.reduce(1))
 
     def product(self, a: Any, b: Any) -> jax.Array:
         """f32[ROWS, N]: a @ b.T. a: bf16[ROWS, D] and b: bf16[N, D], both in shared memory. Returns when done."""
@@ -50,7 +50,7 @@ class Warpgroup:
             return a[...].astype(jnp.float32) @ b[...].astype(jnp.float32).T
 
         def multiply(total: Any) -> jax.Array:
-            plgpu.wgmma(total, a, plgpu.transpose_ref(b, (1, 0)))
+            plgpu.wgmma(total, a, b.transpose((1, 0)))
             return total[...]
 
         return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, b.shape[0]), jnp.float32))
