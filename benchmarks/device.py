@@ -210,7 +210,9 @@ def device(
     ceilings = measure_ceilings(jnp.float32 if dtype == "f32" else jnp.bfloat16)
     show_ceilings(ceilings)
     result: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/device.py", *sys.argv[1:]]),
+        "command": shlex.join(
+            ["python", "benchmarks/device.py", *(w.replace(str(out), out.name) for w in sys.argv[1:])]
+        ),
         "commit": source_commit(),
         "machine": machine_name(),
         "device": _device(),

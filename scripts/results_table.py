@@ -1,7 +1,7 @@
 """Writes the measured tables of docs/results.md, between its markers, from committed results; no number is typed.
 
-benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py. Imports
-no jax.
+benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
+device-*.json: of device.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ LOADS = (
     "| layout | loaded as | load, s | import, s | weights, MiB | largest weight, MiB | peak beside the weights, MiB |\n"
     "|---|---|---|---|---|---|---|"
 )
+KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
+PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
+PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
 AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
 
 
@@ -140,6 +143,47 @@ def load_table(result: dict[str, Any]) -> str:
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
 
 
+def device_tables(result: dict[str, Any]) -> str:
+    """One run of benchmarks/device.py, whatever parts of it were run."""
+    ceilings = result["ceilings"]
+    parts = [f"Measured with `{result['command']}`:"]
+    if "kernels" in result:
+        kernels = result["kernels"]
+        wrong = [f"{each['implementation']} {each['spec']}" for each in kernels["conformance"] if not each["ok"]]
+        checked = f"{len(kernels['conformance'])} kernels and shapes were checked against the oracle"
+        parts.append(f"{checked}; {'wrong: ' + ', '.join(wrong) if wrong else 'all were right'}.")
+        times = [
+            line(
+                each["kernel"], each["spec"], f"`{each['implementation']}`", number(each["seconds"] * 1e6, 1),
+                number(each["floor_s"] * 1e6, 1), number(each["seconds"] / each["floor_s"]),
+            )
+            for each in kernels["times"]
+        ]  # fmt: skip
+        picks = [
+            line(str(each["vocabulary"]), number(each["argmax_s"] * 1e6, 0), number(each["top_k_s"] * 1e6, 0))
+            for each in kernels["picks"]
+        ]
+        parts += ["\n".join([KERNELS, *times]), "The largest of 64 rows of scores:", "\n".join([PICKS, *picks])]
+    if "programs" in result:
+        verify = result["programs"]["verify"]
+        one = min(verify, key=lambda step: (step["tokens"], step["rows"]))["seconds"]
+        steps = [
+            line(
+                str(step["tokens"]), str(step["rows"]), number(step["seconds"] * 1e3), number(step["seconds"] / one),
+                number(step["bound_s"] * 1e3),
+            )
+            for step in verify
+        ]  # fmt: skip
+        about = f"Verify programs of {result['config']['target']}, context 256, host to host:"
+        parts += [about, "\n".join([PROGRAMS, *steps])]
+    parts.append(
+        f"{result['machine']}; {result['device']}; {ceilings['dtype']}: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s; jax {result['jax_version']}. "
+        f"Commit {result['commit'][:12]}."
+    )
+    return "\n\n".join(parts)
+
+
 def between(page: str, name: str, parts: Sequence[str]) -> str:
     """`page` with what stands between the markers of `name` replaced. Raises ValueError when a marker is missing."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
@@ -158,7 +202,8 @@ def main() -> int:
     old = PAGE.read_text()
     runs = [tables(read_rows(file)) for file in sorted(results.glob("throughput-*.json"))]
     loads = [load_table(json.loads(file.read_text())) for file in sorted(results.glob("load-*.json"))]
-    new = between(between(old, "throughput", runs), "load", loads)
+    devices = [device_tables(json.loads(file.read_text())) for file in sorted(results.glob("device-*.json"))]
+    new = between(between(between(old, "throughput", runs), "load", loads), "device", devices)
     if arguments.check:
         if new != old:
             print(f"{PAGE.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)
