@@ -176,11 +176,12 @@ def device_tables(result: dict[str, Any]) -> str:
         ]  # fmt: skip
         about = f"Verify programs of {result['config']['target']}, context 256, host to host:"
         parts += [about, "\n".join([PROGRAMS, *steps])]
-    parts.append(
-        f"{result['machine']}; {result['device']}; {ceilings['dtype']}: copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s; jax {result['jax_version']}. "
-        f"Commit {result['commit'][:12]}."
+    rates = (
+        f"copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"matmul {ceilings['matmul_flops_per_s'] / 1e12:.3f} TFLOP/s"
     )
+    where = f"{result['machine']}; {result['device']}; {ceilings['dtype']}: {rates}"
+    parts.append(f"{where}; jax {result['jax_version']}. Commit {result['commit'][:12]}.")
     return "\n\n".join(parts)
 
 
