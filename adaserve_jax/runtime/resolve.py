@@ -18,6 +18,7 @@ from adaserve_jax.types import Limits
 
 CPU_KV_BYTES = 2 << 30  # most memory that auto sizing gives to KV pages on a CPU
 DEVICE_KV_SHARE = 0.5  # share of a GPU's or TPU's memory that auto sizing gives to KV pages
+TPU_LANES = 128  # XLA lays out arrays whose last axis is a multiple of this in the order of their axes
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,17 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
         dtype=dtype,
         placement=placement,
-        attention=_attention(config, [placement.partition.local(target), *([draft] if draft else [])], dtype),
+        attention=choose_attention(
+            config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
+        ),
     )
 
 
-def _attention(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype) -> Implementation:
-    """Raises ConfigError when the implementation asked for cannot run on this device or with these models."""
+def choose_attention(
+    config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype, platform: str
+) -> Implementation:
+    """Who implements attention. models: the device's part of each. Raises ConfigError when the one asked for cannot
+    run on this platform or with these models."""
     if config.attention in ("auto", "xla"):
         return "xla"
     if config.deterministic:
@@ -90,13 +96,17 @@ def _attention(config: EngineConfig, models: list[ModelConfig], dtype: jnp.dtype
             f"attention must be auto or xla in deterministic mode, whose order of summation only xla has, got "
             f"{config.attention!r}"
         )
-    platform = jax.local_devices()[0].platform
-    if config.attention == "mosaic" and platform not in ("gpu", "tpu"):
+    if config.attention == "plain":
+        return "plain"
+    if platform not in ("gpu", "tpu"):
         raise ConfigError(f"attention 'mosaic' needs a GPU or a TPU, and jax sees {platform!r}; use auto or xla")
-    implementation: Implementation = "plain"
-    if config.attention == "mosaic":
-        implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
+    implementation: Implementation = "mosaic_gpu" if platform == "gpu" else "mosaic_tpu"
     for model in models:
+        if platform == "tpu" and model.head_dim % TPU_LANES:
+            raise ConfigError(
+                f"attention 'mosaic' on a TPU is for head dimensions that are multiples of {TPU_LANES}, not "
+                f"{model.head_dim}: XLA would copy the pools, which it lays out otherwise; use auto or xla"
+            )
         check_supported(
             implementation, head_dim=model.head_dim, page_size=config.page_size,
             group=model.num_heads // model.num_kv_heads, dtype=dtype,

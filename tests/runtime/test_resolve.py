@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import jax.numpy as jnp
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.runtime.resolve import resolve
+from adaserve_jax.runtime.resolve import choose_attention, resolve
 
 TARGET = ModelConfig(2048, 256, 704, 5, 4, 2, 64, 1e4, 1e-5, True, 2048)
 DRAFT = ModelConfig(2048, 128, 352, 2, 2, 1, 64, 1e4, 1e-5, True, 1024)
@@ -57,3 +60,23 @@ def test_row_edges_say_how_many_requests_run() -> None:
 def test_what_does_not_fit_is_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(EngineConfig(**options), TARGET, DRAFT)
+
+
+@pytest.mark.parametrize(
+    ("platform", "head_dim", "found"),
+    [
+        ("gpu", 64, "mosaic_gpu"),
+        ("tpu", 128, "mosaic_tpu"),
+        ("tpu", 64, "multiples of 128, not 64: XLA would copy the pools"),
+        ("gpu", 96, "by 'mosaic_gpu' supports head dimensions 64 and 128, not 96"),
+        ("cpu", 128, "needs a GPU or a TPU, and jax sees 'cpu'"),
+    ],
+)
+def test_mosaic_is_the_kernel_of_the_platform_where_it_can_run(platform: str, head_dim: int, found: str) -> None:
+    models = [replace(TARGET, head_dim=head_dim)]
+    arguments = (EngineConfig(attention="mosaic"), models, jnp.dtype(jnp.bfloat16), platform)
+    if found.startswith("mosaic"):
+        assert choose_attention(*arguments) == found
+    else:
+        with pytest.raises(ConfigError, match=found):
+            choose_attention(*arguments)
