@@ -22,6 +22,7 @@ class Batch:
         self.pool = PagePool(limits.num_pages, limits.page_size)
         self.table = SlotTable(limits)
         self.queue = WaitingQueue(ordering)
+        self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
         self.preemptions = 0
         # every running row may need one sampled position and one token of the step
@@ -54,16 +55,28 @@ class Batch:
     def admit(self, now: float) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
         for every running request."""
-        while len(self.running) < self._capacity:
-            state = self.queue.peek(now)
-            if state is None:
-                return
-            pages = self.pool.pages_for(state.num_tokens)
-            if pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free):
-                return
+        while (state := self.queue.peek(now)) is not None:
+            while not self._fits(state):
+                if not self._make_way(state):
+                    return
             self.queue.take(state)
-            self.table.bind(state, self.pool.alloc(pages))
+            self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
             self.running.append(state)
+
+    def _fits(self, state: RequestState) -> bool:
+        pages = self.pool.pages_for(state.num_tokens)
+        crowded = pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free)
+        return len(self.running) < self._capacity and not crowded
+
+    def _make_way(self, state: RequestState) -> bool:
+        """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
+        if not self._preempts_for_priority or not self.running:
+            return False
+        worst = max(self.running, key=lambda running: running.rank)
+        if worst.request.priority <= state.request.priority:
+            return False
+        self._preempt(worst)
+        return True
 
     def release(self, state: RequestState) -> None:
         """Return the slot and the pages of a running request."""

@@ -49,14 +49,19 @@ class PlannedStep:
 class Planner:
     """Plans one step after another.
 
-    max_catchup: most tokens that the draft is fed in a step. horizon: h, tokens. uses_draft: whether plans have one.
+    max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
+    tokens. uses_draft: whether plans have one.
     """
 
-    def __init__(self, batch: Batch, controller: Controller, *, max_catchup: int, horizon: int, uses_draft: bool):
+    def __init__(
+        self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
+        uses_draft: bool,
+    ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
         self._controller = controller
         self._max_catchup = max_catchup
+        self._max_prefill = max_prefill
         self._horizon = horizon
         self._uses_draft = uses_draft
 
@@ -78,7 +83,7 @@ class Planner:
             draft_lag=lag,
             can_speculate=can_speculate & self._uses_draft,
             num_prefill=len(prefill),
-            prefill_tokens=sum(state.pending for state in prefill),
+            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
         )
         decision = self._controller.decide(load)

@@ -4,6 +4,8 @@ Order: preempted requests first, then the waiting by `order_key`. The key of a r
 plus AGEING_S seconds per step of priority, so a later arrival can overtake it only if it arrives within a bounded time
 after it. Under `deadline` ordering a request whose TTFT target has passed goes behind those that can still meet theirs;
 every PROMOTION_PERIOD-th admission takes the longest-waiting request whatever its key, which bounds that wait too.
+Under `priority` ordering, a baseline, priorities are strict and preempted requests have no precedence: a request may
+wait for as long as better ones come.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from typing import Literal
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import Request
 
-Ordering = Literal["deadline", "arrival"]
+Ordering = Literal["deadline", "arrival", "priority"]
 
 AGEING_S = 30.0
 """Seconds of waiting that outweigh one step of priority."""
+STRICT_S = 1e9
+"""The same where priority comes before everything."""
 PATIENCE_S = 10.0
 """TTFT target assumed of a request without one, and the longest that the order sees, seconds."""
 MAX_PRIORITY = 100
@@ -27,6 +31,8 @@ PROMOTION_PERIOD = 8
 def order_key(request: Request, ordering: Ordering) -> float:
     """Seconds on the engine's clock; lower is served sooner."""
     priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+    if ordering == "priority":
+        return request.arrival_s + STRICT_S * priority
     due = request.arrival_s + AGEING_S * priority
     if ordering == "deadline":
         due += PATIENCE_S if request.ttft_slo_s is None else min(request.ttft_slo_s, PATIENCE_S)
@@ -64,6 +70,9 @@ class WaitingQueue:
 
     def peek(self, now: float) -> RequestState | None:
         """The request to admit next, left in the queue; None when nobody waits."""
+        if self._ordering == "priority":
+            firsts = [waiting[0] for waiting in (self._preempted, self._hopeful) if waiting]
+            return min(firsts, key=_rank, default=None)
         if self._preempted:
             return self._preempted[0]
         if self._ordering == "deadline":

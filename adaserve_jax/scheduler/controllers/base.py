@@ -43,5 +43,23 @@ class Decision:
     feed_draft: bool
 
 
+@dataclass(frozen=True)
+class Feedback:
+    """What a step with decode rows brought. depth: of the draft, 0 without one. rows: that speculated. drafted,
+    accepted: nodes, roots left out. emitted: tokens of the rows that speculated. step_s: from plan to commit."""
+
+    depth: int
+    rows: int
+    drafted: int
+    accepted: int
+    emitted: int
+    step_s: float
+
+
 class Controller(Protocol):
+    """Explicit subclasses that learn nothing inherit `learn`."""
+
     def decide(self, load: Load) -> Decision: ...
+
+    def learn(self, feedback: Feedback) -> None:
+        """Take in what the step brought that was decided last."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.base import Decision, Load
+from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
@@ -48,7 +48,7 @@ class Shapes:
         return cls(depth, width, mask.reshape(len(pairs), -1))
 
 
-class JointController:
+class JointController(Controller):
     """Chooses by predicted value; holds no state but the tables that it reads."""
 
     def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective):
