@@ -1,6 +1,6 @@
 """Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES.
 
-docs/policies.md has the table that is made from POLICIES.
+README has the table that is made from POLICIES.
 """
 
 from __future__ import annotations
