@@ -6,6 +6,8 @@ every request fits the pool alone, and the queue bounds how many can pass a wait
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
@@ -52,16 +54,28 @@ class Batch:
             self.table.grow(state, self.pool.alloc(missing))
         return True
 
-    def admit(self, now: float) -> None:
+    def admit(self, now: float, may_start: Callable[[RequestState], bool]) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
-        for every running request."""
+        for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
+        requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
+        waits without a TPOT target goes instead."""
         while (state := self.queue.peek(now)) is not None:
-            while not self._fits(state):
-                if not self._make_way(state):
+            if not self._room_for(state):
+                return
+            asked = self.running and state.first_scheduled_s is None and not self.queue.promotes
+            if asked and not may_start(state):
+                state = self.queue.peek_untargeted()
+                if state is None or not self._room_for(state):
                     return
             self.queue.take(state)
             self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
             self.running.append(state)
+
+    def _room_for(self, state: RequestState) -> bool:
+        while not self._fits(state):
+            if not self._make_way(state):
+                return False
+        return True
 
     def _fits(self, state: RequestState) -> bool:
         pages = self.pool.pages_for(state.num_tokens)

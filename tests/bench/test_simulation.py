@@ -98,12 +98,12 @@ def test_a_bad_machine_is_named(tmp_path: Path) -> None:
 
 
 def test_plain_decoding_takes_the_time_that_the_machine_says(tmp_path: Path) -> None:
-    """One request alone: 30 ms a token, and its prompt of 20 in one step of up to 32 tokens."""
+    """One request alone: 30 ms a token, and its prompt of 20 in one step of up to 24 tokens."""
     trace = load_trace(write_trace(tmp_path, count=1))
     trace = replace(trace, requests=(replace(trace.requests[0], due_s=0.0, prompt_tokens=20, output_tokens=11),))
     (record,) = simulate("ar", SimulationPlan(("ar",)), MACHINE, trace).records
     assert record.tpot_s == pytest.approx(0.030)
-    assert record.ttft_s == pytest.approx(0.030 + 31 / 127 * 0.025)
+    assert record.ttft_s == pytest.approx(0.030 + 23 / 127 * 0.025)
     assert record.token_offsets_s == pytest.approx(0.03 * np.arange(11))
 
 
@@ -114,10 +114,20 @@ def test_policies_are_told_apart_and_every_request_is_accounted_for(tmp_path: Pa
     assert {row.requests for row in overall.values()} == {40}
     assert all(row.output_tokens == 40 * 48 and row.unfinished == 0 for row in overall.values())
     attained = {policy: row.attainment for policy, row in overall.items()}
-    assert attained["ar"] < 0.7 < attained["adaserve"]
+    assert attained["ar"] < 0.9 < attained["adaserve"]
     assert attained["adaserve"] >= attained["spec:4"]
     by_class = {row.slo_class: row for row in rows if row.policy == "spec:4"}
     assert by_class["code"].acceptance_rate > by_class["summarization"].acceptance_rate + 0.1
+
+
+def test_overload_costs_few_their_targets_and_not_all(tmp_path: Path) -> None:
+    """More than the machine can serve, for a while: fixed chains lose most, `adaserve` those it must."""
+    trace = load_trace(write_trace(tmp_path, rate=9.0, count=260, output=200), ttft_slo_s=4.0)
+    rows = simulate_all(SimulationPlan(("spec:2", "adaserve")), MACHINE, [trace])
+    overall = {row.policy: row for row in rows if row.slo_class == ALL_CLASSES}
+    assert overall["adaserve"].attainment > overall["spec:2"].attainment + 0.15
+    assert overall["adaserve"].unfinished == 0
+    assert overall["adaserve"].output_tokens == 260 * 200
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_prefill_progresses_beside_tight_targets():
     while "long" not in run.text:
         plan, _ = run.step()
         assert plan.num_prefill_tokens > 0
-    assert run.steps - begin <= 14
+    assert run.steps - begin <= 20
 
 
 def test_tight_targets_are_met_where_plain_decoding_cannot():

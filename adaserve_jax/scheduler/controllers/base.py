@@ -57,9 +57,14 @@ class Feedback:
 
 
 class Controller(Protocol):
-    """Explicit subclasses that learn nothing inherit `learn`."""
+    """Explicit subclasses that learn nothing, and admit whoever fits, inherit `learn` and `sustains`."""
 
     def decide(self, load: Load) -> Decision: ...
+
+    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
+        """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
+        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile."""
+        return True
 
     def learn(self, feedback: Feedback) -> None:
         """Take in what the step brought that was decided last."""
