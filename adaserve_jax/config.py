@@ -20,6 +20,7 @@ LEAST = {
     "max_batch_tokens": 0,
     "max_tree_tokens": 0,
     "max_slo_nodes": 0,
+    "max_prefill_tokens": 0,
     "seed": 0,
     "tp": 1,
     "num_processes": 1,
@@ -57,6 +58,7 @@ class EngineConfig:
     max_depth: int = 6
     max_width: int = 4
     max_slo_nodes: int = 0
+    max_prefill_tokens: int = 0
     eq8_eq9: bool = False
     dtype: str = "auto"
     quantize: str = "none"
@@ -130,7 +132,7 @@ def _is_integer(value: object, least: int) -> bool:
 FIELD_HELP: dict[str, str] = {
     "target": "checkpoint folder of the target model, or 'demo' for the embedded pair",
     "draft": "checkpoint folder of the draft model, 'demo', or none for no speculation",
-    "policy": "scheduling policy by name: adaserve, spec:<k>, ar",
+    "policy": "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the table)",
     "deterministic": "pin every target step to one bucket, so that outputs are bit-identical whatever the load",
     "max_requests": "most requests that run at once; 0: auto by device",
     "max_context": "most tokens of one request, prompt and output; 0: what the models support",
@@ -144,6 +146,7 @@ FIELD_HELP: dict[str, str] = {
     "max_depth": "deepest beam search of the draft",
     "max_width": "widest beam search of the draft",
     "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
+    "max_prefill_tokens": "most prompt tokens that one step computes; 0: what the policy finds room for",
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",

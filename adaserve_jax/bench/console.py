@@ -47,7 +47,7 @@ def _title(rows: Sequence[ResultRow]) -> str | None:
 def _cells(row: ResultRow) -> tuple[str, ...]:
     return (
         row.policy,
-        f"{row.rate_rps:g}" if row.arrival_process == "poisson" else row.arrival_process,
+        f"{row.rate_rps:g}" if row.arrival_process == "poisson" else f"{row.arrival_process} {row.rate_rps:.3g}",
         row.slo_class,
         str(row.requests),
         _percent(row.attainment),

@@ -7,6 +7,8 @@ plan reads KV that was never written, writes another request's page, or breaks a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
@@ -36,13 +38,14 @@ def token_at(
 
 
 class SimExecutor:
-    """Implements `types.Executor`. acceptance: chance that the target takes the draft's first choice."""
+    """Implements `types.Executor`. acceptance: chance that the target takes the draft's first choice, of all requests,
+    or by request: a function of their seeds, u64[R] to f64[R]."""
 
     def __init__(
         self,
         limits: Limits,
         cost: CostSamples,
-        acceptance: float,
+        acceptance: float | Callable[[np.ndarray], np.ndarray],
         clock: VirtualClock,
         *,
         vocab_size: int = 1000,
@@ -144,7 +147,8 @@ class SimExecutor:
         rows = plan.num_decode
         root = plan.ctx_len[:rows].astype(np.int64)
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
-        a = np.clip(self._acceptance + 0.3 * (_uniform(seed, choice, root // 64, _DRAFT_SALT + 1) - 0.5), 0.02, 0.98)
+        mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
+        a = np.clip(mean + 0.3 * (_uniform(seed, choice, root // 64, _DRAFT_SALT + 1) - 0.5), 0.02, 0.98)
         level, rank = np.arange(1, depth + 1)[:, None], np.arange(width)[None, :]
         lane = a[:, None, None] ** level * (1 - a[:, None, None]) ** rank
         true_rank = self._true_ranks(plan, a, depth, width)

@@ -17,6 +17,7 @@ from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.serve import serve
+from adaserve_jax.cli.simulate import simulate
 from adaserve_jax.errors import AdaServeError
 
 ERROR_STATUS = 2
@@ -45,6 +46,7 @@ def _jax_version() -> str:
 app.command()(serve)
 app.command()(generate)
 app.command()(bench)
+app.command()(simulate)
 app.command()(grow)
 app.command()(convert)
 app.command()(follow)

@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from adaserve_jax.bench.console import result_table
 from adaserve_jax.bench.runner import BenchPlan, run_bench
 from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli.options import comma_list, takes
+from adaserve_jax.cli.points import note_point, print_rows
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 TRACE = "trace"
-TABLE_COLUMNS = 140
 
 
 @takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
@@ -50,18 +47,10 @@ def bench(
     )
     loaded = load_workload(workload)
     rows = run_bench(
-        plan, loaded, lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed)), out, _note
+        plan, loaded, lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed)), out, note_point
     )
-    _print_table(rows)
+    print_rows(rows)
     notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)
-
-
-def _print_table(rows: list[ResultRow]) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
-    console.print(result_table(rows))
 
 
 def parse_rate(text: str) -> float | None:
@@ -75,15 +64,3 @@ def parse_rate(text: str) -> float | None:
     if not 0 < rate < math.inf:
         raise ConfigError(f"--rates must be numbers above 0 or 'trace', separated by commas, got {text!r}")
     return rate
-
-
-def _note(done: int, total: int, rows: list[ResultRow]) -> None:
-    row = next(row for row in rows if row.slo_class == ALL_CLASSES)
-    met = "no targets" if row.attainment is None else f"{row.attainment:.1%} met"
-    invalid = "" if row.valid else f", INVALID: {row.invalid_reason}"
-    notes().print(
-        f"{done}/{total} {row.policy} at {row.rate_rps:g}/s: {row.requests} requests, {met}, "
-        f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s{invalid}",
-        highlight=False,
-        soft_wrap=True,
-    )

@@ -6,6 +6,8 @@ every request fits the pool alone, and the queue bounds how many can pass a wait
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
@@ -22,6 +24,7 @@ class Batch:
         self.pool = PagePool(limits.num_pages, limits.page_size)
         self.table = SlotTable(limits)
         self.queue = WaitingQueue(ordering)
+        self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
         self.preemptions = 0
         # every running row may need one sampled position and one token of the step
@@ -51,19 +54,43 @@ class Batch:
             self.table.grow(state, self.pool.alloc(missing))
         return True
 
-    def admit(self, now: float) -> None:
+    def admit(self, now: float, may_start: Callable[[RequestState], bool]) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
-        for every running request."""
-        while len(self.running) < self._capacity:
-            state = self.queue.peek(now)
-            if state is None:
+        for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
+        requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
+        waits without a TPOT target goes instead."""
+        while (state := self.queue.peek(now)) is not None:
+            if not self._room_for(state):
                 return
-            pages = self.pool.pages_for(state.num_tokens)
-            if pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free):
-                return
+            asked = self.running and state.first_scheduled_s is None and not self.queue.promotes
+            if asked and not may_start(state):
+                state = self.queue.peek_untargeted()
+                if state is None or not self._room_for(state):
+                    return
             self.queue.take(state)
-            self.table.bind(state, self.pool.alloc(pages))
+            self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
             self.running.append(state)
+
+    def _room_for(self, state: RequestState) -> bool:
+        while not self._fits(state):
+            if not self._make_way(state):
+                return False
+        return True
+
+    def _fits(self, state: RequestState) -> bool:
+        pages = self.pool.pages_for(state.num_tokens)
+        crowded = pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free)
+        return len(self.running) < self._capacity and not crowded
+
+    def _make_way(self, state: RequestState) -> bool:
+        """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
+        if not self._preempts_for_priority or not self.running:
+            return False
+        worst = max(self.running, key=lambda running: running.rank)
+        if worst.request.priority <= state.request.priority:
+            return False
+        self._preempt(worst)
+        return True
 
     def release(self, state: RequestState) -> None:
         """Return the slot and the pages of a running request."""

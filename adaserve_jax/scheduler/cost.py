@@ -28,6 +28,8 @@ class CostTable:
     def __init__(self, samples: CostSamples, limits: Limits):
         if not samples.verify_s:
             raise ConfigError("the cost table needs at least one verify time; run the executor's warm_up first")
+        self.samples = samples
+        """As measured at warm-up."""
         self._edges = limits.token_edges
         self._row_buckets = sorted({rows for _, rows in samples.verify_s})
         self._sample = _verify_grid(samples, self._edges, self._row_buckets)
@@ -62,6 +64,14 @@ class CostTable:
     def verify_s(self, rows: int) -> np.ndarray:
         """f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""
         return self._predicted[:, _bucket(self._row_buckets, rows)]
+
+    def step_at_warm_up_s(self, tokens: int, rows: int, depth: int, width: int) -> float:
+        """Seconds of a step of so many packed tokens, by the warm-up's samples alone: a t_spec that never learns."""
+        edge = min(bisect_left(self._edges, tokens), len(self._edges) - 1)
+        verify_s = float(self._sample[edge, _bucket(self._row_buckets, rows)])
+        if not depth or not self._level_rows:
+            return verify_s
+        return verify_s + depth * float(self._level_s[_bucket(self._level_rows, rows)][width - 1])
 
     def level_s(self, rows: int) -> np.ndarray:
         """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""

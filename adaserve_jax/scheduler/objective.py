@@ -22,8 +22,8 @@ class Objective:
     """
 
     horizon: int = HORIZON_TOKENS
-    emit: float = 0.15
-    prefill: float = 0.2
+    emit: float = 0.5
+    prefill: float = 0.4
     prefill_wait: float = 0.3
 
     def prefill_weight(self, wait_ratio: float) -> float:

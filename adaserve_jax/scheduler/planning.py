@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,9 @@ from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.slo import need_rate
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import DraftPlan, StepPlan
+
+PREFILL_RATE = 0.02
+"""Weight of a step in the moving average of prefill tokens per step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +54,20 @@ class PlannedStep:
 class Planner:
     """Plans one step after another.
 
-    max_catchup: most tokens that the draft is fed in a step. horizon: h, tokens. uses_draft: whether plans have one.
+    max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
+    tokens. uses_draft: whether plans have one.
     """
 
-    def __init__(self, batch: Batch, controller: Controller, *, max_catchup: int, horizon: int, uses_draft: bool):
+    def __init__(
+        self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
+        uses_draft: bool,
+    ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
         self._controller = controller
         self._max_catchup = max_catchup
+        self._max_prefill = max_prefill
+        self._prefill_per_step = 0.0
         self._horizon = horizon
         self._uses_draft = uses_draft
 
@@ -64,7 +75,7 @@ class Planner:
         """Admit, preempt, decide; None when nothing can run."""
         batch = self._batch
         if not batch.make_room():
-            batch.admit(now)
+            batch.admit(now, self._starter(now))
         if not batch.running:
             return None
         decode = [state for state in batch.running if state.pending == 1]
@@ -78,11 +89,12 @@ class Planner:
             draft_lag=lag,
             can_speculate=can_speculate & self._uses_draft,
             num_prefill=len(prefill),
-            prefill_tokens=sum(state.pending for state in prefill),
+            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
         )
         decision = self._controller.decide(load)
         chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
+        self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
         rows = decode + prefill[: len(chunks)]
         for state in rows:
             if state.first_scheduled_s is None:
@@ -90,6 +102,33 @@ class Planner:
         draft = self._plan_draft(decision, rows, load, chunks) if self._uses_draft else None
         plan = self._assemble(step, rows, chunks, draft, decision)
         return PlannedStep(plan, rows, pace, remaining, load.wait_ratio, now)
+
+    def _starter(self, now: float) -> Callable[[RequestState], bool]:
+        """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
+        late already asks for its root only; one without a target always may. Measured when it is first asked; every
+        yes counts for the next."""
+        rates: list[float] = []
+        others = -1
+
+        def may_start(state: RequestState) -> bool:
+            nonlocal rates, others
+            if state.request.tpot_slo_s is None:
+                return True
+            if others < 0:
+                decode = [running for running in self._batch.running if running.pending == 1]
+                needed = self._measure(decode, now)[0].need_rate(now)
+                starting = [_pace_rate(running) for running in self._batch.running if running.pending > 1]
+                known = [*needed.tolist(), *starting]
+                rates = [rate for rate in known if 0 < rate < math.inf]
+                others = len(known) - len(rates)
+            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state)
+            more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step):
+                return False
+            rates, others = more, beside
+            return True
+
+        return may_start
 
     def _measure(self, decode: list[RequestState], now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
         """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows."""
@@ -185,6 +224,12 @@ class Planner:
             draft=draft,
             budget=min(decision.budget, most) if speculating else num_decode,
         )
+
+
+def _pace_rate(state: RequestState) -> float:
+    """Tokens per second that keep a request on its target from the start; 0 without one."""
+    target = state.request.tpot_slo_s
+    return 0.0 if target is None else 1.0 / target
 
 
 def _share_out(prefill: list[RequestState], tokens: int) -> list[int]:

@@ -1,4 +1,7 @@
-"""Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES."""
+"""Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES.
+
+README has the table that is made from POLICIES.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from typing import Literal
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
+from adaserve_jax.scheduler.controllers.goodput import GoodputController
 from adaserve_jax.scheduler.controllers.joint import JointController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
@@ -17,12 +22,20 @@ from adaserve_jax.scheduler.queue import Ordering
 from adaserve_jax.scheduler.selection import SloOrder
 from adaserve_jax.types import Limits
 
-Selector = Literal["slo", "equal"]
+SelectionRule = Literal["slo", "equal", "best", "static"]
+NeedRule = Literal["horizon", "step", "code"]
+
+SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
+"""Nodes by level: its published expansion is 1, 1, 3, 1, 1, 1, 1, 1 children of each node."""
+TETRIS_EXTRA = 2
+"""Tokens that `tetris:<k>` drafts beyond k, to choose from."""
+DSD_PROBE_STEPS = 50
+SARATHI_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a controller may be built from. parameter: the k of `spec:<k>`, else 0."""
+    """What a controller may be built from. parameter: the k of a policy `<name>:<k>`, else 0."""
 
     limits: Limits
     cost: CostTable
@@ -30,28 +43,43 @@ class Parts:
     objective: Objective
     parameter: int
     eq8_eq9: bool
+    seed: int
 
 
 @dataclass(frozen=True)
 class Policy:
     """Controller (depth, width, budget) x selector (which nodes) x ordering (which requests) x memory rule.
 
-    uses_draft: whether the draft is fed and searched at all, when one is loaded.
-    search_budget: whether the verify budget is chosen again, over the bucket edges, once the candidates are known.
+    about: what it is, for the table of policies. need, slo_order: how the SLO phase counts and whom it serves first
+    (selector "slo" only). tree_widths: nodes by level (selector "static" only). search_budget: whether the verify
+    budget is chosen again, over the token edges, once the candidates are known. uses_draft: whether the draft is fed
+    and searched at all, when one is loaded. needs_draft: whether it is refused without one.
     """
 
+    about: str
     controller: Callable[[Parts], Controller]
-    selector: Selector
-    ordering: Ordering
+    selector: SelectionRule
+    ordering: Ordering = "arrival"
+    need: NeedRule = "horizon"
     slo_order: SloOrder = "cheapest-first"
+    tree_widths: tuple[int, ...] = ()
     search_budget: bool = False
     uses_draft: bool = True
+    needs_draft: bool = False
 
 
 def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:
         return ClosedFormController.for_limits(parts.limits)
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
+
+
+def _closed_form(parts: Parts) -> Controller:
+    return ClosedFormController.for_limits(parts.limits)
+
+
+def _closed_form_of_the_code(parts: Parts) -> Controller:
+    return ClosedFormController.for_limits(parts.limits, rounds_up=True)
 
 
 def _chain(parts: Parts) -> Controller:
@@ -62,20 +90,81 @@ def _no_speculation(parts: Parts) -> Controller:
     return FixedController(parts.limits, 0)
 
 
+def _static_tree(parts: Parts) -> Controller:
+    limits = parts.limits
+    nodes = [min(count, limits.max_width) for count in SPECINFER_NODES[: limits.max_depth]]
+    return FixedController(limits, len(nodes), max(nodes), nodes=sum(nodes))
+
+
+def _over_drafting(parts: Parts) -> Controller:
+    depth = min(parts.parameter + TETRIS_EXTRA, parts.limits.max_depth)
+    return FixedController(parts.limits, depth, nodes=parts.parameter)
+
+
+def _goodput(parts: Parts) -> Controller:
+    return GoodputController(parts.limits, parts.cost)
+
+
+def _probing_goodput(parts: Parts) -> Controller:
+    return GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS)
+
+
 POLICIES: dict[str, Policy] = {
-    "adaserve": Policy(_adaserve, selector="slo", ordering="deadline", search_budget=True),
-    "spec:<k>": Policy(_chain, selector="equal", ordering="arrival"),
-    "ar": Policy(_no_speculation, selector="equal", ordering="arrival", uses_draft=False),
-}
+    "adaserve": Policy(
+        "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
+        _adaserve, selector="slo", ordering="deadline", search_budget=True,
+    ),
+    "adaserve-paper": Policy(
+        "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
+        _closed_form, selector="slo", need="step", slo_order="slowest-first", needs_draft=True,
+    ),
+    "adaserve-code": Policy(
+        "the same as its authors' code has it: need 5 % up and at least 1, nodes capped, the least needy first",
+        _closed_form_of_the_code, selector="slo", need="code", slo_order="fastest-first", needs_draft=True,
+    ),
+    "spec:<k>": Policy("a chain of k for every request, always", _chain, selector="equal", needs_draft=True),
+    "specinfer": Policy(
+        "SpecInfer's static tree, 1, 1, 3, 3, 3, 3, 3, 3 nodes by level, as far as max_depth and max_width go",
+        _static_tree, selector="static", tree_widths=SPECINFER_NODES, needs_draft=True,
+    ),
+    "dsd": Policy("SmartSpec: the chain of highest predicted goodput, every 20 steps", _goodput, selector="equal"),
+    "dsd-probe": Policy(
+        "the same, and a chain of 1 every 50 steps while it is off, so that it learns", _probing_goodput,
+        selector="equal",
+    ),
+    "tetris:<k>": Policy(
+        "TETRIS: chains longer than k, of which the k n likeliest nodes of all requests are verified",
+        _over_drafting, selector="best", needs_draft=True,
+    ),
+    "ucbspec": Policy(
+        "BanditSpec: chain length by UCB on emitted tokens", lambda parts: UcbSpec(parts.limits), selector="equal",
+        needs_draft=True,
+    ),
+    "exp3spec": Policy(
+        "BanditSpec: chain length by EXP3", lambda parts: Exp3Spec(parts.limits, parts.seed), selector="equal",
+        needs_draft=True,
+    ),
+    "ar": Policy("no speculation", _no_speculation, selector="equal", uses_draft=False),
+    "sarathi": Policy(
+        "Sarathi-Serve: no speculation; decodes first, prefill chunks in what is left of 512 tokens per step",
+        lambda parts: FixedController(parts.limits, 0, step_tokens=SARATHI_TOKENS), selector="equal", uses_draft=False,
+    ),
+    "priority": Policy(
+        "no speculation; strictly by (priority, arrival), the worst is preempted for a better one",
+        _no_speculation, selector="equal", ordering="priority", uses_draft=False,
+    ),
+}  # fmt: skip
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
 
-    Raises ConfigError for an unknown name, or one that drafts deeper than max_depth.
+    Raises ConfigError for an unknown name, or one that needs a draft, or a deeper one.
     """
     family, colon, parameter = name.partition(":")
     if not colon and name in POLICIES:
+        if POLICIES[name].needs_draft and not max_depth:
+            raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
         return POLICIES[name], 0
     if not colon or f"{family}:<k>" not in POLICIES:
         raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}")

@@ -2,8 +2,10 @@
 
 Order: preempted requests first, then the waiting by `order_key`. The key of a request never changes: its due time
 plus AGEING_S seconds per step of priority, so a later arrival can overtake it only if it arrives within a bounded time
-after it. Under `deadline` ordering a request whose TTFT target has passed goes behind those that can still meet theirs;
+after it. Under `deadline` ordering a request that can hardly meet its TTFT target any more goes behind the others;
 every PROMOTION_PERIOD-th admission takes the longest-waiting request whatever its key, which bounds that wait too.
+Under `priority` ordering, a baseline, priorities are strict and preempted requests have no precedence: a request may
+wait for as long as better ones come.
 """
 
 from __future__ import annotations
@@ -14,19 +16,25 @@ from typing import Literal
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import Request
 
-Ordering = Literal["deadline", "arrival"]
+Ordering = Literal["deadline", "arrival", "priority"]
 
 AGEING_S = 30.0
 """Seconds of waiting that outweigh one step of priority."""
+STRICT_S = 1e9
+"""The same where priority comes before everything."""
 PATIENCE_S = 10.0
 """TTFT target assumed of a request without one, and the longest that the order sees, seconds."""
 MAX_PRIORITY = 100
-PROMOTION_PERIOD = 8
+PROMOTION_PERIOD = 32
+LATE_SHARE = 0.75
+"""Share of its TTFT target after which a waiting request counts as late: its prompt has to be computed yet."""
 
 
 def order_key(request: Request, ordering: Ordering) -> float:
     """Seconds on the engine's clock; lower is served sooner."""
     priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
+    if ordering == "priority":
+        return request.arrival_s + STRICT_S * priority
     due = request.arrival_s + AGEING_S * priority
     if ordering == "deadline":
         due += PATIENCE_S if request.ttft_slo_s is None else min(request.ttft_slo_s, PATIENCE_S)
@@ -46,6 +54,7 @@ class WaitingQueue:
         self._hopeful: list[RequestState] = []
         self._late: list[RequestState] = []
         self._admissions = 0
+        self._untargeted = 0
 
     def __len__(self) -> int:
         return len(self._preempted) + self.num_new
@@ -57,23 +66,45 @@ class WaitingQueue:
 
     def add(self, state: RequestState) -> None:
         insort(self._hopeful, state, key=_rank)
+        self._untargeted += state.request.tpot_slo_s is None
 
     def put_back(self, state: RequestState) -> None:
         """Return a preempted request to the front."""
         insort(self._preempted, state, key=_rank)
+        self._untargeted += state.request.tpot_slo_s is None
 
     def peek(self, now: float) -> RequestState | None:
         """The request to admit next, left in the queue; None when nobody waits."""
+        if self._ordering == "priority":
+            firsts = [waiting[0] for waiting in (self._preempted, self._hopeful) if waiting]
+            return min(firsts, key=_rank, default=None)
         if self._preempted:
             return self._preempted[0]
         if self._ordering == "deadline":
             self._demote_late(now)
-            if self._admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1 and (self._hopeful or self._late):
+            if self.promotes and (self._hopeful or self._late):
                 return min(self._hopeful + self._late, key=lambda state: (state.request.arrival_s, state.sequence))
         for waiting in (self._hopeful, self._late):
             if waiting:
                 return waiting[0]
         return None
+
+    def peek_untargeted(self) -> RequestState | None:
+        """The first that waits without a TPOT target: who is next when the one that `peek` returned may not start."""
+        if not self._untargeted:
+            return None
+        waiting = (*self._hopeful, *self._late)
+        return next((state for state in waiting if state.request.tpot_slo_s is None), None)
+
+    def is_late(self, state: RequestState) -> bool:
+        """Whether a waiting request was found, by the last `peek`, to miss its TTFT target."""
+        index = bisect_left(self._late, state.rank, key=_rank)
+        return index < len(self._late) and self._late[index] is state
+
+    @property
+    def promotes(self) -> bool:
+        """Whether the next admission is one of those that go to the longest-waiting request."""
+        return self._ordering == "deadline" and self._admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
 
     def take(self, state: RequestState) -> None:
         """Remove the request that `peek` returned, and count an admission."""
@@ -85,6 +116,7 @@ class WaitingQueue:
             index = bisect_left(waiting, state.rank, key=_rank)
             if index < len(waiting) and waiting[index] is state:
                 del waiting[index]
+                self._untargeted -= state.request.tpot_slo_s is None
                 return
         raise ValueError(f"request {state.request.request_id!r} does not wait")
 
@@ -95,7 +127,7 @@ class WaitingQueue:
     def _demote_late(self, now: float) -> None:
         while self._hopeful:
             ttft_slo_s = self._hopeful[0].request.ttft_slo_s
-            if ttft_slo_s is None or now <= self._hopeful[0].request.arrival_s + ttft_slo_s:
+            if ttft_slo_s is None or now <= self._hopeful[0].request.arrival_s + LATE_SHARE * ttft_slo_s:
                 return
             insort(self._late, self._hopeful.pop(0), key=_rank)
 

@@ -12,15 +12,16 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
-from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.commit import apply_outcome, finish
+from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
+from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts, find_policy
 from adaserve_jax.scheduler.queue import order_key
+from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import (
     CandidateTrees,
@@ -46,19 +47,23 @@ class Scheduler:
         self._limits = limits
         self._cost = costs
         self._config = config
-        self._objective = Objective()
+        objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
-        parts = Parts(limits, costs, self._acceptance, self._objective, parameter, config.eq8_eq9)
-        self._search_budget = self._policy.search_budget and not config.eq8_eq9
+        parts = Parts(limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.seed)
+        self._controller = self._policy.controller(parts)
         self._batch = Batch(limits, self._policy.ordering)
         self._planner = Planner(
             self._batch,
-            self._policy.controller(parts),
+            self._controller,
             max_catchup=costs.max_catchup_tokens,
-            horizon=self._objective.horizon,
+            max_prefill=config.max_prefill_tokens or limits.max_tokens,
+            horizon=objective.horizon,
             uses_draft=self._policy.uses_draft and limits.max_depth > 0,
         )
-        self._edges = np.array(limits.token_edges)
+        self._selector = Selector(
+            self._policy, limits, costs, objective,
+            search_budget=self._policy.search_budget and not config.eq8_eq9, max_slo_nodes=config.max_slo_nodes,
+        )  # fmt: skip
         self._requests: dict[str, RequestState] = {}
         self._in_flight: PlannedStep | None = None
         self._added = 0
@@ -139,16 +144,7 @@ class Scheduler:
         """The trees to verify, with every request's need as of `now`, which is read after drafting."""
         started = time.perf_counter()
         planned = self._expect(plan)
-        if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
-            trees = selection.roots_only(plan.root_token)
-        else:
-            candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
-            ranked = selection.rank(candidates)
-            if self._policy.selector == "equal":
-                chosen = selection.equal_share(ranked, plan.budget - plan.num_decode)
-                trees = selection.pack(candidates, plan.root_token, ranked, chosen)
-            else:
-                trees = self._select_slo(planned, candidates, ranked, now)
+        trees = self._selector.trees(planned, candidates, now)
         self._stats.select_s += time.perf_counter() - started
         return trees
 
@@ -180,36 +176,6 @@ class Scheduler:
         if len(self._requests) != len(self._batch.running) + len(self._batch.queue):
             raise IntegrityError("a request is neither running nor waiting, or both")
 
-    def _select_slo(
-        self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float
-    ) -> DraftTrees:
-        plan = planned.plan
-        edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows)
-        if not self._search_budget:
-            edge = int(np.searchsorted(edges, plan.budget + plan.num_prefill_tokens))
-            edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
-        question = BudgetQuestion(
-            need_rate=planned.pace.need_rate(now),
-            edges=edges,
-            verify_s=verify_s,
-            spent_s=max(now - planned.made_s, 0.0),
-            prefill_tokens=plan.num_prefill_tokens,
-            prefill_weight=self._objective.prefill_weight(planned.wait_ratio),
-            max_budget=plan.budget,
-            depth=plan.draft.depth if plan.draft else 0,
-            baseline_s=self._cost.baseline_s,
-        )
-        budget, need = choose_budget(self._objective, ranked.path_prob, question)
-        return selection.select_slo(
-            candidates,
-            plan.root_token,
-            ranked,
-            need,
-            budget=budget,
-            max_slo_nodes=self._config.max_slo_nodes,
-            order=self._policy.slo_order,
-        )
-
     def _learn(
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome, now: float
     ) -> None:
@@ -219,6 +185,8 @@ class Scheduler:
             self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
         elif plan.num_decode:
             self._acceptance.forget()
+        if plan.num_decode:
+            self._controller.learn(_feedback(plan, trees, outcome, now - planned.made_s))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -241,10 +209,15 @@ def build_scheduler(config: EngineConfig, limits: Limits, samples: CostSamples) 
     return Scheduler(limits, config.policy, CostTable(samples, limits), config)
 
 
-def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
-    """Drop nodes that a request has no room to emit: a node at depth d is emitted beside d other tokens."""
-    reach = np.where(speculates, remaining - 1, 0)
-    if candidates.depth[-1] <= reach.min():
-        return candidates
-    log_f = np.where(candidates.depth[None, :] <= reach[:, None], candidates.log_f, np.float32(-np.inf))
-    return replace(candidates, log_f=log_f)
+def _feedback(plan: StepPlan, trees: DraftTrees, outcome: StepOutcome, step_s: float) -> Feedback:
+    nodes = trees.candidate >= 0
+    drafting = plan.draft is not None and plan.draft.depth > 0
+    speculates = plan.draft.speculates if drafting and plan.draft is not None else np.zeros(plan.num_decode, bool)
+    return Feedback(
+        depth=plan.draft.depth if drafting and plan.draft is not None else 0,
+        rows=int(speculates.sum()),
+        drafted=int(nodes.sum()),
+        accepted=int(outcome.accepted[nodes].sum()),
+        emitted=int(outcome.counts[: plan.num_decode][speculates].sum()),
+        step_s=step_s,
+    )

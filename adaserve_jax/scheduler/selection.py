@@ -126,6 +126,50 @@ def equal_share(ranked: Ranked, left: int) -> np.ndarray:
     return chosen.reshape(rows, columns) & present
 
 
+def best_overall(ranked: Ranked, left: int) -> np.ndarray:
+    """The `left` likeliest candidates of all requests together: bool[R, C] along ranked columns. Source: TETRIS
+    (arXiv 2502.15197), whose score is the product of the draft's probabilities along the path."""
+    return throughput_phase(ranked, np.zeros(len(ranked.key), np.int64), left)
+
+
+def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, ...], left: int) -> np.ndarray:
+    """The same tree for every request, whatever its candidates are worth: bool[R, C] along ranked columns.
+
+    widths: nodes of level 1, 2, ..., the likeliest ones whose parents are in the tree; levels beyond are left out.
+    Where `left` does not hold all, the least likely go first. Source: SpecInfer's static trees (AdaServe section 6).
+    """
+    rows, columns = ranked.key.shape
+    in_tree = np.zeros((rows, columns + 1), bool)
+    in_tree[:, -1] = True  # the root, at index -1
+    for level, width in enumerate(widths, 1):
+        (here,) = np.nonzero(candidates.depth == level)
+        present = np.isfinite(candidates.log_f[:, here])
+        open_nodes = present & np.take_along_axis(in_tree, candidates.parent[:, here], axis=1)
+        in_tree[:, here] = open_nodes & (np.cumsum(open_nodes, axis=1) <= width)
+    chosen = np.take_along_axis(in_tree, ranked.column, axis=1) & (ranked.path_prob > 0)
+    if chosen.sum() <= left:
+        return chosen
+    keys = np.where(chosen, ranked.key, _NEVER).ravel()
+    return chosen & (ranked.key <= np.partition(keys, left - 1)[left - 1]) if left > 0 else np.zeros_like(chosen)
+
+
+def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | None:
+    """Algorithm 1: the trees of most expected tokens among those that meet every need, or None when none do.
+
+    need: f64[R], tokens, root counted. Optimal when every f is known, all candidates are there and no cap holds.
+    Returns bool[R, C] along ranked columns. Source: AdaServe Alg. 1, roots charged (docs/equations.md).
+    Raises: BudgetError if budget < R.
+    """
+    rows = len(need)
+    if budget < rows:
+        raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
+    wanted, met = nodes_needed(ranked.path_prob, need)
+    left = budget - rows - int(wanted.sum())
+    if left < 0 or not met.all():
+        return None
+    return throughput_phase(ranked, wanted, left)
+
+
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
     """The trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
     rows, columns = chosen.shape

@@ -6,6 +6,7 @@ import numpy as np
 
 HORIZON_TOKENS = 32
 """h: over how many tokens a request may catch up (24 to 48 are good values)."""
+CODE_FACTOR = 1.05
 
 
 def need(decode_time_s: np.ndarray, step_time_s: float, tpot_slo_s: np.ndarray, num_decoded: np.ndarray) -> np.ndarray:
@@ -20,6 +21,11 @@ def need(decode_time_s: np.ndarray, step_time_s: float, tpot_slo_s: np.ndarray, 
 def need_capped(need: np.ndarray, depth: int) -> np.ndarray:
     """A_cap: f64[R], no more than a tree of `depth` levels can emit, root counted."""
     return np.minimum(need, depth + 1.0)
+
+
+def need_of_the_code(need: np.ndarray, depth: int) -> np.ndarray:
+    """f64[R], A as the authors' code has it: 5 % more, and between 1 and d + 1."""
+    return np.clip(CODE_FACTOR * need, 1.0, depth + 1.0)
 
 
 def need_rate(

@@ -90,6 +90,21 @@ def test_prefill_chunk_yields_to_targets_and_grows_as_the_oldest_wait_grows():
     assert (alone.depth, alone.prefill_tokens, alone.feed_draft) == (0, 64, True)
 
 
+def test_what_can_be_sustained():
+    """10 ms steps up to 16 tokens, then 10 ms more for each; 0.7 expected of the first node, 8 rows at most."""
+    controller = joint(limits_of(), token_s=0.01, knee=16)
+    plain = np.full(8, 80.0)  # one token per 12.5 ms: roots suffice
+    assert controller.sustains(plain[:4], 0, 0)
+    brisk = np.full(2, 140.0)
+    assert controller.sustains(brisk, 0, 0)
+    assert not controller.sustains(np.full(8, 140.0), 0, 0), "8 x 2 nodes and roots do not fit a share of 16"
+    assert not controller.sustains(plain[:4], 8, 0), "twelve rows need more than 0.6 of 16"
+    assert not controller.sustains(brisk, 0, 14), "prefill takes the room"
+    assert controller.sustains(np.full(8, 1e6), 0, 0), "what nobody could meet keeps nobody waiting"
+    assert not controller.sustains(np.array([*np.full(8, 140.0), 1e6]), 0, 0)
+    assert FixedController(limits_of(), 4).sustains(np.full(8, 1e6), 0, 0)
+
+
 def test_long_lag_is_weighed_over_the_steps_that_it_serves():
     limits = limits_of()
     assert joint(limits, level_s=0.001).decide(load_of(4, lag=60)).depth > 0
@@ -136,7 +151,7 @@ def test_budget_choice_equals_a_search_by_loops(rows):
                 if cost <= left:
                     left, on_pace = left - cost, on_pace + 1
             emitted = rows + np.sort(f, axis=None)[::-1][: tokens - rows].sum()
-            scores[tokens] = on_pace + (0.15 * emitted + 0.3 * question.prefill_tokens) * 0.01 / step_s
+            scores[tokens] = on_pace + (objective.emit * emitted + 0.3 * question.prefill_tokens) * 0.01 / step_s
             if tokens - rows >= np.count_nonzero(f):
                 break
         assert scores[budget] == pytest.approx(max(scores.values()))

@@ -317,7 +317,7 @@ def test_steps_out_of_turn_are_refused():
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        ("fast", "unknown policy 'fast'; known policies are adaserve, spec:<k>, ar"),
+        ("fast", "unknown policy 'fast'; known policies are adaserve, adaserve-paper, adaserve-code, spec:<k>, "),
         ("adaserve:3", "unknown policy 'adaserve:3'"),
         ("spec:", "needs an integer k of at least 1, got 'spec:'; for example spec:4"),
         ("spec:-1", "needs an integer k"),

@@ -9,6 +9,10 @@ import pytest
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
 POLICIES = ("ar", "spec:1", "spec:4", "adaserve")
+BASELINES = (
+    "adaserve-paper", "adaserve-code", "specinfer", "dsd", "dsd-probe", "tetris:2", "ucbspec", "exp3spec", "sarathi",
+    "priority",
+)  # fmt: skip
 
 
 def assert_all_served(run, load, max_context=256):
@@ -38,6 +42,15 @@ def test_every_request_gets_its_own_text(policy, rate, num_pages):
     if policy != "ar":
         assert run.scheduler.stats.accepted_tokens > 0
         assert sum(run.scheduler.stats.accepted_per_position) == run.scheduler.stats.accepted_tokens
+
+
+@pytest.mark.parametrize("policy", BASELINES)
+def test_every_baseline_serves_everyone(policy):
+    """On a machine whose pages run out, and with more requests than slots."""
+    run, load = Run.of(limits_of(num_pages=24, max_depth=8), policy=policy), random_load(3, 16, 40.0)
+    run.serve(load)
+    assert_all_served(run, load)
+    assert (run.scheduler.stats.accepted_tokens > 0) == (policy not in ("sarathi", "priority"))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,7 @@ def test_prefill_progresses_beside_tight_targets():
     while "long" not in run.text:
         plan, _ = run.step()
         assert plan.num_prefill_tokens > 0
-    assert run.steps - begin <= 14
+    assert run.steps - begin <= 20
 
 
 def test_tight_targets_are_met_where_plain_decoding_cannot():

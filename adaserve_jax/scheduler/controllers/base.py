@@ -43,5 +43,28 @@ class Decision:
     feed_draft: bool
 
 
+@dataclass(frozen=True)
+class Feedback:
+    """What a step with decode rows brought. depth: of the draft, 0 without one. rows: that speculated. drafted,
+    accepted: nodes, roots left out. emitted: tokens of the rows that speculated. step_s: from plan to commit."""
+
+    depth: int
+    rows: int
+    drafted: int
+    accepted: int
+    emitted: int
+    step_s: float
+
+
 class Controller(Protocol):
+    """Explicit subclasses that learn nothing, and admit whoever fits, inherit `learn` and `sustains`."""
+
     def decide(self, load: Load) -> Decision: ...
+
+    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
+        """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
+        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile."""
+        return True
+
+    def learn(self, feedback: Feedback) -> None:
+        """Take in what the step brought that was decided last."""

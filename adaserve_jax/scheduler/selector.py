@@ -1,0 +1,110 @@
+"""Which of a step's candidates are verified, by the policy's rules. Between the plan and the pure functions of
+selection.py; knows no queue, page or device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
+from adaserve_jax.scheduler.planning import PlannedStep
+from adaserve_jax.scheduler.policies import Policy
+from adaserve_jax.scheduler.slo import need, need_capped, need_of_the_code
+from adaserve_jax.types import CandidateTrees, DraftTrees, Limits
+
+CODE_NODES_FACTOR = 1.2
+"""n_max of the authors' code: this many equal shares of the budget."""
+
+
+class Selector:
+    """search_budget: whether the verify budget is chosen again, over the token edges, now that the candidates are
+    known. max_slo_nodes: cap per request in the SLO phase, 0: none."""
+
+    def __init__(
+        self, policy: Policy, limits: Limits, cost: CostTable, objective: Objective,
+        *, search_budget: bool, max_slo_nodes: int,
+    ):  # fmt: skip
+        self._policy = policy
+        self._cost = cost
+        self._objective = objective
+        self._search_budget = search_budget
+        self._max_slo_nodes = max_slo_nodes
+        self._edges = np.array(limits.token_edges)
+
+    def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
+        """The trees to verify. now: read after drafting, so that what drafting took counts."""
+        plan = planned.plan
+        if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
+            return selection.roots_only(plan.root_token)
+        candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
+        ranked = selection.rank(candidates)
+        left = plan.budget - plan.num_decode
+        if self._policy.selector == "equal":
+            chosen = selection.equal_share(ranked, left)
+        elif self._policy.selector == "best":
+            chosen = selection.best_overall(ranked, left)
+        elif self._policy.selector == "static":
+            chosen = selection.static_tree(candidates, ranked, self._policy.tree_widths, left)
+        else:
+            return self._by_need(planned, candidates, ranked, now)
+        return selection.pack(candidates, plan.root_token, ranked, chosen)
+
+    def _by_need(
+        self, planned: PlannedStep, candidates: CandidateTrees, ranked: selection.Ranked, now: float
+    ) -> DraftTrees:
+        """Algorithm 2."""
+        plan = planned.plan
+        if self._policy.need == "horizon":
+            budget, wanted = self._in_horizon(planned, ranked, now)
+            most = self._max_slo_nodes
+        else:
+            budget, wanted = plan.budget, self._in_one_step(planned, now)
+            most = self._max_slo_nodes
+            if self._policy.need == "code":
+                most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
+        return selection.select_slo(
+            candidates, plan.root_token, ranked, wanted,
+            budget=budget, max_slo_nodes=most, order=self._policy.slo_order,
+        )  # fmt: skip
+
+    def _in_horizon(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> tuple[int, np.ndarray]:
+        """The budget, on a token edge, and A_cap f64[R] in its horizon form."""
+        plan = planned.plan
+        edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows)
+        if not self._search_budget:
+            edge = int(np.searchsorted(edges, plan.budget + plan.num_prefill_tokens))
+            edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
+        question = BudgetQuestion(
+            need_rate=planned.pace.need_rate(now),
+            edges=edges,
+            verify_s=verify_s,
+            spent_s=max(now - planned.made_s, 0.0),
+            prefill_tokens=plan.num_prefill_tokens,
+            prefill_weight=self._objective.prefill_weight(planned.wait_ratio),
+            max_budget=plan.budget,
+            depth=plan.draft.depth if plan.draft else 0,
+            baseline_s=self._cost.baseline_s,
+        )
+        return choose_budget(self._objective, ranked.path_prob, question)
+
+    def _in_one_step(self, planned: PlannedStep, now: float) -> np.ndarray:
+        """A_cap f64[R] of the papers: all catching up in this step, t_spec as the warm-up measured it."""
+        plan, pace = planned.plan, planned.pace
+        assert plan.draft is not None
+        depth = plan.draft.depth
+        tokens = plan.budget + plan.num_prefill_tokens
+        step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width)
+        wanted = need(now - pace.first_token_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
+        return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
+
+
+def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
+    """Drop nodes that a request has no room to emit: a node at depth d is emitted beside d other tokens."""
+    reach = np.where(speculates, remaining - 1, 0)
+    if candidates.depth[-1] <= reach.min():
+        return candidates
+    log_f = np.where(candidates.depth[None, :] <= reach[:, None], candidates.log_f, np.float32(-np.inf))
+    return replace(candidates, log_f=log_f)

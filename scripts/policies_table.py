@@ -1,0 +1,59 @@
+"""Writes the table of policies in README.md, between its policies markers, from the code. Imports no jax."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from adaserve_jax.scheduler.policies import POLICIES, Policy
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- policies -->", "<!-- /policies -->"
+HEADER = "| policy | what it is | nodes to verify | requests by | draft |\n|---|---|---|---|---|"
+NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "need of one step"}
+RULES = {
+    "equal": "as many for each request",
+    "best": "the likeliest of all requests",
+    "static": "the same tree for each request",
+}
+
+
+def nodes(policy: Policy) -> str:
+    if not policy.uses_draft:
+        return "-"
+    if policy.selector == "slo":
+        return f"{NEEDS[policy.need]}, {policy.slo_order}, then the likeliest of all"
+    return RULES[policy.selector]
+
+
+def policies_table() -> str:
+    """One row per policy: its parts, as the code composes them."""
+    rows = [
+        f"| `{name}` | {policy.about} | {nodes(policy)} | {policy.ordering} | "
+        f"{'needed' if policy.needs_draft else 'used' if policy.uses_draft else '-'} |"
+        for name, policy in POLICIES.items()
+    ]
+    return "\n".join([HEADER, *rows])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
+    arguments = parser.parse_args()
+    old = README.read_text()
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md must hold {BEGIN} and {END}, in this order")
+    new = f"{before}{BEGIN}\n{policies_table()}\n{END}{after}"
+    if arguments.check:
+        if new != old:
+            print("README.md does not show the policies of the code; run `make docs`", file=sys.stderr)
+        return int(new != old)
+    README.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""`adaserve simulate` and what it stands on: machines, traces, and runs of the real scheduler on a virtual clock."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.simulation import SimulationPlan, simulate, simulate_all
+from adaserve_jax.bench.traces import load_trace
+from adaserve_jax.cli.app import app
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+
+MACHINE = load_machine("llama-70b")
+
+
+def write_trace(
+    folder: Path, *, rate: float = 2.0, count: int = 40, output: int = 24, name: str = "t.jsonl.gz"
+) -> Path:
+    """The mix of AdaServe's traces: code at 1.2 x baseline, chat at 50 ms, summaries at 150 ms."""
+    rng = np.random.default_rng(0)
+    due_ms = np.cumsum(rng.exponential(1e3 / rate, count)) - 1.0
+    kinds = [("code", 1.2, 120), ("chat", -50.0, 20), ("summarization", -150.0, 700)]
+    lines = []
+    for index, at in enumerate(due_ms):
+        kind, ratio, prompt = kinds[rng.choice(3, p=[0.6, 0.2, 0.2])]
+        lines.append({
+            "t_ms": float(at), "prompt_id": f"{kind}-{index:04d}", "slo_ratio": ratio, "output_length": output,
+            "input_length": prompt,
+        })  # fmt: skip
+    path = folder / name
+    data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def test_packaged_machines_have_the_published_times() -> None:
+    assert packaged_machines() == ["llama-70b", "qwen-32b"]
+    limits = MACHINE.limits()
+    samples = MACHINE.samples(limits)
+    assert samples.verify_s[1, 64] == pytest.approx(0.030)
+    assert samples.verify_s[128, 64] == pytest.approx(0.055)
+    assert samples.verify_s[192, 64] == pytest.approx(0.070)  # half way from 55 to 85
+    assert samples.draft_level_s[64, 3] == pytest.approx(0.005)
+    assert (limits.max_requests, limits.max_tree_tokens, limits.max_depth) == (64, 512, 8)
+    assert MACHINE.acceptance_of("code") == 0.8
+    assert MACHINE.acceptance_of("other") == pytest.approx((0.8 + 0.64 + 0.58) / 3)
+
+
+def test_a_trace_is_read_as_it_was_published(tmp_path: Path) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text(
+        '{"t_ms": 1500, "prompt_id": "chat-0001", "slo_ratio": -50.0, "output_length": 256, "input_length": 14}\n'
+        '{"t_ms": 0, "prompt_id": "code-0002", "slo_ratio": 1.2, "output_length": 10, "input_length": 100}\n'
+    )
+    trace = load_trace(path, ttft_slo_s=4.0, time_scale=2.0)
+    first, second = trace.requests
+    assert (first.slo_class, first.slo.relative, first.slo.ttft_s, first.prompt_tokens) == ("code", 1.2, 4.0, 100)
+    assert (second.slo_class, second.slo.tpot_ms, second.due_s, second.output_tokens) == ("chat", 50.0, 3.0, 256)
+    assert trace.rate_rps == pytest.approx(2 / 3.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "two.jsonl:1: Expecting"),
+        ('{"t_ms": 0}', "two.jsonl:1: field 'prompt_id' is missing"),
+        (
+            '{"t_ms": 0, "prompt_id": "a-1", "slo_ratio": 1, "output_length": 0, "input_length": 4}',
+            "must be at least 1, got 4 and 0",
+        ),
+        ("", "holds no request"),
+    ],
+)
+def test_a_bad_trace_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        load_trace(path)
+
+
+def test_a_bad_machine_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no machine 'gone': give llama-70b, qwen-32b, or the path of a JSON file"):
+        load_machine("gone")
+    path = tmp_path / "machine.json"
+    path.write_text('{"version": 1, "name": "m"}')
+    with pytest.raises(ConfigError, match="field 'about' is missing"):
+        load_machine(str(path))
+    values = json.loads((Path(__file__).parents[2] / "adaserve_jax/bench/data/machines/llama-70b.json").read_text())
+    path.write_text(json.dumps({**values, "acceptance": {"code": 1.4}}))
+    with pytest.raises(ConfigError, match="acceptance between 0 and 1"):
+        load_machine(str(path))
+
+
+def test_plain_decoding_takes_the_time_that_the_machine_says(tmp_path: Path) -> None:
+    """One request alone: 30 ms a token, and its prompt of 20 in one step of up to 24 tokens."""
+    trace = load_trace(write_trace(tmp_path, count=1))
+    trace = replace(trace, requests=(replace(trace.requests[0], due_s=0.0, prompt_tokens=20, output_tokens=11),))
+    (record,) = simulate("ar", SimulationPlan(("ar",)), MACHINE, trace).records
+    assert record.tpot_s == pytest.approx(0.030)
+    assert record.ttft_s == pytest.approx(0.030 + 23 / 127 * 0.025)
+    assert record.token_offsets_s == pytest.approx(0.03 * np.arange(11))
+
+
+def test_policies_are_told_apart_and_every_request_is_accounted_for(tmp_path: Path) -> None:
+    trace = load_trace(write_trace(tmp_path, rate=3.0, output=48), ttft_slo_s=4.0)
+    rows = simulate_all(SimulationPlan(("ar", "spec:4", "adaserve")), MACHINE, [trace])
+    overall = {row.policy: row for row in rows if row.slo_class == ALL_CLASSES}
+    assert {row.requests for row in overall.values()} == {40}
+    assert all(row.output_tokens == 40 * 48 and row.unfinished == 0 for row in overall.values())
+    attained = {policy: row.attainment for policy, row in overall.items()}
+    assert attained["ar"] < 0.9 < attained["adaserve"]
+    assert attained["adaserve"] >= attained["spec:4"]
+    by_class = {row.slo_class: row for row in rows if row.policy == "spec:4"}
+    assert by_class["code"].acceptance_rate > by_class["summarization"].acceptance_rate + 0.1
+
+
+def test_overload_costs_few_their_targets_and_not_all(tmp_path: Path) -> None:
+    """More than the machine can serve, for a while: fixed chains lose most, `adaserve` those it must."""
+    trace = load_trace(write_trace(tmp_path, rate=9.0, count=260, output=200), ttft_slo_s=4.0)
+    rows = simulate_all(SimulationPlan(("spec:2", "adaserve")), MACHINE, [trace])
+    overall = {row.policy: row for row in rows if row.slo_class == ALL_CLASSES}
+    assert overall["adaserve"].attainment > overall["spec:2"].attainment + 0.15
+    assert overall["adaserve"].unfinished == 0
+    assert overall["adaserve"].output_tokens == 260 * 200
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not(tmp_path: Path) -> None:
+    trace = load_trace(write_trace(tmp_path, count=12))
+    runs = [simulate("adaserve", SimulationPlan((), seed=seed), MACHINE, trace).records for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_what_the_drain_cuts_off_is_unfinished(tmp_path: Path) -> None:
+    trace = load_trace(write_trace(tmp_path, count=6, output=400))
+    records = simulate("ar", SimulationPlan((), drain_s=1.0), MACHINE, trace).records
+    assert len(records) == 6
+    assert {record.status for record in records} == {"unfinished"}
+
+
+def test_the_command_writes_the_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = write_trace(tmp_path, count=8), tmp_path / "out"
+    app(["simulate", str(path), "--policies", "ar,dsd", "--out", str(out), "--ttft-slo", "4"], standalone_mode=False)
+    rows = read_rows(out / "results.jsonl", ResultRow)
+    assert {(row.policy, row.device, row.workload) for row in rows} == {
+        (policy, "simulated: llama-70b", "t.jsonl.gz") for policy in ("ar", "dsd")
+    }
+    assert "dsd" in capsys.readouterr().out
+    assert len((out / "requests.jsonl").read_text().splitlines()) == 16
+    with pytest.raises(ConfigError, match="unknown policy 'fast'"):
+        app(["simulate", str(path), "--policies", "fast", "--out", str(out)], standalone_mode=False)
