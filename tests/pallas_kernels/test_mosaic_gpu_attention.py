@@ -55,7 +55,13 @@ def check_against_oracle(spec: AttentionSpec) -> None:
     np.testing.assert_allclose(out[:, :, real], expected[:, :, real], atol=spec.tolerance, equal_nan=False)
 
 
-@pytest.mark.parametrize(("spec", "splits"), SIMULATED, ids=lambda x: getattr(x, "name", None))
+@pytest.mark.parametrize(
+    ("spec", "splits"),
+    [
+        pytest.param(spec, splits, id=spec.name, marks=[] if splits > 1 else [pytest.mark.slow])
+        for spec, splits in SIMULATED
+    ],
+)
 def test_simulated_it_equals_the_oracle(spec: AttentionSpec, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies, barriers, slots, masks and the merge run as they are written."""
     monkeypatch.setattr(mosaic_gpu, "attend", partial(mosaic_gpu.attend, interpret=True))

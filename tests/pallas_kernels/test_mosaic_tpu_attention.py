@@ -47,7 +47,9 @@ def simulated_tpu(detect_races: bool = False) -> Iterator[None]:
             pltpu.reset_tpu_interpret_mode_state()
 
 
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "windowed_many_steps" else [pytest.mark.slow]) for name in LONG]
+)
 def test_contexts_of_several_steps(name: str) -> None:
     with simulated_tpu():
         check_against_oracle(LONG[name], "mosaic_tpu")
