@@ -18,6 +18,7 @@ import numpy as np
 from device_ceilings import Ceilings, best_seconds, in_turns, repeated
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.pallas_kernels.dtypes import DTYPES
 from adaserve_jax.pallas_kernels.move_pages import api as moves_api
 from adaserve_jax.pallas_kernels.move_pages.specs import FULL as FULL_MOVES
 from adaserve_jax.pallas_kernels.move_pages.specs import TINY as TINY_MOVES
@@ -28,7 +29,6 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     CPU,
-    DTYPES,
     FULL,
     LAYER,
     TINY,

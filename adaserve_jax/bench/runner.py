@@ -16,7 +16,7 @@ from adaserve_jax.bench.workload import Workload
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.jsonl import append_rows
+from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
@@ -64,10 +64,7 @@ def run_bench(
     Ctrl-C ends the run after writing what the current point has, marked invalid.
     """
     schedules = {rate: _schedule(plan, workload, rate) for rate in plan.rates}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create output folder {out}: {error.strerror}; choose another --out") from error
+    make_folder(out)
     engine = open_engine(plan.points[0][0])
     rows: list[ResultRow] = []
     try:

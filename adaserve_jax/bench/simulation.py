@@ -19,7 +19,7 @@ from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
 from adaserve_jax.types import CandidateTrees, Request, RequestUpdate, SamplingParams
@@ -42,13 +42,10 @@ class SimulationPlan:
 
 @dataclass
 class Simulated:
-    """One policy over one trace. seconds are of the virtual clock but host_s, which planning, selecting and committing
-    took."""
+    """One policy over one trace. wall_s: of the virtual clock."""
 
     records: list[RequestRecord]
     wall_s: float
-    steps: int
-    host_s: float
 
 
 def simulate_all(
@@ -125,9 +122,7 @@ class _Simulation:
             update = scheduler.abort(request_id)
             if update is not None:
                 self._end(update, "unfinished")
-        stats = scheduler.stats
-        host_s = stats.plan_s + stats.select_s + stats.commit_s
-        return Simulated(self._records, clock.now(), stats.steps, host_s)
+        return Simulated(self._records, clock.now())
 
     def _arrive(self, index: int) -> None:
         request: TraceRequest = self._trace.requests[index]
@@ -140,7 +135,7 @@ class _Simulation:
                 sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
                 seed=self._seeds[index],
                 arrival_s=request.due_s,
-                tpot_slo_s=request.slo.tpot_s(self._machine.baseline_ms / 1e3),
+                tpot_slo_s=request.slo.tpot_s(self._machine.baseline_s),
                 ttft_slo_s=request.slo.ttft_s,
                 slo_class=request.slo_class,
             )
@@ -166,7 +161,7 @@ class _Simulation:
                 self._end(update, "finished")
         return True
 
-    def _end(self, update: RequestUpdate, status: str) -> None:
+    def _end(self, update: RequestUpdate, status: Status) -> None:
         open_request = self._open.pop(update.request_id)
         assert update.metrics is not None
         self._records.append(
@@ -176,7 +171,7 @@ class _Simulation:
                 policy=self._policy,
                 rate_rps=self._trace.rate_rps,
                 request_id=update.request_id,
-                status=status,  # type: ignore[arg-type]
+                status=status,
                 due_s=open_request.due_s,
                 token_offsets_s=open_request.offsets_s(),
             )
@@ -210,7 +205,7 @@ def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: st
         deterministic=False,
         max_requests=limits.max_requests,
         max_context=limits.max_context,
-        baseline_s=machine.baseline_ms / 1e3,
+        baseline_s=machine.baseline_s,
         workload=trace.name,
         workload_hash=trace.sha256,
         seed=plan.seed,

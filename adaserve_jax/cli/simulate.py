@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import append_rows
+from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policies import find_policy
 
@@ -44,17 +45,13 @@ def simulate(
         find_policy(name, simulated.max_depth)
     loaded = [load_trace(path, ttft_slo_s=ttft_slo or None, time_scale=time_scale) for path in traces]
     plan = SimulationPlan(names, seed, max_requests, max_prefill_tokens, drain)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot create output folder {out}: {error.strerror}; choose another --out") from error
-    total, ended = len(names) * len(loaded), []
+    make_folder(out)
+    total, done = len(names) * len(loaded), count(1)
 
     def on_point(point: Simulated, rows: list[ResultRow]) -> None:
         append_rows(out / "results.jsonl", rows)
         append_rows(out / "requests.jsonl", point.records)
-        ended.append(point)
-        note_point(len(ended), total, rows)
+        note_point(next(done), total, rows)
 
     print_rows(simulate_all(plan, simulated, loaded, on_point))
     notes().print(f"rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)

@@ -14,6 +14,14 @@ from adaserve_jax.results.schema import SCHEMA_VERSION
 Row = TypeVar("Row")
 
 
+def make_folder(out: Path) -> None:
+    """Create an output folder and those above it. Raises ConfigError when that cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot create output folder {out}: {error.strerror}; choose another --out") from error
+
+
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
     """Append one line per row, and flush: rows written survive whatever happens later."""
     with path.open("a", encoding="utf-8") as file:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
-
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
@@ -186,7 +184,7 @@ class Scheduler:
         elif plan.num_decode:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, trees, outcome, now - planned.made_s))
+            self._controller.learn(_feedback(plan, trees, outcome))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -209,15 +207,13 @@ def build_scheduler(config: EngineConfig, limits: Limits, samples: CostSamples) 
     return Scheduler(limits, config.policy, CostTable(samples, limits), config)
 
 
-def _feedback(plan: StepPlan, trees: DraftTrees, outcome: StepOutcome, step_s: float) -> Feedback:
-    nodes = trees.candidate >= 0
-    drafting = plan.draft is not None and plan.draft.depth > 0
-    speculates = plan.draft.speculates if drafting and plan.draft is not None else np.zeros(plan.num_decode, bool)
+def _feedback(plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> Feedback:
+    if plan.draft is None or not plan.draft.depth:
+        return Feedback(rows=0, drafted=0, accepted=0, emitted=0)
+    nodes, speculates = trees.candidate >= 0, plan.draft.speculates
     return Feedback(
-        depth=plan.draft.depth if drafting and plan.draft is not None else 0,
         rows=int(speculates.sum()),
         drafted=int(nodes.sum()),
         accepted=int(outcome.accepted[nodes].sum()),
         emitted=int(outcome.counts[: plan.num_decode][speculates].sum()),
-        step_s=step_s,
     )

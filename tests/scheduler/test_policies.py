@@ -13,14 +13,15 @@ from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, Fixed
 from adaserve_jax.scheduler.controllers.goodput import GoodputController, LatencyModel, emitted_per_row
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES, find_policy
+from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.slo import need_of_the_code
 from adaserve_jax.types import CandidateTrees, CostSamples
 from tests.scheduler.harness import Run, limits_of, request_of
 from tests.scheduler.test_controllers import load_of
 
 
-def feedback(depth=0, rows=0, drafted=0, accepted=0, emitted=0) -> Feedback:
-    return Feedback(depth, rows, drafted, accepted, emitted, step_s=0.02)
+def feedback(rows=0, drafted=0, accepted=0, emitted=0) -> Feedback:
+    return Feedback(rows, drafted, accepted, emitted)
 
 
 def beam(log_f, parent, depth) -> CandidateTrees:
@@ -60,16 +61,16 @@ class TestDsd:
 
     def test_acceptance_is_a_moving_average_of_all_drafted_tokens(self):
         controller = self.controller()
-        controller.learn(feedback(3, 2, drafted=6, accepted=3))
+        controller.learn(feedback(2, drafted=6, accepted=3))
         assert controller.acceptance == pytest.approx(0.85 * 0.7 + 0.15 * 0.5)
 
     def test_it_decides_every_20_steps_and_never_comes_back_from_off(self):
         controller = self.controller()
         assert controller.decide(load_of(2)).depth == 3
         for _ in range(19):
-            controller.learn(feedback(3, 2, drafted=6, accepted=0))
+            controller.learn(feedback(2, drafted=6, accepted=0))
             assert controller.decide(load_of(2)).depth == 3
-        controller.learn(feedback(3, 2, drafted=6, accepted=0))
+        controller.learn(feedback(2, drafted=6, accepted=0))
         assert controller.decide(load_of(2)).depth == 0
         stuck = controller.acceptance
         for _ in range(100):
@@ -84,7 +85,7 @@ class TestDsd:
         for _ in range(200):
             depth = controller.decide(load_of(2)).depth
             depths.append(depth)
-            controller.learn(feedback(depth, 2 * (depth > 0), drafted=2 * depth, accepted=2 * depth))
+            controller.learn(feedback(2 * (depth > 0), drafted=2 * depth, accepted=2 * depth))
         assert depths[:9] == [0] * 9 and depths[9] == 1
         assert depths[-1] == 3
 
@@ -95,7 +96,7 @@ class TestUcbSpec:
         emitted = {1: 1.5, 2: 2.5, 3: 2.0}
         for depth in (1, 2, 3):
             assert bandit.decide(load_of(4)).depth == depth
-            bandit.learn(feedback(depth, 4, drafted=4 * depth, emitted=int(4 * emitted[depth])))
+            bandit.learn(feedback(4, drafted=4 * depth, emitted=int(4 * emitted[depth])))
         # t = 3, n = 1, K = 3, L = 3: (3 / 2) sqrt(2 (1 + 2 log(3 * 9 * sqrt 2 / 0.05)))
         expected = 1.5 * np.sqrt(2 * (1 + 2 * np.log(27 * np.sqrt(2) / 0.05)))
         np.testing.assert_allclose(bandit.radius(), expected)
@@ -112,7 +113,7 @@ class TestUcbSpec:
         for _ in range(4000):
             depth = bandit.decide(load_of(1)).depth
             taken.append(depth)
-            bandit.learn(feedback(depth, 1, drafted=depth, emitted=1 + int((rng.random(depth) < 0.8).cumprod().sum())))
+            bandit.learn(feedback(1, drafted=depth, emitted=1 + int((rng.random(depth) < 0.8).cumprod().sum())))
         assert np.mean(np.array(taken[-500:]) == 3) > 0.5
 
 
@@ -121,7 +122,7 @@ class TestExp3Spec:
         bandit = Exp3Spec(limits_of(max_depth=2), seed=0)
         np.testing.assert_allclose(bandit.chances(), [0.5, 0.5])
         depth = bandit.decide(load_of(1)).depth
-        bandit.learn(feedback(depth, 1, drafted=depth, emitted=1))
+        bandit.learn(feedback(1, drafted=depth, emitted=1))
         # loss (2 + 1 - 1) / (2 * 0.5) = 2 for the arm taken; eta_2 = sqrt(log 2 / (2 * 2))
         weight = np.exp(-np.sqrt(np.log(2) / 4) * 2)
         expected = np.array([weight, 1.0]) / (1 + weight)
@@ -131,7 +132,7 @@ class TestExp3Spec:
         bandit = Exp3Spec(limits_of(max_depth=2), seed=1)
         for _ in range(2000):
             depth = bandit.decide(load_of(1)).depth
-            bandit.learn(feedback(depth, 1, drafted=depth, emitted=3 if depth == 2 else 1))
+            bandit.learn(feedback(1, drafted=depth, emitted=3 if depth == 2 else 1))
         assert bandit.chances()[1] > 0.9
 
 
@@ -243,8 +244,6 @@ class TestPriority:
 
     def test_priorities_are_strict_and_others_age(self):
         low = request_of("low", arrival_s=0.0, priority=1)
-        from adaserve_jax.scheduler.queue import order_key
-
         later = replace(request_of("high"), arrival_s=1e6)
         assert order_key(later, "priority") < order_key(low, "priority")
         assert order_key(later, "arrival") > order_key(low, "arrival")

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+from adaserve_jax.pallas_kernels.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

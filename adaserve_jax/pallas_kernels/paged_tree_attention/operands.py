@@ -22,10 +22,12 @@ class Operands(NamedTuple):
     multiplies float32 scores by D ** -0.5. Rows of absent queries hold anything finite.
     k, v: f[K, N, D], in-flight keys and values, N a multiple of TILE; finite everywhere.
     k_pool, v_pool: f[L, P, K, S, D]; layer: i32[1]. Pages and slots beyond a context hold anything, NaN included.
-    page_table: i32[R, pages]; row: i32[B], the row of each block; ctx_len: i32[B], 0 for a block without queries.
+    page_table: i32[R, pages], anything outside a block's live pages; row: i32[B], the row of each block; ctx_len:
+    i32[B], 0 for a block without queries.
     first: i32[B, Q], first context position that a query sees, or None: all see everything from 0.
     tile, num_tiles: i32[B]; in-flight keys that block b may see lie in [tile[b], tile[b] + num_tiles[b]) * TILE.
-    bits: u32[B, Q, W]; bit c % 32 of word c // 32 says whether the query sees in-flight key tile[b] * TILE + c.
+    bits: u32[B, Q, W]; bit c % 32 of word c // 32 says whether the query sees in-flight key tile[b] * TILE + c. W
+    is a multiple of TILE / 32, and at least num_tiles[b] of them.
     """
 
     q: jax.Array

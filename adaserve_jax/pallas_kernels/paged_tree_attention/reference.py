@@ -27,10 +27,10 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
 LOWEST = -1e30
 
 CPU_BLOCKS = 8
-"""Query blocks that read their pages together on a CPU. All at once, their pages outgrow the caches, every block waits
-for the longest context, and blocks without queries, which come last, cost as much as others."""
+"""Query blocks that read their pages together on a CPU. All at once, every block waits for the longest context, and
+blocks without queries, which come last, cost as much as others."""
 KEYS_PER_STEP = 512
-"""Keys per step of the loop over pages on a GPU or TPU, where a step costs a launch and a wait, not a cache."""
+"""Keys per step of the loop over pages on a GPU or TPU, where a step costs launches and a wait. Not tuned."""
 
 
 class Partial(NamedTuple):

@@ -45,15 +45,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a step with decode rows brought. depth: of the draft, 0 without one. rows: that speculated. drafted,
-    accepted: nodes, roots left out. emitted: tokens of the rows that speculated. step_s: from plan to commit."""
+    """What a step with decode rows brought. rows: that speculated. drafted, accepted: nodes, roots left out. emitted:
+    tokens of the rows that speculated."""
 
-    depth: int
     rows: int
     drafted: int
     accepted: int
     emitted: int
-    step_s: float
 
 
 class Controller(Protocol):
