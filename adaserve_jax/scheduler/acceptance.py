@@ -30,6 +30,8 @@ class LearnedAcceptance:
         self._mean_f = self._prior.copy()
         self._accepted = np.full_like(self._prior, PRIOR_TOKENS)
         self._expected = np.full_like(self._prior, PRIOR_TOKENS)
+        self.updates = 0
+        """Times that the averages moved."""
 
     def expected(self) -> np.ndarray:
         """f64[max_depth, max_width], chance that a node is accepted, by depth and rank; non-increasing in depth."""
@@ -43,6 +45,7 @@ class LearnedAcceptance:
         log_f = candidates.log_f[speculates]
         if not log_f.size:
             return
+        self.updates += 1
         depth = log_f.shape[1] // width
         mean = np.exp(log_f).mean(axis=0, dtype=np.float64).reshape(depth, width)
         self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
@@ -59,6 +62,7 @@ class LearnedAcceptance:
 
     def forget(self) -> None:
         """Move towards the prior by one step's share."""
+        self.updates += 1
         self._mean_f += FORGET * (self._prior - self._mean_f)
         self._accepted += FORGET * (PRIOR_TOKENS - self._accepted)
         self._expected += FORGET * (PRIOR_TOKENS - self._expected)
