@@ -22,7 +22,7 @@ from adaserve_jax.scheduler.queue import Ordering
 from adaserve_jax.scheduler.selection import SloOrder
 from adaserve_jax.types import Limits
 
-SelectionRule = Literal["slo", "equal", "best", "static"]
+SelectionRule = Literal["slo", "slo-equal", "equal", "best", "static"]
 NeedRule = Literal["horizon", "step", "code"]
 
 SPECINFER_NODES = (1, 1, 3, 3, 3, 3, 3, 3)
@@ -50,10 +50,11 @@ class Parts:
 class Policy:
     """Controller (depth, width, budget) x selector (which nodes) x ordering (which requests) x memory rule.
 
-    about: what it is, for the table of policies. need, slo_order: how the SLO phase counts and whom it serves first
-    (selector "slo" only). tree_widths: nodes by level (selector "static" only). search_budget: whether the verify
-    budget is chosen again, over the token edges, once the candidates are known. uses_draft: whether the draft is fed
-    and searched at all, when one is loaded. needs_draft: whether it is refused without one.
+    about: what it is, for the table of policies. selector: "slo" is Algorithm 2; "slo-equal" its SLO phase, then
+    equal shares of the rest. need, slo_order: how the SLO phase counts and whom it serves first. tree_widths: nodes
+    by level (selector "static" only). search_budget: whether the verify budget is chosen again, over the token
+    edges, once the candidates are known. uses_draft: whether the draft is fed and searched at all, when one is
+    loaded. needs_draft: whether it is refused without one.
     """
 
     about: str

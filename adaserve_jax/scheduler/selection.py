@@ -126,6 +126,17 @@ def equal_share(ranked: Ranked, left: int) -> np.ndarray:
     return chosen.reshape(rows, columns) & present
 
 
+def equal_rest(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
+    """`taken` (i64[R]) of each request, and `left` more of all, as many for every request as fit: bool[R, C]."""
+    columns = ranked.key.shape[1]
+    beyond = np.arange(columns) - taken[:, None]
+    place = np.where((beyond >= 0) & (ranked.path_prob > 0), beyond, columns)
+    chosen = beyond < 0
+    more = np.argsort(place, axis=None, kind="stable")[: max(left, 0)]
+    chosen.ravel()[more] = True
+    return chosen & (ranked.path_prob > 0)
+
+
 def best_overall(ranked: Ranked, left: int) -> np.ndarray:
     """The `left` likeliest candidates of all requests together: bool[R, C] along ranked columns. Source: TETRIS
     (arXiv 2502.15197), whose score is the product of the draft's probabilities along the path."""

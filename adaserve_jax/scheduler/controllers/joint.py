@@ -45,13 +45,22 @@ class _Choices:
 
 
 class JointController(Controller):
-    """Chooses by predicted value; holds no state but the tables that it reads."""
+    """Chooses by predicted value; holds no state but the tables that it reads.
 
-    def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective):
+    prefill_tokens: of every step while prompts wait; None: chosen with the rest, so that it takes the slack that there
+    is. admits_by_pace: whether `sustains` ever refuses.
+    """
+
+    def __init__(
+        self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, objective: Objective,
+        *, prefill_tokens: int | None = None, admits_by_pace: bool = True,
+    ):  # fmt: skip
         self._limits = limits
         self._cost = cost
         self._acceptance = acceptance
         self._objective = objective
+        self._prefill_tokens = prefill_tokens
+        self._admits_by_pace = admits_by_pace
         self._shapes = Shapes.of(limits, cost.draft_widths)
         self._edges = np.array(limits.token_edges)
         self._coarse = _spread(0, len(self._edges) - 1, COARSE_EDGES)
@@ -80,6 +89,8 @@ class JointController(Controller):
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
         """By the same tables as `decide`, with every request drafting, at the best shape and edge for them all. What
         not even an empty machine would reach counts among the others: it must not keep everyone waiting."""
+        if not self._admits_by_pace:
+            return True
         reach = self._reach_now()
         feasible = need_rate[need_rate <= self._fastest_alone(reach)]
         if not len(feasible):
@@ -162,6 +173,8 @@ class JointController(Controller):
         room = (edges - load.num_decode)[:, None]
         if not load.prefill_tokens:
             return np.zeros_like(room)
+        if self._prefill_tokens is not None:
+            return np.minimum(room, min(load.prefill_tokens, self._prefill_tokens))
         shares = np.ceil(room * CHUNK_SHARES).astype(np.int64)
         return np.minimum(np.maximum(shares, np.minimum(MIN_CHUNK, room)), load.prefill_tokens)
 
