@@ -27,7 +27,8 @@ CATCHUP_STEPS = 32
 PACE_MARGIN = 0.6
 """Share of the budget that keeping everyone on pace may take when one more request asks to start."""
 COARSE_EDGES = 12
-"""Token edges that are tried with every shape; those between are tried with the best shape only."""
+"""Token edges that are tried with every shape; those between are tried with the best shapes only."""
+FINE_SHAPES = 3
 REACH_STEPS = 4
 """Steps for which what a shape is expected to bring is taken from the averages once computed."""
 
@@ -42,6 +43,14 @@ class _Choices:
     def best(self) -> tuple[int, int, int]:
         shape, edge, share = np.unravel_index(int(self.value.argmax()), self.value.shape)
         return int(shape), int(edge), int(share)
+
+    def neighbours(self, shapes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The best shapes, and all edges from those next to the best one of any of them."""
+        by_edge = self.value.max(axis=2)
+        finest = np.argsort(-by_edge.max(axis=1), kind="stable")[:FINE_SHAPES]
+        at = by_edge[finest].argmax(axis=1)
+        first, last = edges[max(int(at.min()) - 1, 0)], edges[min(int(at.max()) + 1, len(edges) - 1)]
+        return shapes[finest], np.arange(first, last + 1)
 
 
 class JointController(Controller):
@@ -76,10 +85,10 @@ class JointController(Controller):
         choices = self._weigh(load, shapes, draft_s, edges)
         shape, edge, share = choices.best()
         if high - low >= len(edges):
-            first, last = edges[max(edge - 1, 0)], edges[min(edge + 1, len(edges) - 1)]
-            edges = np.arange(first, last + 1)
-            choices = self._weigh(load, shapes[shape : shape + 1], draft_s, edges)
-            _, edge, share = choices.best()
+            shapes, edges = choices.neighbours(shapes, edges)
+            choices = self._weigh(load, shapes, draft_s, edges)
+            best, edge, share = choices.best()
+            shape = int(shapes[best])
         depth = int(self._shapes.depth[shape])
         prefill = int(choices.chunk[edge, share])
         most = min(self._limits.max_tree_tokens, self._limits.max_tokens - prefill)

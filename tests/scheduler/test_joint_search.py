@@ -1,0 +1,121 @@
+"""The joint choice against a search by plain loops over every shape, edge and share."""
+
+from math import ceil
+
+import numpy as np
+import pytest
+
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.controllers.base import Load
+from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, MIN_CHUNK, JointController
+from adaserve_jax.scheduler.controllers.shapes import GRID
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.types import CostSamples, Limits
+from tests.scheduler.harness import limits_of
+
+OBJECTIVE = Objective()
+
+
+class Oracle:
+    """Values one option at a time, from the same tables."""
+
+    def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance, load: Load):
+        self.limits, self.cost, self.load = limits, cost, load
+        self.chance = acceptance.expected()
+        self.rows = load.num_decode
+
+    def options(self):
+        """(value, depth, chunk) of every option."""
+        shapes = [(0, 0)] + [(d, w) for d in range(1, self.limits.max_depth + 1) for w in self.cost.draft_widths]
+        shapes = shapes if self.load.can_speculate.any() else [(0, 0)]
+        most = min(
+            max(self.rows * (1 + max(d * w for d, w in shapes)), 0), self.limits.max_tree_tokens
+        ) + self.load.prefill_tokens  # fmt: skip
+        edges = [e for e in self.limits.token_edges if e >= self.rows + min(self.load.prefill_tokens, 1)]
+        last = next((e for e in edges if e >= most), edges[-1])
+        for depth, width in shapes:
+            for edge in (e for e in edges if e <= last):
+                for share in (1.0, 0.5, 0.25):
+                    room = edge - self.rows
+                    chunk = min(max(ceil(room * share), min(MIN_CHUNK, room)), self.load.prefill_tokens)
+                    nodes = min(edge - chunk, self.limits.max_tree_tokens) - self.rows
+                    if nodes >= 0:
+                        yield self.value(depth, width, edge, chunk, nodes, last), depth, chunk
+
+    def step_s(self, depth: int, width: int, edge: int, last: int) -> float:
+        rows = self.rows + self.load.num_prefill
+        verify_s = float(self.cost.verify_s(rows)[self.limits.token_edges.index(edge)])
+        if not depth:
+            return verify_s + self.cost.overhead_s(False)
+        lag = [int(each) for each, can in zip(self.load.draft_lag, self.load.can_speculate, strict=True) if can]
+        usual = sum(min(each, self.limits.max_depth + 1) for each in lag)
+        catchup = self.cost.catchup_s(usual + min(self.load.prefill_tokens, last - self.rows))
+        catchup += self.cost.catchup_s(sum(lag) - usual) / CATCHUP_STEPS
+        return verify_s + depth * float(self.cost.level_s(rows)[width - 1]) + catchup + self.cost.overhead_s(True)
+
+    def value(self, depth: int, width: int, edge: int, chunk: int, nodes: int, last: int) -> float:
+        step_s = self.step_s(depth, width, edge, last)
+        best = sorted((self.chance[d, r] for d in range(depth) for r in range(width)), reverse=True)
+        costs = []
+        for rate, can in zip(self.load.need_rate, self.load.can_speculate, strict=True):
+            if rate <= 0 or not np.isfinite(rate):
+                continue
+            wanted = ceil(max(rate * step_s * GRID - GRID, 0.0)) / GRID
+            enough = [n for n in range(len(best) + 1) if sum(best[:n]) >= wanted] if can else [0] * (wanted <= 0)
+            costs += enough[:1]
+        on_pace, left = 0, nodes
+        for needed in sorted(costs):
+            if needed <= left:
+                on_pace, left = on_pace + 1, left - needed
+        drafting = max(int(self.load.can_speculate.sum()), 1)
+        each = min(nodes / drafting, len(best))
+        gain = sum(best[: int(each)]) + (best[int(each)] * (each % 1) if int(each) < len(best) else 0.0)
+        weight = OBJECTIVE.prefill_weight(self.load.wait_ratio)
+        emitted = self.rows + drafting * gain
+        return on_pace + (OBJECTIVE.emit * emitted + weight * chunk) * self.cost.baseline_s / step_s
+
+
+def random_machine(rng: np.random.Generator, limits: Limits) -> CostTable:
+    times = 0.01 + np.cumsum(rng.uniform(0, 0.004, len(limits.token_edges)))
+    verify = {(edge, 1): float(s) for edge, s in zip(limits.token_edges, times, strict=True)}
+    levels = {(1, width): float(rng.uniform(0.0002, 0.002)) * (1 + 0.2 * width) for width in (1, 2, 4)}
+    return CostTable(CostSamples(verify, {16: 0.0004, 64: 0.001}, levels), limits)
+
+
+def random_load(rng: np.random.Generator, rows: int) -> Load:
+    prefill = int(rng.choice([0, 5, 40, 300])) if rows else 40
+    return Load(
+        need_rate=rng.choice([0.0, 30.0, 70.0, 110.0, 170.0, np.inf], rows) * rng.uniform(0.8, 1.2),
+        draft_lag=rng.integers(1, 12, rows),
+        can_speculate=rng.random(rows) < 0.8,
+        num_prefill=int(prefill > 0),
+        prefill_tokens=prefill,
+        wait_ratio=float(rng.uniform(0, 1.2)),
+    )
+
+
+def found_and_best(seed: int, limits: Limits) -> tuple[float, float]:
+    """The value of what was chosen, and the highest."""
+    rng = np.random.default_rng(seed)
+    cost, acceptance = random_machine(rng, limits), LearnedAcceptance(limits.max_depth, limits.max_width)
+    load = random_load(rng, int(rng.integers(0, 9)))
+    decision = JointController(limits, cost, acceptance, OBJECTIVE).decide(load)
+    options = list(Oracle(limits, cost, acceptance, load).options())
+    chosen = [v for v, depth, chunk in options if depth == decision.depth and chunk == decision.prefill_tokens]
+    return max(chosen), max(value for value, _, _ in options)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_few_edges_are_searched_whole(seed):
+    limits = limits_of()
+    assert len(limits.token_edges) <= COARSE_EDGES
+    found, best = found_and_best(seed, limits)
+    assert found == pytest.approx(best, rel=1e-9)
+
+
+def test_many_edges_cost_little_of_the_best():
+    limits = limits_of(token_edges=(1, *range(2, 129, 2)), max_tree_tokens=64)
+    lost = [1 - found / best for found, best in (found_and_best(seed, limits) for seed in range(25))]
+    assert np.mean(lost) < 0.01
+    assert np.count_nonzero(np.array(lost) > 0.02) <= 1
