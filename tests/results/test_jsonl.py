@@ -52,7 +52,7 @@ def test_records_survive_a_file(tmp_path: Path):
     [
         ("{", r"rows.jsonl:2: expected one JSON object per line, got invalid JSON"),
         ("[1]", r"rows.jsonl:2: expected a JSON object, got list"),
-        ('{"schema_version": 99}', r"rows.jsonl:2: schema_version is 99, this version reads 1"),
+        ('{"schema_version": 99}', r"rows.jsonl:2: schema_version is 99, this version reads 2"),
         ('{"colour": 1}', r"rows.jsonl:2: unknown column 'colour' for a ResultRow"),
         ("{}", r"rows.jsonl:2: missing column 'acceptance_rate' for a ResultRow"),
     ],

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
@@ -97,6 +98,10 @@ class JointController(Controller):
         budget = PACE_MARGIN * np.minimum(self._edges - prefill_tokens, self._limits.max_tree_tokens)
         nodes = _nodes_for_pace(feasible, feasible[:0], reached, self._step_s(rows))[:, :, -1]
         return bool((nodes <= budget - rows).any())
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """By its own tables, over all shapes and edges."""
+        return self._fastest_alone(self._reached(len(self._shapes.depth)))
 
     def _fastest_alone(self, reached: np.ndarray) -> float:
         """Expected tokens per second of one request on an empty machine, at its best shape and edge."""
