@@ -5,7 +5,7 @@ Imports nothing of the project.
 
 from __future__ import annotations
 
-INFEASIBLE_SLO = "slo_infeasible"
+SLO_INFEASIBLE = "slo_infeasible"
 """Code of the error about a target that is out of the machine's reach."""
 
 

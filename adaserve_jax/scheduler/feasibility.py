@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.errors import INFEASIBLE_SLO, RequestError
+from adaserve_jax.errors import SLO_INFEASIBLE, RequestError
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.cost import CostTable
@@ -60,7 +60,7 @@ class Verdict:
             f"empty machine, got {asked * 1e3:g} ms"
             for name, asked, least in wrong
         )
-        return RequestError(f"{said}; ask for a longer time, or for none", param=wrong[0][0], code=INFEASIBLE_SLO)
+        return RequestError(f"{said}; ask for a longer time, or for none", param=wrong[0][0], code=SLO_INFEASIBLE)
 
 
 class Feasibility:
@@ -73,9 +73,8 @@ class Feasibility:
         self._cost = cost
         self._controller = controller
         self._alone = alone
-        chunks = np.minimum(np.array(limits.token_edges), max_prefill)
         self._edges = np.array(limits.token_edges)
-        self._chunks = np.unique(chunks)
+        self._chunks = np.unique(np.minimum(self._edges, max_prefill))
         self._least_tpot_s: float | None = None
 
     def forget(self) -> None:
@@ -83,10 +82,11 @@ class Feasibility:
         self._least_tpot_s = None
 
     def judge(self, request: Request) -> Verdict:
+        """A request of one token has no time per token to miss."""
         tpot_s, ttft_s = request.tpot_slo_s, request.ttft_slo_s
         if tpot_s is None and ttft_s is None:
             return Verdict(judged=False)
-        least_tpot_s = None if tpot_s is None else self.least_tpot_s()
+        least_tpot_s = None if tpot_s is None or request.sampling.max_tokens == 1 else self.least_tpot_s()
         least_ttft_s = None if ttft_s is None else self.least_ttft_s(len(request.prompt_ids))
         return Verdict(True, _if_below(tpot_s, least_tpot_s), _if_below(ttft_s, least_ttft_s))
 

@@ -108,6 +108,12 @@ def test_targets_are_judged_with_a_tolerance_and_recorded(tpot_s, ttft_s, feasib
     assert metrics.slo_met == (None if feasible is None else False)
 
 
+def test_a_single_token_has_no_pace_to_miss():
+    run = Run.of(limits_of(), policy="ar", infeasible_slo="refuse")
+    run.serve([request_of("q", tokens=1, tpot_slo_s=1e-4)])
+    assert (run.last["q"].metrics.slo_feasible, run.last["q"].metrics.slo_met) == (True, True)
+
+
 def test_the_judgement_follows_what_is_learned_and_is_made_once():
     """The machine turns out to be twice as slow as at warm-up; who was admitted before stays as it was judged."""
     limits = limits_of()
