@@ -83,10 +83,11 @@ class Watched:
         decoding: list[str] = []
 
         def planned() -> None:
-            rows, decode = run.scheduler._in_flight.rows, [s for s in batch.running if s.pending == 1]
+            slots = set(run.scheduler._in_flight.plan.slots.tolist())
+            decode = [state for state in batch.running if state.pending == 1]
             assert first is None or first.is_running, "the running request of lowest rank was preempted"
-            assert _lowest(batch) in rows, "the running request of lowest rank was left out"
-            assert set(decode) <= set(rows), "a row that decodes was left out"
+            assert _lowest(batch).slot in slots, "the running request of lowest rank was left out"
+            assert {state.slot for state in decode} <= slots, "a row that decodes was left out"
             decoding.extend(state.request.request_id for state in decode)
 
         plan, _ = run.step(in_flight=planned)
