@@ -31,6 +31,8 @@ QUANTIZE = ("none", "int8")
 """What a model's weights can become when they are loaded."""
 ATTENTION = ("auto", "xla", "mosaic", "plain")
 """Who implements attention over pages."""
+INFEASIBLE_SLO = ("best_effort", "refuse")
+"""What becomes of a request whose target is out of reach."""
 LEAST_CONTEXT = 8
 """Tokens: room for a prompt and for a few that are timed at the start."""
 
@@ -60,6 +62,7 @@ class EngineConfig:
     max_slo_nodes: int = 0
     max_prefill_tokens: int = 0
     eq8_eq9: bool = False
+    infeasible_slo: str = "best_effort"
     dtype: str = "auto"
     quantize: str = "none"
     attention: str = "auto"
@@ -93,6 +96,7 @@ class EngineConfig:
             ok = isinstance(edges, (tuple, list)) and all(_is_integer(edge, 1) for edge in edges)
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
+        self._check(self.infeasible_slo in INFEASIBLE_SLO, "infeasible_slo", f"one of {', '.join(INFEASIBLE_SLO)}")
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
         self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
         self._check(self.attention in ATTENTION, "attention", f"one of {', '.join(ATTENTION)}")
@@ -148,6 +152,8 @@ FIELD_HELP: dict[str, str] = {
     "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
     "max_prefill_tokens": "most prompt tokens that one step computes; 0: what the policy finds room for",
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
+    "infeasible_slo": "a target below what one request alone would get: best_effort (serve the request, and say so) or "
+    "refuse (an error that names the least feasible target)",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "attention": "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "

@@ -5,6 +5,9 @@ Imports nothing of the project.
 
 from __future__ import annotations
 
+SLO_INFEASIBLE = "slo_infeasible"
+"""Code of the error about a target that is out of the machine's reach."""
+
 
 class AdaServeError(Exception):
     """Base of every error that this package raises for its callers.

@@ -153,6 +153,8 @@ class RequestMetrics:
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
     slo_class: str = "default"
+    slo_feasible: bool | None = None
+    """Whether one request alone on an empty machine could meet every target, judged at admission; None without one."""
 
     @property
     def ttft_s(self) -> float | None:

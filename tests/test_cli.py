@@ -261,6 +261,18 @@ def test_generate_draws_and_shows_a_seed(monkeypatch, capsys):
     assert f"SLO missed (TPOT 50 ms), seed {made[0].asked[1].seed}" in line
 
 
+@pytest.mark.parametrize(
+    ("feasible", "said"),
+    [
+        (True, "SLO missed (TPOT 1 ms)"),
+        (False, "SLO missed (TPOT 1 ms: below what this machine gives one request alone)"),
+    ],
+)
+def test_generate_says_when_a_target_was_out_of_reach(feasible: bool, said: str):
+    metrics = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=5, tpot_slo_s=0.001, slo_feasible=feasible)
+    assert generate_module.summary(metrics).endswith(f", {said}")
+
+
 def test_bench_passes_its_plan_on_and_prints_a_table(monkeypatch, capsys, tmp_path: Path):
     seen = {}
 

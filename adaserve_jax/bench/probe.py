@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from adaserve_jax.engine.client import EngineClient, GenerateRequest, OutputChunk
-from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.errors import SLO_INFEASIBLE, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import RequestMetrics
 
@@ -96,7 +96,8 @@ class RequestProbe:
         if reason in ("stop", "length"):
             return "finished", None
         if reason == "error":
-            return "failed", "engine_error"
+            refused = self._last is not None and self._last.error_code == SLO_INFEASIBLE
+            return ("rejected", SLO_INFEASIBLE) if refused else ("failed", "engine_error")
         return ("unfinished", None) if self._cut_off else ("failed", "aborted")
 
     def _observed(self, baseline_s: float) -> RequestMetrics:
@@ -110,4 +111,5 @@ class RequestProbe:
             tpot_slo_s=self.request.slo.tpot_s(baseline_s),
             ttft_slo_s=self.request.slo.ttft_s,
             slo_class=self.request.slo_class,
+            slo_feasible=False if self._status()[1] == SLO_INFEASIBLE else None,
         )

@@ -110,7 +110,7 @@ class _Bench:
             for probe in loop.probes
         ]
         conditions = self._conditions(policy, schedule, loop)
-        summaries = summarize(records, wall_s=loop.wall_s, baseline_s=info.baseline_s)
+        summaries = summarize(records, wall_s=loop.wall_s)
         rows = [ResultRow.join(self.provenance, conditions, summary) for summary in summaries]
         return rows, records, loop.interrupted or loop.engine_died
 

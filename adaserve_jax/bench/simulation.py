@@ -184,7 +184,7 @@ def _rows(policy: str, provenance: Provenance, trace: Trace, simulated: Simulate
         wall_s=simulated.wall_s, compiles_after_ready=0, client_late_max_s=0.0, client_late_p99_s=0.0, valid=True,
         invalid_reason=None,
     )  # fmt: skip
-    summaries = summarize(simulated.records, wall_s=simulated.wall_s, baseline_s=provenance.baseline_s)
+    summaries = summarize(simulated.records, wall_s=simulated.wall_s)
     return [ResultRow.join(provenance, conditions, summary) for summary in summaries]
 
 

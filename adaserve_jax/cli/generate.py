@@ -63,7 +63,8 @@ def summary(metrics: RequestMetrics) -> str:
         parts.append(f"{metrics.tpot_s * 1e3:.1f} ms per token")
     parts.append(f"{metrics.mean_accepted:.2f} accepted per step")
     if metrics.slo_met is not None:
-        parts.append(f"SLO {'met' if metrics.slo_met else 'missed'} ({_targets(metrics)})")
+        out_of_reach = ": below what this machine gives one request alone" if metrics.slo_feasible is False else ""
+        parts.append(f"SLO {'met' if metrics.slo_met else 'missed'} ({_targets(metrics)}{out_of_reach})")
     return ", ".join(parts)
 
 

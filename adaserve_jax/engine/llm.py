@@ -55,7 +55,7 @@ class GenerateOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """ttft_s, tpot_s, verify_steps, accepted_tokens, slo_met, and the rest of `RequestMetrics`."""
+        """ttft_s, tpot_s, verify_steps, accepted_tokens, slo_met, slo_feasible, and the rest of `RequestMetrics`."""
         metrics = self.choices[0].metrics
         assert metrics is not None
         return metrics
@@ -149,7 +149,7 @@ class LLM:
         try:
             while left:
                 chunk = chunks.get()
-                self._raise_error(chunk.error)
+                self._raise_error(chunk)
                 left -= chunk.finish_reason is not None
                 yield chunk
         finally:
@@ -186,11 +186,13 @@ class LLM:
             raise RequestError(f"prompt must be a text or a list of token ids, got {prompt!r:.200}", param="prompt")
         return [int(token) for token in prompt]
 
-    def _raise_error(self, message: str | None) -> None:
-        """Raise for what the engine said of a request, by whose fault it was."""
-        if message is not None:
-            kind = RequestError if self._engine.is_alive() else EngineDeadError
-            raise kind(message)
+    def _raise_error(self, chunk: OutputChunk | None) -> None:
+        """Raise for what a chunk says of a request that failed, by whose fault it was."""
+        if chunk is None or chunk.error is None:
+            return
+        if not self._engine.is_alive():
+            raise EngineDeadError(chunk.error)
+        raise RequestError(chunk.error, param=chunk.error_param, code=chunk.error_code or "invalid_request")
 
 
 class _Collector:
@@ -199,7 +201,7 @@ class _Collector:
     def __init__(self, outputs: dict[str, GenerateOutput]):
         self._outputs = outputs
         self._open = 0  # choices submitted, or about to be, that have not ended
-        self._error: str | None = None
+        self._failed: OutputChunk | None = None
         self._changed = threading.Condition()
 
     def __call__(self, chunk: OutputChunk) -> None:
@@ -211,23 +213,24 @@ class _Collector:
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
         with self._changed:
             self._open -= 1
-            self._error = self._error or chunk.error
+            if chunk.error is not None and self._failed is None:
+                self._failed = chunk
             self._changed.notify_all()
 
-    def wait_for_room(self, choices: int, most_open: int) -> str | None:
+    def wait_for_room(self, choices: int, most_open: int) -> OutputChunk | None:
         """Count a request of so many choices in, once no more than `most_open` would be open or none else is: so an
-        offline batch of any size never fills the engine's queue. Returns the error of a request that failed, if any."""
+        offline batch of any size never fills the engine's queue. Returns the last chunk of one that failed, if any."""
         return self._wait(lambda: not self._open or self._open + choices <= most_open, choices)
 
-    def wait(self) -> str | None:
-        """Until all have ended, or one failed; its error."""
+    def wait(self) -> OutputChunk | None:
+        """Until all have ended, or one failed; its last chunk."""
         return self._wait(lambda: not self._open, 0)
 
-    def _wait(self, condition: Callable[[], bool], choices: int) -> str | None:
+    def _wait(self, condition: Callable[[], bool], choices: int) -> OutputChunk | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or condition())
+            self._changed.wait_for(lambda: self._failed is not None or condition())
             self._open += choices
-            return self._error
+            return self._failed
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

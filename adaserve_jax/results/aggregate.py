@@ -12,13 +12,13 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 
-def summarize(records: Sequence[RequestRecord], *, wall_s: float, baseline_s: float) -> list[Summary]:
+def summarize(records: Sequence[RequestRecord], *, wall_s: float) -> list[Summary]:
     """One summary over all records, then one per SLO class in name order. wall_s: wall time of the whole run."""
     run_acceptance = _ratio(sum(r.accepted_tokens for r in records), sum(r.drafted_tokens for r in records)) or 0.0
     groups = {ALL_CLASSES: list(records)}
     for name in sorted({r.slo_class for r in records}):
         groups[name] = [r for r in records if r.slo_class == name]
-    return [_summary(name, group, wall_s, baseline_s, run_acceptance) for name, group in groups.items()]
+    return [_summary(name, group, wall_s, run_acceptance) for name, group in groups.items()]
 
 
 def violation_ratio(theirs: Summary, ours: Summary) -> float | None:
@@ -28,10 +28,8 @@ def violation_ratio(theirs: Summary, ours: Summary) -> float | None:
     return theirs.violations / ours.violations
 
 
-def _summary(
-    name: str, records: list[RequestRecord], wall_s: float, baseline_s: float, run_acceptance: float
-) -> Summary:
-    causes = Counter(violation_cause(r, baseline_s=baseline_s, acceptance_rate=run_acceptance) for r in records)
+def _summary(name: str, records: list[RequestRecord], wall_s: float, run_acceptance: float) -> Summary:
+    causes = Counter(violation_cause(r, acceptance_rate=run_acceptance) for r in records)
     status = Counter(r.status for r in records)
     attainment = _share(r.slo_met for r in records)
     ttft = _percentiles([r.ttft_s for r in records if r.ttft_s is not None])

@@ -19,17 +19,19 @@ Cause = Literal[
 ]
 
 
-def violation_cause(record: RequestRecord, *, baseline_s: float, acceptance_rate: float) -> Cause | None:
+def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause | None:
     """The first cause that applies, in the order of docs/metrics.md; None when no target was missed.
 
-    baseline_s: seconds of one token alone without speculation. acceptance_rate: of the whole run, accepted/drafted.
+    acceptance_rate: of the whole run, accepted/drafted.
     """
     if record.slo_met is not False:
         return None
+    if record.slo_feasible is False and record.status in ("finished", "rejected"):
+        return "infeasible"
     if record.status != "finished":
         return record.status
     if record.tpot_met is False:
-        return _tpot_cause(record, baseline_s, acceptance_rate)
+        return _tpot_cause(record, acceptance_rate)
     return _ttft_cause(record)
 
 
@@ -39,11 +41,9 @@ def _ttft_cause(record: RequestRecord) -> Cause:
     return "queueing" if queue_s >= ttft_s - queue_s else "prefill"
 
 
-def _tpot_cause(record: RequestRecord, baseline_s: float, acceptance_rate: float) -> Cause:
+def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
     """Low acceptance when the run's mean acceptance of the tokens drafted here would have met the target."""
     target_s, tpot_s = record.tpot_slo_s or 0.0, record.tpot_s or 0.0
-    if target_s < baseline_s:
-        return "infeasible"
     if record.preemptions:
         return "preemption"
     if record.verify_steps and record.drafted_tokens:

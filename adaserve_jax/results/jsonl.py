@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.schema import SCHEMA_VERSION
+from adaserve_jax.results.schema import READABLE, SCHEMA_VERSION
 
 Row = TypeVar("Row")
 
@@ -47,8 +47,9 @@ def _parse(line: str, where: str, kind: type[Row]) -> Row:
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
     names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
     version = values.get("schema_version", SCHEMA_VERSION)
-    if version != SCHEMA_VERSION:
-        raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}")
+    if version not in READABLE:
+        known = " and ".join(str(each) for each in READABLE)
+        raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {known}")
     for problem, keys in (("unknown", values.keys() - set(names)), ("missing", set(names) - values.keys())):
         if keys:
             raise ConfigError(f"{where}: {problem} column {min(keys)!r} for a {kind.__name__}")

@@ -40,6 +40,7 @@ class RequestRecord:
     tpot_met: bool | None
     ttft_met: bool | None
     slo_met: bool | None
+    slo_feasible: bool | None
     tpot_paper_met: bool | None
     verify_steps: int
     drafted_tokens: int
@@ -90,6 +91,7 @@ class RequestRecord:
             tpot_met=tpot_met,
             ttft_met=_met(metrics.ttft_met, finished),
             slo_met=_met(metrics.slo_met, finished),
+            slo_feasible=metrics.slo_feasible,
             tpot_paper_met=_paper_met(paper_s, metrics.tpot_slo_s, finished),
             verify_steps=metrics.verify_steps,
             drafted_tokens=metrics.drafted_tokens,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, SCHEMA_VERSION)
+"""Versions with the same columns. In 1 a violation was infeasible when its TPOT target was below `baseline_s`."""
 ALL_CLASSES = "all"
 
 

@@ -62,7 +62,7 @@ class Batch:
         while (state := self.queue.peek(now)) is not None:
             if not self._room_for(state):
                 return
-            asked = self.running and state.first_scheduled_s is None and not self.queue.promotes
+            asked = self.running and not state.preemptions and not self.queue.promotes
             if asked and not may_start(state):
                 state = self.queue.peek_untargeted()
                 if state is None or not self._room_for(state):

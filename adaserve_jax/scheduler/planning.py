@@ -105,14 +105,14 @@ class Planner:
 
     def _starter(self, now: float) -> Callable[[RequestState], bool]:
         """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
-        late already asks for its root only; one without a target always may. Measured when it is first asked; every
-        yes counts for the next."""
+        late already, or whose target is out of reach, asks for its root only; one without a target always may. Measured
+        when it is first asked; every yes counts for the next."""
         rates: list[float] = []
         others = -1
 
         def may_start(state: RequestState) -> bool:
             nonlocal rates, others
-            if state.request.tpot_slo_s is None:
+            if state.is_untargeted:
                 return True
             if others < 0:
                 decode = [running for running in self._batch.running if running.pending == 1]

@@ -68,6 +68,11 @@ class Policy:
     uses_draft: bool = True
     needs_draft: bool = False
 
+    @property
+    def drops_infeasible(self) -> bool:
+        """Whether targets out of reach are no longer pursued; the published rules of need go on pursuing them."""
+        return self.need == "horizon"
+
 
 def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:

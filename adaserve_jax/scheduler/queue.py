@@ -66,12 +66,12 @@ class WaitingQueue:
 
     def add(self, state: RequestState) -> None:
         insort(self._hopeful, state, key=_rank)
-        self._untargeted += state.request.tpot_slo_s is None
+        self._untargeted += state.is_untargeted
 
     def put_back(self, state: RequestState) -> None:
         """Return a preempted request to the front."""
         insort(self._preempted, state, key=_rank)
-        self._untargeted += state.request.tpot_slo_s is None
+        self._untargeted += state.is_untargeted
 
     def peek(self, now: float) -> RequestState | None:
         """The request to admit next, left in the queue; None when nobody waits."""
@@ -94,7 +94,7 @@ class WaitingQueue:
         if not self._untargeted:
             return None
         waiting = (*self._hopeful, *self._late)
-        return next((state for state in waiting if state.request.tpot_slo_s is None), None)
+        return next((state for state in waiting if state.is_untargeted), None)
 
     def is_late(self, state: RequestState) -> bool:
         """Whether a waiting request was found, by the last `peek`, to miss its TTFT target."""
@@ -116,7 +116,7 @@ class WaitingQueue:
             index = bisect_left(waiting, state.rank, key=_rank)
             if index < len(waiting) and waiting[index] is state:
                 del waiting[index]
-                self._untargeted -= state.request.tpot_slo_s is None
+                self._untargeted -= state.is_untargeted
                 return
         raise ValueError(f"request {state.request.request_id!r} does not wait")
 

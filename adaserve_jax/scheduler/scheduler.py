@@ -13,8 +13,10 @@ from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.commit import apply_outcome, finish
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts, find_policy
@@ -49,12 +51,15 @@ class Scheduler:
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
         parts = Parts(limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.seed)
         self._controller = self._policy.controller(parts)
+        max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
+        alone = Alone(limits, costs, self._acceptance)
+        self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
         self._batch = Batch(limits, self._policy.ordering)
         self._planner = Planner(
             self._batch,
             self._controller,
             max_catchup=costs.max_catchup_tokens,
-            max_prefill=config.max_prefill_tokens or limits.max_tokens,
+            max_prefill=max_prefill,
             horizon=objective.horizon,
             uses_draft=self._policy.uses_draft and limits.max_depth > 0,
         )
@@ -111,15 +116,26 @@ class Scheduler:
         return total
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError when it can never be served, QueueFullError when the queue is full
-        (preempted requests, which had their turn, take no room in it)."""
+        """Queue a request. Raises RequestError when it can never be served, or its targets are out of reach and
+        `infeasible_slo` says to refuse; QueueFullError when the queue is full (preempted requests, which had their
+        turn, take no room in it)."""
         max_total = self.fit(len(request.prompt_ids), request.sampling.max_tokens)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
         if self._batch.queue.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
-        key = order_key(request, self._policy.ordering)
-        state = RequestState(request, max_total=max_total, order_key=key, sequence=self._added)
+        verdict = self._feasibility.judge(request)
+        if verdict.feasible is False and self._config.infeasible_slo == "refuse":
+            raise verdict.refusal(request)
+        pursued = verdict.pursued(request) if self._policy.drops_infeasible else request
+        state = RequestState(
+            pursued,
+            max_total=max_total,
+            order_key=order_key(pursued, self._policy.ordering),
+            sequence=self._added,
+            asked=request,
+            feasible=verdict.feasible,
+        )
         self._added += 1
         self._requests[request.request_id] = state
         self._batch.queue.add(state)
@@ -164,6 +180,7 @@ class Scheduler:
             if update.finish_reason is not None:
                 del self._requests[update.request_id]
         self._learn(planned, trees, candidates, outcome, now)
+        self._feasibility.forget()
         self._count(plan, trees, outcome)
         self._stats.commit_s += time.perf_counter() - started
         return updates

@@ -35,12 +35,26 @@ class RequestState:
         "sequence",
         "slot",
         "verify_steps",
+        "_asked",
         "_buffer",
+        "_feasible",
     )
 
-    def __init__(self, request: Request, *, max_total: int, order_key: float, sequence: int):
-        """max_total: most tokens, prompt and output together. order_key: seconds, lower is served sooner."""
+    def __init__(
+        self,
+        request: Request,
+        *,
+        max_total: int,
+        order_key: float,
+        sequence: int,
+        asked: Request | None = None,
+        feasible: bool | None = None,
+    ):
+        """request: as it is scheduled. max_total: most tokens, prompt and output together. order_key: seconds, lower is
+        served sooner. asked: as it came, where that carries targets that nobody pursues. feasible: of its targets."""
         self.request = request
+        self._asked = request if asked is None else asked
+        self._feasible = feasible
         self.max_total = max_total
         self.order_key = order_key
         self.sequence = sequence
@@ -74,6 +88,11 @@ class RequestState:
         return self.num_tokens - self.prompt_len
 
     @property
+    def is_untargeted(self) -> bool:
+        """Whether it came without a TPOT target; one that is out of reach was a target too."""
+        return self._asked.tpot_slo_s is None
+
+    @property
     def is_running(self) -> bool:
         return self.slot != NO_SLOT
 
@@ -105,9 +124,9 @@ class RequestState:
         self.preemptions += 1
 
     def metrics(self) -> RequestMetrics:
-        request = self.request
+        asked = self._asked
         return RequestMetrics(
-            arrival_s=request.arrival_s,
+            arrival_s=asked.arrival_s,
             first_scheduled_s=self.first_scheduled_s,
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
@@ -117,7 +136,8 @@ class RequestState:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             preemptions=self.preemptions,
-            tpot_slo_s=request.tpot_slo_s,
-            ttft_slo_s=request.ttft_slo_s,
-            slo_class=request.slo_class,
+            tpot_slo_s=asked.tpot_slo_s,
+            ttft_slo_s=asked.ttft_slo_s,
+            slo_class=asked.slo_class,
+            slo_feasible=self._feasible,
         )

@@ -45,6 +45,7 @@ CODES: dict[str, str] = {
     "queue_full": "429: the queue is full; Retry-After says when to come again",
     "request_too_large": "413: the body is larger than the server takes",
     "shutting_down": "503: the server finishes what it has and takes nothing new",
+    "slo_infeasible": "400: a target is below what the machine gives one request alone; the message has the least",
     "unsupported_content": "400: a message holds a part that is not text",
     "unsupported_parameter": "400: OpenAI's API knows the field, this server does not implement it",
 }

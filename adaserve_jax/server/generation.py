@@ -133,6 +133,7 @@ def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
     """The `metrics` object: of one choice its own values; of several the slowest times, summed counts, all met."""
     steps, accepted = sum(c.verify_steps for c in choices), sum(c.accepted_tokens for c in choices)
     met = [c.slo_met for c in choices if c.slo_met is not None]
+    feasible = [c.slo_feasible for c in choices if c.slo_feasible is not None]
     begin = min((c.arrival_s for c in choices), default=0.0)
     end = max((c.last_token_s for c in choices if c.last_token_s is not None), default=begin)
     return ResponseMetrics(
@@ -147,6 +148,7 @@ def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
             ttft_target_ms=_slowest_ms(c.ttft_slo_s for c in choices),
             tpot_ms=_slowest_ms(c.tpot_s for c in choices),
             met=all(met) if met else None,
+            feasible=all(feasible) if feasible else None,
         ),
     )
 

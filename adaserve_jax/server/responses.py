@@ -26,6 +26,9 @@ class SloMetrics(BaseModel):
     ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
     tpot_ms: float | None = Field(description="Measured (last token - first token) / (tokens - 1).")
     met: bool | None = Field(description="All targets were met; null: the request carried none.")
+    feasible: bool | None = Field(
+        description="False: a target was below what one request alone would get, so that it was served best-effort."
+    )
 
 
 class ResponseMetrics(BaseModel):

@@ -15,7 +15,7 @@ from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.streaming import EventStream, collect, events
+from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, collect, events
 from adaserve_jax.server.translate import (
     check_supported,
     encode,
@@ -26,7 +26,6 @@ from adaserve_jax.server.translate import (
     slo_of,
 )
 
-WARNING_HEADER = "x-adaserve-warning"
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
 

@@ -14,8 +14,11 @@ from starlette.types import Receive, Scope, Send
 from adaserve_jax.server.dialects import Dialect, Piece, to_json
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.generation import Generation
+from adaserve_jax.server.responses import ResponseMetrics
 
 CLIENT_CLOSED_REQUEST = 499
+WARNING_HEADER = "x-adaserve-warning"
+INFEASIBLE = "a target is below what one request alone would get; served best-effort"
 _log = logging.getLogger(__name__)
 
 
@@ -113,8 +116,17 @@ async def collect(generation: Generation, dialect: Dialect, http: Request, heade
     if not finished:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     ordered = [pieces[index] for index in sorted(pieces)]
-    body = to_json(dialect.full(ordered, generation.usage(), generation.metrics()))
-    return Response(body, media_type="application/json", headers=dict(headers))
+    metrics = generation.metrics()
+    body = to_json(dialect.full(ordered, generation.usage(), metrics))
+    return Response(body, media_type="application/json", headers=_warned(headers, metrics))
+
+
+def _warned(headers: Mapping[str, str], metrics: ResponseMetrics) -> dict[str, str]:
+    """`headers`, with a warning more where a target was out of reach."""
+    if metrics.slo.feasible is not False:
+        return dict(headers)
+    warnings = [text for text in (headers.get(WARNING_HEADER), INFEASIBLE) if text]
+    return {**headers, WARNING_HEADER: "; ".join(warnings)}
 
 
 async def _first(work: Awaitable[None], otherwise: Awaitable[None]) -> bool:

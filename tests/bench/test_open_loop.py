@@ -6,7 +6,9 @@ from itertools import pairwise
 import pytest
 
 from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
-from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.bench.probe import RequestProbe
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO, SamplingParams
 
@@ -100,3 +102,14 @@ def test_ctrl_c_keeps_what_is_done(make_engine):
     loop = drive(engine, requests(9, 0.03), drain_s=2)
     assert loop.interrupted
     assert [r.status for r in records(loop)] == ["finished", "finished", "finished", "unfinished"]
+
+
+def test_a_target_out_of_reach_is_a_rejection_whenever_the_engine_says_so():
+    """The engine judges when it comes to the request: after `submit` has returned."""
+    ends = []
+    probe = RequestProbe(requests(1, 0.0)[0].request, 10.0, lambda: ends.append(1))
+    probe(OutputChunk("r0", 0, "", [], "error", None, "too fast", "slo_infeasible", "slo_tpot_ms"))
+    record = probe.record(run_id="r", policy="ar", rate_rps=1.0, start_s=10.0, baseline_s=0.004)
+    assert ends == [1]
+    assert (record.status, record.error_code, record.slo_met) == ("rejected", "slo_infeasible", False)
+    assert (record.slo_feasible, violation_cause(record, acceptance_rate=0.5)) == (False, "infeasible")

@@ -11,8 +11,9 @@ import numpy as np
 
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine import local
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.types import CostSamples, DraftTrees, Limits, StepOutcome, StepPlan
+from adaserve_jax.types import CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
 
 VOCAB = 40
 EOS = 0
@@ -59,6 +60,13 @@ class Machine(SimExecutor):
 
     def close(self) -> None:
         self.closed += 1
+
+
+def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> local.LocalEngine:
+    """A factory for the process mode; it changes the process that it is called in."""
+    local.load_executor = lambda config, _=None: Machine(config)  # type: ignore[assignment]
+    local.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
+    return local.LocalEngine(config, progress)
 
 
 class Spelling:

@@ -32,10 +32,10 @@ SAMPLING = st.builds(
 )
 
 
-def core_of(policy: str, **changes: int) -> EngineCore:
+def core_of(policy: str, infeasible_slo: str = "best_effort", **changes: int) -> EngineCore:
     limits, clock = limits_of(**changes), VirtualClock()
     costs = costs_of(limits)
-    config = EngineConfig(policy=policy, max_waiting=MAX_WAITING)
+    config = EngineConfig(policy=policy, max_waiting=MAX_WAITING, infeasible_slo=infeasible_slo)
     executor = SimExecutor(limits, costs, 0.7, clock, vocab_size=VOCAB)
     scheduler = build_scheduler(config, limits, costs)
     return EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, seed=5, clock=clock.now)

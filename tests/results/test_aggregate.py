@@ -26,6 +26,7 @@ def record(
     drafted: int = 6,
     accepted: int = 1,
     preemptions: int = 0,
+    feasible: bool | None = None,
 ) -> RequestRecord:
     metrics = RequestMetrics(
         arrival_s=10.0,
@@ -41,6 +42,7 @@ def record(
         tpot_slo_s=tpot_slo,
         ttft_slo_s=ttft_slo,
         slo_class=slo_class,
+        slo_feasible=feasible,
     )
     return RequestRecord.of(
         metrics, run_id="r", policy="ar", rate_rps=1.0, request_id="1", status=status, token_offsets_s=offsets
@@ -52,7 +54,7 @@ def test_values_by_hand():
     missed = record(slo_class="code", tpot_slo=0.05)
     rejected = record(slo_class="code", status="rejected", offsets=(), verify=0, drafted=0, accepted=0)
     free = record(slo_class="free", tpot_slo=None)
-    total, chat, code, free_only = summarize([met, missed, rejected, free], wall_s=2.0, baseline_s=0.01)
+    total, chat, code, free_only = summarize([met, missed, rejected, free], wall_s=2.0)
     assert [s.slo_class for s in (total, chat, code, free_only)] == ["all", "chat", "code", "free"]
     assert (total.requests, total.requests_with_slo, total.finished, total.rejected) == (4, 3, 3, 1)
     assert total.attainment == pytest.approx(1 / 3)
@@ -72,33 +74,33 @@ def test_values_by_hand():
 
 def test_joint_and_tpot_only_differ_by_the_ttft_target():
     slow_start = record(tpot_slo=0.2, ttft_slo=0.4, ttft=0.5)
-    total = summarize([slow_start], wall_s=1.0, baseline_s=0.01)[0]
+    total = summarize([slow_start], wall_s=1.0)[0]
     assert (total.attainment_tpot, total.attainment_ttft, total.attainment) == (1.0, 0.0, 0.0)
     assert (total.goodput_tps, total.goodput_tpot_tps) == (0.0, 4.0)
 
 
 def test_the_authors_count_is_kinder_than_tpot():
     borderline = record(tpot_slo=0.08)  # 0.3 / 3 = 0.1 misses, 0.3 / 4 = 0.075 meets
-    total = summarize([borderline], wall_s=1.0, baseline_s=0.01)[0]
+    total = summarize([borderline], wall_s=1.0)[0]
     assert (total.attainment_tpot, total.attainment_tpot_paper) == (0.0, 1.0)
 
 
 def test_single_token_counts_as_met_and_none_as_missed():
     one = record(offsets=(0.0,), verify=0, drafted=0, accepted=0)
     none = record(offsets=(), status="failed", verify=0, drafted=0, accepted=0)
-    assert summarize([one], wall_s=1.0, baseline_s=0.01)[0].attainment == 1.0
-    assert summarize([none], wall_s=1.0, baseline_s=0.01)[0].attainment == 0.0
+    assert summarize([one], wall_s=1.0)[0].attainment == 1.0
+    assert summarize([none], wall_s=1.0)[0].attainment == 0.0
 
 
 def test_unfinished_requests_meet_nothing_but_their_tokens_count_as_throughput():
     cut = record(tpot_slo=10.0, status="unfinished")
-    total = summarize([cut], wall_s=2.0, baseline_s=0.01)[0]
+    total = summarize([cut], wall_s=2.0)[0]
     assert (total.attainment, total.goodput_tps, total.throughput_tps) == (0.0, 0.0, 2.0)
     assert (total.unfinished, total.cause_unfinished) == (1, 1)
 
 
 def test_an_empty_run_has_no_shares_and_no_division_by_zero():
-    (total,) = summarize([], wall_s=0.0, baseline_s=0.01)
+    (total,) = summarize([], wall_s=0.0)
     assert (total.requests, total.attainment, total.throughput_tps, total.fluidity) == (0, None, 0.0, None)
 
 
@@ -108,7 +110,14 @@ def test_an_empty_run_has_no_shares_and_no_division_by_zero():
         ({"tpot_slo": 0.2}, None),
         ({"status": "rejected"}, "rejected"),
         ({"status": "failed"}, "failed"),
-        ({"tpot_slo": 0.001}, "infeasible"),
+        ({"tpot_slo": 0.001}, "budget"),
+        ({"tpot_slo": 0.05, "feasible": True}, "budget"),
+        ({"tpot_slo": 0.05, "feasible": False}, "infeasible"),
+        ({"tpot_slo": 0.2, "feasible": False}, None),
+        ({"tpot_slo": None, "ttft_slo": 0.1, "queue": 0.4, "feasible": False}, "infeasible"),
+        ({"status": "rejected", "feasible": False}, "infeasible"),
+        ({"status": "failed", "feasible": False}, "failed"),
+        ({"status": "unfinished", "feasible": False}, "unfinished"),
         ({"preemptions": 1}, "preemption"),
         ({"tpot_slo": None, "ttft_slo": 0.1, "queue": 0.4}, "queueing"),
         ({"tpot_slo": None, "ttft_slo": 0.1, "queue": 0.1}, "prefill"),
@@ -120,28 +129,26 @@ def test_an_empty_run_has_no_shares_and_no_division_by_zero():
 )
 def test_causes(changes: dict, cause: str | None):
     given_record = record(**({"tpot_slo": 0.09} | changes))
-    assert violation_cause(given_record, baseline_s=0.01, acceptance_rate=0.5) == cause
+    assert violation_cause(given_record, acceptance_rate=0.5) == cause
 
 
 def test_every_violation_has_exactly_one_cause():
     records = [record(tpot_slo=0.01 * i, status=s) for i in range(1, 20) for s in ("finished", "rejected", "failed")]
-    total = summarize(records, wall_s=1.0, baseline_s=0.02)[0]
+    total = summarize(records, wall_s=1.0)[0]
     causes = [getattr(total, name) for name in type(total).__dataclass_fields__ if name.startswith("cause_")]
     assert sum(causes) == sum(r.slo_met is False for r in records)
 
 
 def test_violation_ratio():
-    half, third = (
-        summarize([record(tpot_slo=t) for t in ts], wall_s=1.0, baseline_s=0.01)[0] for ts in ((1, 0.01), (1, 1, 0.01))
-    )
-    perfect = summarize([record(tpot_slo=1)], wall_s=1.0, baseline_s=0.01)[0]
+    half, third = (summarize([record(tpot_slo=t) for t in ts], wall_s=1.0)[0] for ts in ((1, 0.01), (1, 1, 0.01)))
+    perfect = summarize([record(tpot_slo=1)], wall_s=1.0)[0]
     assert violation_ratio(half, third) == pytest.approx(1.5)
     assert violation_ratio(half, perfect) is None
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=40))
 def test_percentiles_agree_with_the_standard_library(ttfts: list[float]):
-    total = summarize([record(ttft=t) for t in ttfts], wall_s=1.0, baseline_s=0.01)[0]
+    total = summarize([record(ttft=t) for t in ttfts], wall_s=1.0)[0]
     values = [(10.0 + t) - 10.0 for t in ttfts]
     expected = statistics.quantiles([*values], n=100, method="inclusive") if len(values) > 1 else values * 99
     assert math.isclose(total.ttft_p50_s or 0, expected[49], rel_tol=1e-9)

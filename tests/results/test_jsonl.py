@@ -32,6 +32,11 @@ def test_rows_survive_a_file(tmp_path: Path):
     ]
 
 
+def test_rows_of_the_version_before_are_read(tmp_path: Path):
+    append_rows(tmp_path / "rows.jsonl", [row(schema_version=1)])
+    assert read_rows(tmp_path / "rows.jsonl", ResultRow) == [row(schema_version=1)]
+
+
 def test_records_survive_a_file(tmp_path: Path):
     metrics = RequestMetrics(arrival_s=0.0, first_token_s=1.0, last_token_s=2.0, output_tokens=3, tpot_slo_s=1.0)
     record = RequestRecord.of(
@@ -52,7 +57,7 @@ def test_records_survive_a_file(tmp_path: Path):
     [
         ("{", r"rows.jsonl:2: expected one JSON object per line, got invalid JSON"),
         ("[1]", r"rows.jsonl:2: expected a JSON object, got list"),
-        ('{"schema_version": 99}', r"rows.jsonl:2: schema_version is 99, this version reads 1"),
+        ('{"schema_version": 99}', r"rows.jsonl:2: schema_version is 99, this version reads 1 and 2"),
         ('{"colour": 1}', r"rows.jsonl:2: unknown column 'colour' for a ResultRow"),
         ("{}", r"rows.jsonl:2: missing column 'acceptance_rate' for a ResultRow"),
     ],

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.types import Limits
@@ -38,6 +39,10 @@ class _ChainBandit(Controller):
         if self._arm is None:
             self._arm = self._choose()
         return fill(self._limits, load, depth=self._arm + 1, width=1)
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """With the best arm, whichever that turns out to be."""
+        return alone.fastest_chain(1)
 
     def learn(self, feedback: Feedback) -> None:
         if feedback.rows and self._arm is not None:

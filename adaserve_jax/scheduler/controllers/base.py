@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from adaserve_jax.scheduler.controllers.alone import Alone
+
 
 @dataclass(frozen=True, eq=False)
 class Load:
@@ -25,6 +27,11 @@ class Load:
     num_prefill: int
     prefill_tokens: int
     wait_ratio: float
+
+    @classmethod
+    def of_one(cls) -> Load:
+        """One row that decodes and can draft, and nothing else."""
+        return cls(np.zeros(1), np.ones(1, np.int64), np.ones(1, bool), num_prefill=0, prefill_tokens=0, wait_ratio=0.0)
 
     @property
     def num_decode(self) -> int:
@@ -55,7 +62,8 @@ class Feedback:
 
 
 class Controller(Protocol):
-    """Explicit subclasses that learn nothing, and admit whoever fits, inherit `learn` and `sustains`."""
+    """Explicit subclasses that learn nothing, and admit whoever fits, inherit `learn`, `sustains` and
+    `fastest_alone`."""
 
     def decide(self, load: Load) -> Decision: ...
 
@@ -63,6 +71,12 @@ class Controller(Protocol):
         """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
         others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile."""
         return True
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """Expected tokens per second of one request on an empty machine, by tables that learn. Unless overridden: what
+        `decide` gives one row, which must then change nothing."""
+        decision = self.decide(Load.of_one())
+        return alone.rate(decision.depth, decision.width, decision.budget - 1)
 
     def learn(self, feedback: Feedback) -> None:
         """Take in what the step brought that was decided last."""

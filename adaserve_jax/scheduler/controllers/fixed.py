@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.types import Limits
 
@@ -34,6 +35,13 @@ class FixedController(Controller):
             return decision
         room = max(self.step_tokens - decision.budget, 1)
         return replace(decision, prefill_tokens=min(decision.prefill_tokens, room))
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """Of a static tree, at its best size: where a level's parents were not drafted it is smaller than `nodes`."""
+        if self.nodes is None or self.width == 1:
+            return super().fastest_alone(alone)
+        sizes = range(self.decide(Load.of_one()).budget)
+        return max(alone.rate(self.depth, self.width, nodes) for nodes in sizes)
 
 
 @dataclass(frozen=True)

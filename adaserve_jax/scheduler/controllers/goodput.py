@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.scheduler.cost import CostTable
@@ -41,6 +42,10 @@ class GoodputController(Controller):
         if not depth and self._probe_steps and self._steps % self._probe_steps == self._probe_steps - 1:
             depth = min(1, self._limits.max_depth)
         return fill(self._limits, load, depth=depth, width=1 if depth else 0)
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """With the best chain, none included."""
+        return alone.fastest_chain(0)
 
     def learn(self, feedback: Feedback) -> None:
         self._steps += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.controllers.shapes import Reach, Shapes
 from adaserve_jax.scheduler.cost import CostTable
@@ -72,7 +73,8 @@ class JointController(Controller):
         self._admits_by_pace = admits_by_pace
         self._shapes = Shapes.of(limits, cost.draft_widths)
         self._edges = np.array(limits.token_edges)
-        self._coarse = _spread(0, len(self._edges) - 1, COARSE_EDGES)
+        sizes = np.geomspace(1, self._edges[-1], 2 * COARSE_EDGES).round()
+        self._coarse = np.unique(np.searchsorted(self._edges, sizes))
         self._reach: Reach | None = None
         self._reach_age = 0
 
@@ -141,6 +143,10 @@ class JointController(Controller):
         if self._reach is None or age != self._reach_age:
             self._reach, self._reach_age = self._shapes.reach(self._acceptance.expected()), age
         return self._reach
+
+    def fastest_alone(self, alone: Alone) -> float:
+        """By its own tables, over all shapes."""
+        return self._fastest_alone(self._reach_now())
 
     def _fastest_alone(self, reach: Reach) -> float:
         """Expected tokens per second of one request on an empty machine, at its best shape and edge."""

@@ -1,0 +1,181 @@
+"""Nobody waits for ever: the bounds that docs/architecture/scheduler.md states, under more load than can be served.
+
+R slots, C most tokens of a request, D = 2 R C steps: within D steps without a new admission all that run, and all that
+were preempted, have ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.queue import PROMOTION_PERIOD
+from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.types import Request, SamplingParams
+from tests.scheduler.harness import VOCAB, Run, limits_of, request_of
+
+INFEASIBLE_S = 1e-4
+
+
+@dataclass
+class Seen:
+    """What a request found when it came, and how it went on. Steps and admissions are counted over the whole run."""
+
+    waiting_before: int
+    admissions_before: int
+    admissions: int = 0
+    admitted_step: int | None = None
+    first_token_step: int | None = None
+
+
+def overload(seed: int, count: int, rate: float) -> list[Request]:
+    """Targets that can be met, that are out of reach, that are lost on the way, and none; prompts of all lengths."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate, count))
+    return [
+        Request(
+            f"r{index}",
+            rng.integers(0, VOCAB, int(rng.integers(1, 80))).astype(np.int32),
+            SamplingParams(max_tokens=int(rng.integers(1, 40))),
+            seed=index,
+            arrival_s=float(arrival),
+            tpot_slo_s=[None, INFEASIBLE_S, 0.012, 0.1][int(rng.integers(0, 4))],
+            ttft_slo_s=[None, INFEASIBLE_S, 0.15, 3.0][int(rng.integers(0, 4))],
+            priority=int(rng.integers(-1, 2)),
+        )
+        for index, arrival in enumerate(arrivals)
+    ]
+
+
+class Watched:
+    """Runs a load to its end and checks, at every step, the progress that the bounds are made of."""
+
+    def __init__(self, run: Run, drain_steps: int):
+        self.run = run
+        self.drain_steps = drain_steps
+        self.seen: dict[str, Seen] = {}
+        self.most_waiting = 0
+        self.late_admission = 0
+        queue = run.scheduler._batch.queue
+        self._take, queue.take = queue.take, self.take
+
+    def take(self, state: RequestState) -> None:
+        """Note an admission, in place of the queue's own method."""
+        self._take(state)
+        seen = self.seen.get(state.request.request_id)
+        if seen is not None and seen.admitted_step is None:
+            seen.admitted_step = self.run.steps
+            seen.admissions = self.run.scheduler._batch.queue._admissions - seen.admissions_before
+
+    def add(self, request: Request) -> None:
+        queue = self.run.scheduler._batch.queue
+        self.seen[request.request_id] = Seen(queue.num_new, queue._admissions)
+        self.run.scheduler.add(request)
+        self.most_waiting = max(self.most_waiting, queue.num_new)
+
+    def step(self) -> None:
+        run, batch = self.run, self.run.scheduler._batch
+        first, admissions = _lowest(batch), batch.queue._admissions
+        before = {name: len(text) for name, text in run.text.items()}
+        decoding: list[str] = []
+
+        def planned() -> None:
+            slots = set(run.scheduler._in_flight.plan.slots.tolist())
+            decode = [state for state in batch.running if state.pending == 1]
+            assert first is None or first.is_running, "the running request of lowest rank was preempted"
+            assert _lowest(batch).slot in slots, "the running request of lowest rank was left out"
+            assert {state.slot for state in decode} <= slots, "a row that decodes was left out"
+            decoding.extend(state.request.request_id for state in decode)
+
+        plan, _ = run.step(in_flight=planned)
+        if plan is None:
+            return
+        assert all(len(run.text[name]) > before.get(name, 0) for name in decoding), "a step brought a row no token"
+        self.note_progress(admissions)
+
+    def note_progress(self, admissions: int) -> None:
+        run, queue = self.run, self.run.scheduler._batch.queue
+        for name, seen in self.seen.items():
+            if seen.first_token_step is None and name in run.text:
+                seen.first_token_step = run.steps
+        self.late_admission = 0 if queue._admissions > admissions or not queue.num_new else self.late_admission + 1
+        assert self.late_admission <= self.drain_steps
+
+
+def _lowest(batch: Batch) -> RequestState | None:
+    return min(batch.running, key=lambda state: state.rank, default=None)
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "spec:2"])
+@pytest.mark.parametrize(("seed", "num_pages"), [(0, 256), (1, 20)])
+def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num_pages: int) -> None:
+    limits = limits_of(max_requests=4, max_context=128, num_pages=num_pages)
+    drain_steps = 2 * limits.max_requests * limits.max_context
+    run, load = Run.of(limits, policy=policy), overload(seed, 60, 30.0)
+    watched, waiting = Watched(run, drain_steps), list(load)
+    ended: dict[str, int] = {}
+    ranks = {}
+    while waiting or run.scheduler.has_work:
+        while waiting and waiting[0].arrival_s <= run.clock.now():
+            watched.add(waiting.pop(0))
+            ranks |= {name: state.rank for name, state in run.scheduler._requests.items()}
+        watched.step()
+        if not run.scheduler.has_work and waiting:
+            run.clock.advance(max(waiting[0].arrival_s - run.clock.now(), 1e-3))
+        ended |= {name: run.steps for name in run.last if name not in ended}
+    assert set(ended) == {request.request_id for request in load}
+    assert watched.most_waiting > 20, "not an overload"
+    for name, end in ended.items():
+        seen, metrics = watched.seen[name], run.last[name].metrics
+        before = sum(rank < ranks[name] for rank in ranks.values())
+        if policy == "adaserve":
+            assert seen.admissions <= PROMOTION_PERIOD * (seen.waiting_before + 1)
+        else:
+            assert seen.admissions <= before + 1
+        assert end - seen.admitted_step <= (before + 1) * (drain_steps + limits.max_context)
+        if not metrics.preemptions:
+            assert end - seen.first_token_step < metrics.output_tokens
+    if policy == "adaserve":
+        assert {update.metrics.slo_feasible for update in run.last.values()} == {True, False, None}
+    assert (run.scheduler.stats.preemptions > 0) == (num_pages == 20)
+
+
+@pytest.mark.parametrize("tpot_slo_s", [None, INFEASIBLE_S, 0.02])
+def test_best_effort_is_admitted_while_better_ones_keep_coming(tpot_slo_s: float | None) -> None:
+    """It finds every slot taken and nobody before it, is late at once, and never has the first due time again."""
+    run = Run.of(limits_of(max_requests=4), policy="adaserve")
+    for index in range(4):
+        run.scheduler.add(request_of(f"runs{index}", tokens=16, tpot_slo_s=0.05))
+    run.step()
+    watched, added = Watched(run, drain_steps=2 * 4 * 256), 0
+    watched.add(request_of("late", prompt=30, arrival_s=run.clock.now(), ttft_slo_s=0.03, tpot_slo_s=tpot_slo_s))
+    while "late" not in run.last:
+        while 0.02 * added < run.clock.now():
+            targets = {"ttft_slo_s": 9.0, "tpot_slo_s": 0.05}
+            run.scheduler.add(request_of(f"q{added}", tokens=8, arrival_s=run.clock.now(), priority=-1, **targets))
+            added += 1
+        watched.step()
+    assert run.scheduler.stats.waiting > 10, "not an overload"
+    assert 8 < watched.seen["late"].admissions <= PROMOTION_PERIOD
+
+
+def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None:
+    """Not even one that had a slot, and lost it before its prompt was begun."""
+    batch = Batch(limits_of(), "deadline")
+
+    def state_of(name: str, sequence: int) -> RequestState:
+        return RequestState(request_of(name, tpot_slo_s=0.02), max_total=30, order_key=0.0, sequence=sequence)
+
+    first, second, new = (state_of(name, index) for index, name in enumerate(("first", "second", "new")))
+    for state in (first, second):
+        batch.queue.add(state)
+    batch.admit(0.0, lambda state: True)
+    batch._preempt(second)
+    batch.queue.add(new)
+    asked = []
+    batch.admit(0.0, lambda state: bool(asked.append(state)))
+    assert batch.running == [first, second]
+    assert asked == [new]
