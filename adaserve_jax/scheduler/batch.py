@@ -14,7 +14,7 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.slots import SlotTable
-from adaserve_jax.scheduler.state import NUM_COMPUTED, NUM_PAGES, NUM_TOKENS, RequestState
+from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import Limits
 
 
@@ -43,14 +43,14 @@ class Batch:
 
         Returns whether anything was preempted.
         """
-        slots = self.slots
-        counts = self.table.counts.take(slots, axis=0)
-        num_tokens, num_computed = counts[:, NUM_TOKENS], counts[:, NUM_COMPUTED]
-        short = (num_tokens == num_computed + 1) & (num_tokens > counts[:, NUM_PAGES] * self.limits.page_size)
-        if not short.any() or self._reserve_all(slots[short], num_tokens[short]):
+        slots, table = self.slots, self.table
+        num_tokens = table.num_tokens[slots]
+        # a prefill row has held the pages of all its tokens since it was admitted
+        short = num_tokens > table.num_pages[slots] * self.limits.page_size
+        if not np.count_nonzero(short) or self._reserve_all(slots[short], num_tokens[short]):
             return False
         preempted = False
-        for state in sorted((self.running[row] for row in np.flatnonzero(short)), key=lambda state: state.rank):
+        for state in sorted((self.running[row] for row in short.nonzero()[0]), key=lambda state: state.rank):
             while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
                 self._preempt(victim)
@@ -67,14 +67,17 @@ class Batch:
 
     def _reserve_all(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
         """Hold pages for all of these slots, or take none and return False."""
-        missing = -(-num_tokens // self.limits.page_size) - self.table.counts[slots, NUM_PAGES]
+        missing = -(-num_tokens // self.limits.page_size) - self.table.num_pages[slots]
         lacking = missing > 0
-        if lacking.any():
+        count = np.count_nonzero(lacking)
+        if not count:
+            return True
+        if count < len(slots):
             slots, missing = slots[lacking], missing[lacking]
-            wanted = int(missing.sum())
-            if wanted > self.pool.num_free:
-                return False
-            self.table.grow(slots, missing, self.pool.alloc(wanted))
+        wanted = int(missing.sum())
+        if wanted > self.pool.num_free:
+            return False
+        self.table.grow(slots, missing, self.pool.alloc(wanted))
         return True
 
     def admit(self, now: float, may_start: Callable[[RequestState], bool]) -> None:

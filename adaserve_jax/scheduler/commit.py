@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.planning import PlannedStep
-from adaserve_jax.scheduler.state import (
-    ACCEPTED_TOKENS,
-    DRAFT_COMPUTED,
-    DRAFTED_TOKENS,
-    FIRST_TOKEN_S,
-    LAST_TOKEN_S,
-    MAX_TOTAL,
-    NUM_COMPUTED,
-    NUM_TOKENS,
-    PROMPT_LEN,
-    VERIFY_STEPS,
-    RequestState,
-)
+from adaserve_jax.scheduler.slots import SlotTable
+from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import (
     CandidateTrees,
@@ -35,24 +25,23 @@ from adaserve_jax.types import (
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """Draft tokens of each decode row, its root left out: i64[num_decode]."""
+    """Draft tokens of each decode row, its root left out: i64[num_decode]. any: whether there was one."""
 
     drafted: np.ndarray
     accepted: np.ndarray
+    any: bool
 
     @classmethod
     def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int, stats: StepStats) -> Verified:
         """accepted: bool[N], per packed node, roots True. Counts the totals too."""
         if len(trees.row) == num_decode:
             nothing = np.zeros(num_decode, np.int64)
-            return cls(nothing, nothing)
-        drafted = trees.candidate >= 0
-        hits = drafted & accepted
-        verified = cls(
-            np.bincount(trees.row[drafted], minlength=num_decode), np.bincount(trees.row[hits], minlength=num_decode)
-        )
+            return cls(nothing, nothing, False)
+        hits = accepted & (trees.candidate >= 0)
         _count_depths(trees.depth[hits], len(trees.row) - num_decode, stats)
-        return verified
+        drafted = np.bincount(trees.row, minlength=num_decode)
+        drafted -= 1
+        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), True)
 
 
 def apply_outcome(
@@ -66,41 +55,29 @@ def apply_outcome(
     stats: StepStats,
 ) -> StepUpdates:
     """Advance every row that still runs, free what finished, and return the new tokens, stamped `now`."""
-    table, num_decode, slots = batch.table, planned.plan.num_decode, planned.slots
+    table, slots, token_ids = batch.table, planned.slots, outcome.tokens
     counts = outcome.counts.astype(np.int64)
-    progress = table.counts.take(slots, axis=0)
-    progress[:num_decode, NUM_COMPUTED] += counts[:num_decode]
-    progress[num_decode:, NUM_COMPUTED] += planned.plan.prefill_counts
-    progress[:num_decode, VERIFY_STEPS] += 1
-    progress[:num_decode, DRAFTED_TOKENS] += verified.drafted
-    progress[:num_decode, ACCEPTED_TOKENS] += verified.accepted
-    draft_end = _draft_end(planned, candidates)
-    if draft_end is not None:
-        progress[:, DRAFT_COMPUTED] = draft_end
-
+    _advance(table, planned, candidates, verified, counts)
     states = [table.states[slot] for slot in slots.tolist()]
-    token_ids = outcome.tokens
+    emits = counts > 0
     if None in states:  # aborted while the step was in flight
-        alive = np.array([state is not None for state in states])
-        slots, counts, progress, token_ids = slots[alive], counts[alive], progress[alive], token_ids[alive]
-    running = [state for state in states if state is not None]
-    kept, reasons = _cut(running, progress, token_ids, counts, stop_check, table.has_stop_ids[slots])
-    table.write_tokens(slots, progress[:, NUM_TOKENS], token_ids, kept)
-    progress[:, NUM_TOKENS] += kept
-    table.counts[slots] = progress
-    if not counts.all():
-        emits = np.flatnonzero(counts)
-        running = [running[row] for row in emits.tolist()]
-        reasons = {int(np.searchsorted(emits, row)): reason for row, reason in reasons.items()}
-        slots, kept, token_ids = slots[emits], kept[emits], token_ids[emits]
-    _stamp(batch, slots, now, stats)
+        emits &= np.array([state is not None for state in states])
+    if np.count_nonzero(emits) < len(slots):
+        rows = emits.nonzero()[0]
+        states = [states[row] for row in rows.tolist()]
+        slots, counts, token_ids = slots[rows], counts[rows], token_ids[rows]
+    running = cast(list[RequestState], states)
+    kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
+    table.write_tokens(slots, token_ids)
+    table.num_tokens[slots] += kept
+    _stamp(table, slots, now, stats)
     stats.generation_tokens += int(kept.sum())
-    sequence = table.sequence.take(slots)
+    sequence = table.sequence[slots]
     ended = {
         row: finish(batch, running[row], reason, token_ids[row, : kept[row]].tolist(), stats)
         for row, reason in sorted(reasons.items())
     }
-    return StepUpdates([state.request.request_id for state in running], sequence, token_ids, kept, ended)
+    return StepUpdates(running, sequence, token_ids, kept, ended)
 
 
 def finish(
@@ -115,17 +92,36 @@ def finish(
     return RequestUpdate(state.request.request_id, tuple(token_ids), reason, state.metrics())
 
 
+def _advance(
+    table: SlotTable, planned: PlannedStep, candidates: CandidateTrees, verified: Verified, counts: np.ndarray
+) -> None:
+    """Count what every row's KV holds now, and what was verified. An aborted row's slot is nobody's: it may be counted
+    too, since whoever gets it brings counts of their own."""
+    plan, slots = planned.plan, planned.slots
+    decode = slots[: plan.num_decode]
+    table.num_computed[decode] += counts[: plan.num_decode]
+    if len(decode) < len(slots):
+        table.num_computed[slots[plan.num_decode :]] += plan.prefill_counts
+    table.verify_steps[decode] += 1
+    if verified.any:
+        table.drafted_tokens[decode] += verified.drafted
+        table.accepted_tokens[decode] += verified.accepted
+    draft = plan.draft
+    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1]):  # it ran, and did not fail
+        table.draft_computed[slots] = draft.draft_ctx + draft.catchup_counts
+
+
 def _cut(
-    states: list[RequestState], progress: np.ndarray, token_ids: np.ndarray, counts: np.ndarray,
-    stop_check: StopCheck | None, has_stop_ids: np.ndarray,
+    table: SlotTable, slots: np.ndarray, states: list[RequestState], token_ids: np.ndarray, counts: np.ndarray,
+    stop_check: StopCheck | None,
 ) -> tuple[np.ndarray, dict[int, FinishReason]]:  # fmt: skip
     """How much of each row's new tokens plain decoding would have emitted, up to the first stop token, stop string, or
-    the length limit: i64[R], and why the rows end that do."""
-    room = progress[:, MAX_TOTAL] - progress[:, NUM_TOKENS]
+    the length limit: i64[U], and why the rows end that do."""
+    room = table.max_total[slots] - table.num_tokens[slots]
     kept = np.minimum(counts, room)
-    reasons: dict[int, FinishReason] = dict.fromkeys(np.flatnonzero((counts >= room) & (counts > 0)).tolist(), "length")
-    asked = counts > 0 if stop_check is not None else has_stop_ids & (counts > 0)
-    for row in np.flatnonzero(asked).tolist():
+    reasons: dict[int, FinishReason] = dict.fromkeys((counts >= room).nonzero()[0].tolist(), "length")
+    asked = range(len(slots)) if stop_check is not None else table.has_stop_ids[slots].nonzero()[0].tolist()
+    for row in asked:
         request, new = states[row].request, token_ids[row, : kept[row]].tolist()
         if not request.stop_token_ids.isdisjoint(new):
             first = next(position for position, token in enumerate(new) if token in request.stop_token_ids)
@@ -137,22 +133,14 @@ def _cut(
     return kept, reasons
 
 
-def _stamp(batch: Batch, slots: np.ndarray, now: float, stats: StepStats) -> None:
+def _stamp(table: SlotTable, slots: np.ndarray, now: float, stats: StepStats) -> None:
     """These rows emitted tokens at `now`."""
-    times = batch.table.times
-    times[slots, LAST_TOKEN_S] = now
-    started = slots[np.isnan(times[slots, FIRST_TOKEN_S])]
+    table.last_token_s[slots] = now
+    first_token_s = table.first_token_s[slots]
+    started = slots[first_token_s != first_token_s]
     if len(started):
-        times[started, FIRST_TOKEN_S] = now
-        stats.prompt_tokens += int(batch.table.counts[started, PROMPT_LEN].sum())
-
-
-def _draft_end(planned: PlannedStep, candidates: CandidateTrees) -> np.ndarray | None:
-    """Tokens in the draft's KV after the step, i64[R]; None when the draft did not run or failed."""
-    draft = planned.plan.draft
-    if draft is None or (draft.depth > 0 and candidates.log_f.shape[1] == 0):
-        return None
-    return draft.draft_ctx + draft.catchup_counts
+        table.first_token_s[started] = now
+        stats.prompt_tokens += int(table.prompt_len[started].sum())
 
 
 def _count_depths(accepted_depth: np.ndarray, drafted: int, stats: StepStats) -> None:

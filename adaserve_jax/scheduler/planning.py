@@ -12,20 +12,10 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.slo import need_rate
-from adaserve_jax.scheduler.state import (
-    DRAFT_COMPUTED,
-    FIRST_SCHEDULED_S,
-    FIRST_TOKEN_S,
-    MAX_TOTAL,
-    NUM_COMPUTED,
-    NUM_PAGES,
-    NUM_TOKENS,
-    PROMPT_LEN,
-    RequestState,
-)
+from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import DraftPlan, StepPlan
 
-_NO_TOKENS = np.zeros(0, np.int32)
+_NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
 """Weight of a step in the moving average of prefill tokens per step."""
 
@@ -108,21 +98,19 @@ class Planner:
         slots = decode
         if chunks:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
-        times = batch.table.times
-        new = slots[np.isnan(times[slots, FIRST_SCHEDULED_S])]
-        times[new, FIRST_SCHEDULED_S] = now
-        counts = batch.table.counts.take(slots, axis=0)
-        draft = self._plan_draft(decision, slots, counts, load, chunks) if self._uses_draft else None
-        plan = self._assemble(step, slots, counts, chunks, draft, decision)
+        scheduled_s = batch.table.first_scheduled_s[slots]
+        batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
+        draft = self._plan_draft(decision, slots, load, chunks) if self._uses_draft else None
+        plan = self._assemble(step, slots, chunks, draft, decision)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now)
 
     def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
         """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
-        batch = self._batch
-        slots = batch.slots
-        counts = batch.table.counts.take(slots, axis=0)
-        decodes = counts[:, NUM_TOKENS] == counts[:, NUM_COMPUTED] + 1
-        prefill = [batch.running[row] for row in np.flatnonzero(~decodes)]
+        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
+        decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
+        if np.count_nonzero(decodes) == len(slots):
+            return slots.copy(), []
+        prefill = [running[row] for row in (~decodes).nonzero()[0]]
         return slots[decodes], sorted(prefill, key=lambda state: state.rank)
 
     def _starter(self, now: float) -> Callable[[RequestState], bool]:
@@ -155,46 +143,47 @@ class Planner:
     def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
         """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows, given by slot."""
         table = self._batch.table
-        counts = table.counts.take(decode, axis=0)
-        num_tokens = counts[:, NUM_TOKENS]
-        remaining = counts[:, MAX_TOTAL] - num_tokens
-        first_token_s = table.times[decode, FIRST_TOKEN_S]
+        num_tokens = table.num_tokens[decode]
+        remaining = table.max_total[decode] - num_tokens
+        first_token_s = table.first_token_s[decode]
+        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
         pace = Pace(
-            first_token_s=np.where(np.isnan(first_token_s), now, first_token_s),
-            tpot_slo_s=table.tpot_slo_s.take(decode),
-            num_decoded=np.maximum(num_tokens - counts[:, PROMPT_LEN] - 1, 0),
+            first_token_s=first_token_s,
+            tpot_slo_s=table.tpot_slo_s[decode],
+            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
             horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
         )
-        return pace, remaining, num_tokens - counts[:, DRAFT_COMPUTED]
+        return pace, remaining, num_tokens - table.draft_computed[decode]
 
     def _plan_draft(
-        self, decision: Decision, slots: np.ndarray, held: np.ndarray, load: Load, chunks: list[int]
+        self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]
     ) -> DraftPlan | None:
         """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
-        with half of what is left when prompts wait too; then the prefill chunks. held: i64[R, NUM_COUNTS]."""
+        with half of what is left when prompts wait too; then the prefill chunks."""
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)
         speculates = np.zeros(num_decode, bool)
         room = self._max_catchup
         if decision.depth:
-            speculates = self._speculating(slots[:num_decode], held[:num_decode], load, decision.depth)
-            counts[:num_decode] = np.where(speculates, load.draft_lag, 0)
+            speculates = self._speculating(slots[:num_decode], load, decision.depth)
+            np.multiply(load.draft_lag, speculates, out=counts[:num_decode])
             room -= int(counts.sum())
             lagging = room // 2 if chunks else room
             behind = load.can_speculate & ~speculates & (load.draft_lag > 1)
-            for index in np.flatnonzero(behind).tolist():
+            for index in behind.nonzero()[0].tolist():
                 counts[index] = min(int(load.draft_lag[index]), lagging)
                 lagging -= int(counts[index])
                 room -= int(counts[index])
-        draft_ctx = held[:, DRAFT_COMPUTED]
-        if decision.feed_draft:
+        draft_ctx = self._batch.table.draft_computed[slots]
+        if decision.feed_draft and chunks:
+            behind = self._batch.table.num_computed[slots] - draft_ctx
             for index, chunk in enumerate(chunks, num_decode):
-                counts[index] = min(int(held[index, NUM_COMPUTED]) + chunk - int(draft_ctx[index]), room)
+                counts[index] = min(int(behind[index]) + chunk, room)
                 room -= int(counts[index])
-        if not counts.any():
+        if not np.count_nonzero(counts):
             return None
         return DraftPlan(
-            depth=decision.depth if speculates.any() else 0,
+            depth=decision.depth if np.count_nonzero(speculates) else 0,
             width=max(decision.width, 1),
             catchup_tokens=self._batch.table.gather(slots, draft_ctx, counts),
             catchup_counts=counts.astype(np.int32),
@@ -202,7 +191,7 @@ class Planner:
             speculates=speculates,
         )
 
-    def _speculating(self, slots: np.ndarray, held: np.ndarray, load: Load, depth: int) -> np.ndarray:
+    def _speculating(self, slots: np.ndarray, load: Load, depth: int) -> np.ndarray:
         """bool[num_decode]: rows whose whole lag fits this step's catch-up and whose tree's pages are held."""
         speculates = load.can_speculate
         if int(load.draft_lag.sum()) > self._max_catchup:
@@ -210,35 +199,40 @@ class Planner:
             fits = speculates[order] & (np.cumsum(load.draft_lag[order]) <= self._max_catchup)
             speculates = np.zeros(load.num_decode, bool)
             speculates[order] = fits
+        table = self._batch.table
         # the deepest node that selection may take is emitted beside one more token
-        ends = np.minimum(held[:, NUM_TOKENS] + depth, held[:, MAX_TOTAL] - 1)
-        lacking = speculates & (ends > held[:, NUM_PAGES] * self._limits.page_size)
-        if not lacking.any():
+        ends = np.minimum(table.num_tokens[slots] + depth, table.max_total[slots] - 1)
+        lacking = speculates & (ends > table.num_pages[slots] * self._limits.page_size)
+        if not np.count_nonzero(lacking):
             return speculates
         got = speculates.copy()
         got[lacking] = self._batch.reserve(slots[lacking], ends[lacking])
         return got
 
     def _assemble(
-        self, step: int, slots: np.ndarray, held: np.ndarray, chunks: list[int], draft: DraftPlan | None,
-        decision: Decision,
-    ) -> StepPlan:  # fmt: skip
+        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
+    ) -> StepPlan:
         table = self._batch.table
         num_decode = len(slots) - len(chunks)
-        prefill_counts = np.array(chunks, np.int32)
-        starts = held[num_decode:, NUM_COMPUTED]
-        final = prefill_counts == held[num_decode:, NUM_TOKENS] - starts
-        most = min(self._limits.max_tree_tokens - int(final.sum()), self._limits.max_tokens - sum(chunks))
+        num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
+        prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
+        if chunks:
+            prefill_counts = np.array(chunks, np.int32)
+            prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
+            final = prefill_counts == (num_tokens - num_computed)[num_decode:]
+        most = min(
+            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
+        )
         speculating = draft is not None and draft.depth > 0
         return StepPlan(
             step=step,
             slots=slots.astype(np.int32),
             num_decode=num_decode,
-            root_token=table.token_ids[slots[:num_decode], held[:num_decode, NUM_TOKENS] - 1],
-            ctx_len=held[:, NUM_COMPUTED].astype(np.int32),
+            root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
+            ctx_len=num_computed.astype(np.int32),
             page_table=table.page_table.take(slots, axis=0),
             sampling=table.row_sampling(slots),
-            prefill_tokens=table.gather(slots[num_decode:], starts, prefill_counts) if chunks else _NO_TOKENS,
+            prefill_tokens=prefill_tokens,
             prefill_counts=prefill_counts,
             prefill_final=final,
             draft=draft,

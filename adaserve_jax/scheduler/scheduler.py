@@ -185,7 +185,7 @@ class Scheduler:
         self._cost.observe(plan, outcome, now - planned.made_s)
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
             self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
-        elif plan.num_decode:
+        elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
             self._controller.learn(_feedback(plan, verified, outcome))

@@ -22,32 +22,32 @@ NO_SLOT = -1
     ACCEPTED_TOKENS,
     NUM_COUNTS,
 ) = range(10)
-"""Columns of the counts of a request, and how many there are."""
+"""Entries of the counts of a request, and how many there are."""
 FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, NUM_TIMES = range(4)
-"""Columns of its times, NaN until they come, and how many there are."""
+"""Entries of its times, NaN until they come, and how many there are."""
 
 
 class _Count:
     """One of a request's counts as a Python int."""
 
-    def __init__(self, column: int):
-        self._column = column
+    def __init__(self, entry: int):
+        self._entry = entry
 
     def __get__(self, state: RequestState, owner: type) -> int:
-        return int(state.counts[self._column])
+        return int(state.counts[self._entry])
 
     def __set__(self, state: RequestState, value: int) -> None:
-        state.counts[self._column] = value
+        state.counts[self._entry] = value
 
 
 class _Time:
     """One of a request's times, seconds, None until it comes."""
 
-    def __init__(self, column: int):
-        self._column = column
+    def __init__(self, entry: int):
+        self._entry = entry
 
     def __get__(self, state: RequestState, owner: type) -> float | None:
-        value = float(state.times[self._column])
+        value = float(state.times[self._entry])
         return None if math.isnan(value) else value
 
 

@@ -8,6 +8,7 @@ from typing import overload
 
 import numpy as np
 
+from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import RequestUpdate
 
 
@@ -15,24 +16,26 @@ from adaserve_jax.types import RequestUpdate
 class StepUpdates(Sequence[RequestUpdate]):
     """A sequence of the updates of one step, made when they are asked for. U: requests that got tokens or ended.
 
-    request_ids: [U]. sequence: i64[U], each request's number in the order in which they were added. token_ids:
+    requests: [U]. sequence: i64[U], each request's number in the order in which they were added. token_ids:
     i32[U, D], the first counts[u] new; counts: i64[U]. ended: the updates that end their request, in order, by index.
     """
 
-    request_ids: list[str]
+    requests: list[RequestState]
     sequence: np.ndarray
     token_ids: np.ndarray
     counts: np.ndarray
     ended: dict[int, RequestUpdate]
 
     def __len__(self) -> int:
-        return len(self.request_ids)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[RequestUpdate]:
         tokens, counts = self.token_ids.tolist(), self.counts.tolist()
-        for index, request_id in enumerate(self.request_ids):
-            ended = self.ended.get(index)
-            yield RequestUpdate(request_id, tuple(tokens[index][: counts[index]])) if ended is None else ended
+        for index, state in enumerate(self.requests):
+            update = self.ended.get(index)
+            if update is None:
+                update = RequestUpdate(state.request.request_id, tuple(tokens[index][: counts[index]]))
+            yield update
 
     @overload
     def __getitem__(self, index: int) -> RequestUpdate: ...
