@@ -125,11 +125,9 @@ class SimExecutor:
         each round, so that a round per level is not needed.
         """
         rows = plan.num_decode
-        roots = np.flatnonzero(trees.parent < 0)
-        if (
-            len(roots) != rows
-            or (trees.row[roots] != np.arange(rows)).any()
-            or (trees.token[roots] != plan.root_token).any()
+        roots = (trees.parent < 0).nonzero()[0]
+        if len(roots) != rows or np.count_nonzero(
+            (trees.row[roots] != np.arange(rows)) | (trees.token[roots] != plan.root_token)
         ):
             raise IntegrityError("trees must bring each row's root once, in row order")
         depth = int(trees.depth.max()) if len(trees.row) > rows else 0
@@ -169,7 +167,7 @@ class SimExecutor:
         log_f = np.log(a)[:, None] * level
         if width > 1:
             log_f += np.log1p(-a)[:, None] * rank
-        if not speculates.all():
+        if np.count_nonzero(speculates) < rows:
             log_f[~speculates] = -np.inf
         ranks = true_ranks(a, draws.luck, width)
         true = draws.target[:, :depth]

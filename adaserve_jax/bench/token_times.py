@@ -25,18 +25,19 @@ class TokenTimes:
     def take(self, updates: StepUpdates, now: float) -> None:
         """Every request of `updates` got its new tokens at `now`."""
         sequence = updates.sequence
-        if not len(sequence):
-            return
-        if sequence.max() >= len(self._row):
+        try:
+            rows = self._row[sequence]
+        except IndexError:
             more = np.full(max(len(self._row), int(sequence.max()) + 1), _NONE, np.int64)
             self._row = np.concatenate([self._row, more])
-        rows = self._row[sequence]
-        if rows.min() == _NONE:
-            for new in sequence[rows == _NONE].tolist():
-                self._row[new] = self._free_row()
+            rows = self._row[sequence]
+        new = rows == _NONE
+        if np.count_nonzero(new):
+            for each in sequence[new].tolist():
+                self._row[each] = self._free_row()
             rows = self._row[sequence]
         steps = self._steps[rows]
-        if steps.max() == self._times_s.shape[1]:
+        if np.count_nonzero(steps == self._times_s.shape[1]):
             self._times_s = np.concatenate([self._times_s, np.zeros_like(self._times_s)], axis=1)
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
         self._times_s[rows, steps] = now
