@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 
 from adaserve_jax.bench.sim_kv import KVRecord
-from adaserve_jax.bench.sim_text import Draws, acceptance_now, token_at, true_ranks
+from adaserve_jax.bench.sim_text import Draws, acceptance_now, token_at, tokens_after, true_ranks
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
 
@@ -149,9 +149,10 @@ class SimExecutor:
         """i32[num_decode, at least depth + 1], the target's tokens after each root."""
         if self._drawn is not None and self._drawn[0] is plan and self._drawn[1].shape[1] > depth:
             return self._drawn[1]
-        rows = plan.num_decode
-        position = plan.ctx_len[:rows, None] + np.arange(1, depth + 2)
-        return token_at(plan.sampling.seed[:rows, None], plan.sampling.choice[:rows, None], position, self._vocab_size)
+        rows, sampling = plan.num_decode, plan.sampling
+        return tokens_after(
+            sampling.seed[:rows], sampling.choice[:rows], plan.ctx_len[:rows], depth + 1, self._vocab_size
+        )
 
     def _candidates(self, plan: StepPlan, depth: int, width: int, speculates: np.ndarray) -> CandidateTrees:
         """Two lanes of likely tokens, first and second choice, and at each level side branches of the first lane.
@@ -173,10 +174,12 @@ class SimExecutor:
         true = draws.target[:, :depth]
         if width > 1:
             ranks, true = np.repeat(ranks, width, axis=1), np.repeat(true, width, axis=1)
+        parents = np.empty((rows, size), np.int32)
+        parents[:] = parent
         other = (true + (1 + rank)) % np.int32(self._vocab_size)
         return CandidateTrees(
             token=np.where(ranks == rank, true, other),
-            parent=np.repeat(parent, rows, axis=0),
+            parent=parents,
             log_f=log_f.astype(np.float32),
             depth=level,
         )
@@ -202,8 +205,8 @@ class _Times:
 
 @cache
 def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Level (from 1), rank and parent of each candidate: i32[C], i32[C], i32[1, C]."""
+    """Level (from 1), rank and parent of each candidate: i32[C]."""
     level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
     rank = np.tile(np.arange(width, dtype=np.int32), depth)
     parent = np.where(level == 1, -1, (level - 2) * width + (rank == 1))
-    return level, rank, parent.astype(np.int32)[None, :]
+    return level, rank, parent.astype(np.int32)

@@ -7,6 +7,7 @@ splitmix64's output at that word, moved on by the position.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -25,12 +26,18 @@ def token_at(
     seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarray | int, vocab_size: int
 ) -> np.ndarray:
     """i32, the target's token at `position`; arguments broadcast."""
-    return _token(_mixed(_word(seed, choice) + _steps(position)), vocab_size)
+    return _token(_mixed(_word(_u64(seed), _u64(choice)) + _u64(position) * _POSITION), vocab_size)
+
+
+def tokens_after(seed: np.ndarray, choice: np.ndarray, root: np.ndarray, count: int, vocab_size: int) -> np.ndarray:
+    """i32[R, count], the target's tokens at the positions behind `root` (integers [R])."""
+    word = _word(seed, choice) + root.astype(np.uint64) * _POSITION
+    return _token(_mixed(word[:, None] + _steps(count)), vocab_size)
 
 
 def kv_name(seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarray) -> np.ndarray:
     """u64, what stands for the KV of a token: no two tokens of a simulation share one."""
-    return _mixed(_word(seed, choice) + _steps(position) + _NAME)
+    return _mixed(_word(_u64(seed), _u64(choice)) + _u64(position) * _POSITION + _NAME)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +51,11 @@ class Draws:
 
     @classmethod
     def of(cls, seed: np.ndarray, choice: np.ndarray, root: np.ndarray, depth: int, vocab_size: int) -> Draws:
-        """root: i64[R], the position of each row's root."""
-        word = _word(seed, choice)
-        after = _steps(np.arange(1, depth + 2))
-        columns = np.concatenate([after, after[:depth] + _DRAFT])
+        """root: integers [R], the position of each row's root."""
+        word, position = _word(seed, choice), root.astype(np.uint64)
         draws = np.empty((len(word), 2 * depth + 2), np.uint64)
-        np.add((word + _steps(root))[:, None], columns, out=draws[:, :-1])
-        draws[:, -1] = word + _steps(root // DRIFT_TOKENS) + _DRIFT
+        np.add((word + position * _POSITION)[:, None], _columns(depth), out=draws[:, :-1])
+        draws[:, -1] = word + position // np.uint64(DRIFT_TOKENS) * _POSITION + _DRIFT
         _mixed(draws)
         uniform = _uniform(draws[:, depth + 1 :])
         return cls(_token(draws[:, : depth + 1], vocab_size), uniform[:, :-1], uniform[:, -1])
@@ -80,13 +85,26 @@ def true_ranks(a: np.ndarray, luck: np.ndarray, width: int) -> np.ndarray:
     return ranks
 
 
-def _word(seed: np.ndarray | int, choice: np.ndarray | int) -> np.ndarray:
-    """u64, of at least one dimension: those wrap around without a warning."""
-    return np.atleast_1d(seed).astype(np.uint64) * _SEED + np.atleast_1d(choice).astype(np.uint64) * _CHOICE
+def _u64(value: np.ndarray | int) -> np.ndarray:
+    """Of at least one dimension: those wrap around without a warning."""
+    return np.atleast_1d(value).astype(np.uint64)
 
 
-def _steps(position: np.ndarray | int) -> np.ndarray:
-    return np.atleast_1d(position).astype(np.uint64) * _POSITION
+def _word(seed: np.ndarray, choice: np.ndarray) -> np.ndarray:
+    """u64. seed: u64."""
+    return seed * _SEED + choice.astype(np.uint64) * _CHOICE
+
+
+@cache
+def _steps(count: int) -> np.ndarray:
+    """u64[count], what positions 1, 2, ... behind another one add."""
+    return np.arange(1, count + 1, dtype=np.uint64) * _POSITION
+
+
+@cache
+def _columns(depth: int) -> np.ndarray:
+    """u64[2 depth + 1], of the text and of the draft's luck."""
+    return np.concatenate([_steps(depth + 1), _steps(depth) + _DRAFT])
 
 
 def _mixed(value: np.ndarray) -> np.ndarray:

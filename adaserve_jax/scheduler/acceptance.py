@@ -52,7 +52,9 @@ class LearnedAcceptance:
 
         # roots, of depth 0, fall into a row of cells of their own, which is dropped
         levels, ranks = self._prior.shape
-        cell = trees.depth * ranks + trees.candidate % width
+        cell = trees.depth * ranks
+        if width > 1:
+            cell += trees.candidate % width
         size = (levels + 1) * ranks
         self._accepted *= DECAY
         self._expected *= DECAY

@@ -80,7 +80,7 @@ class Batch:
         self.table.grow(slots, missing, self.pool.alloc(wanted))
         return True
 
-    def admit(self, now: float, may_start: Callable[[RequestState], bool]) -> None:
+    def admit(self, now: float, may_start: Callable[[RequestState], bool] | None) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
         for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
         requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
@@ -89,7 +89,7 @@ class Batch:
             if not self._room_for(state):
                 return
             asked = self.running and state.first_scheduled_s is None and not self.queue.promotes
-            if asked and not may_start(state):
+            if asked and may_start is not None and not may_start(state):
                 state = self.queue.peek_untargeted()
                 if state is None or not self._room_for(state):
                     return

@@ -25,23 +25,25 @@ from adaserve_jax.types import (
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """Draft tokens of each decode row, its root left out: i64[num_decode]. any: whether there was one."""
+    """Draft tokens of each decode row, its root left out: i64[num_decode], and of all."""
 
     drafted: np.ndarray
     accepted: np.ndarray
-    any: bool
+    num_drafted: int
+    num_accepted: int
 
     @classmethod
     def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int, stats: StepStats) -> Verified:
         """accepted: bool[N], per packed node, roots True. Counts the totals too."""
-        if len(trees.row) == num_decode:
+        num_drafted = len(trees.row) - num_decode
+        if not num_drafted:
             nothing = np.zeros(num_decode, np.int64)
-            return cls(nothing, nothing, False)
+            return cls(nothing, nothing, 0, 0)
         hits = accepted & (trees.candidate >= 0)
-        _count_depths(trees.depth[hits], len(trees.row) - num_decode, stats)
-        drafted = np.bincount(trees.row, minlength=num_decode)
-        drafted -= 1
-        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), True)
+        depths = trees.depth[hits]
+        _count_depths(depths, num_drafted, stats)
+        drafted = np.bincount(trees.row, minlength=num_decode) - 1
+        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), num_drafted, len(depths))
 
 
 def apply_outcome(
@@ -103,7 +105,7 @@ def _advance(
     if len(decode) < len(slots):
         table.num_computed[slots[plan.num_decode :]] += plan.prefill_counts
     table.verify_steps[decode] += 1
-    if verified.any:
+    if verified.num_drafted:
         table.drafted_tokens[decode] += verified.drafted
         table.accepted_tokens[decode] += verified.accepted
     draft = plan.draft

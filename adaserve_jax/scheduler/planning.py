@@ -113,10 +113,12 @@ class Planner:
         prefill = [running[row] for row in (~decodes).nonzero()[0]]
         return slots[decodes], sorted(prefill, key=lambda state: state.rank)
 
-    def _starter(self, now: float) -> Callable[[RequestState], bool]:
+    def _starter(self, now: float) -> Callable[[RequestState], bool] | None:
         """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
         late already asks for its root only; one without a target always may. Measured when it is first asked; every
-        yes counts for the next."""
+        yes counts for the next. None where the controller leaves `sustains` as it is, and so always says yes."""
+        if type(self._controller).sustains is Controller.sustains:
+            return None
         rates: list[float] = []
         others = -1
 
@@ -168,12 +170,13 @@ class Planner:
             speculates = self._speculating(slots[:num_decode], load, decision.depth)
             np.multiply(load.draft_lag, speculates, out=counts[:num_decode])
             room -= int(counts.sum())
-            lagging = room // 2 if chunks else room
-            behind = load.can_speculate & ~speculates & (load.draft_lag > 1)
-            for index in behind.nonzero()[0].tolist():
-                counts[index] = min(int(load.draft_lag[index]), lagging)
-                lagging -= int(counts[index])
-                room -= int(counts[index])
+            if np.count_nonzero(speculates) < num_decode:
+                lagging = room // 2 if chunks else room
+                behind = load.can_speculate & ~speculates & (load.draft_lag > 1)
+                for index in behind.nonzero()[0].tolist():
+                    counts[index] = min(int(load.draft_lag[index]), lagging)
+                    lagging -= int(counts[index])
+                    room -= int(counts[index])
         draft_ctx = self._batch.table.draft_computed[slots]
         if decision.feed_draft and chunks:
             behind = self._batch.table.num_computed[slots] - draft_ctx

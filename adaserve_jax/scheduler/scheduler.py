@@ -217,7 +217,7 @@ def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome) -> Feedb
     speculates = plan.draft.speculates
     return Feedback(
         rows=int(np.count_nonzero(speculates)),
-        drafted=int(verified.drafted.sum()),
-        accepted=int(verified.accepted.sum()),
+        drafted=verified.num_drafted,
+        accepted=verified.num_accepted,
         emitted=int(outcome.counts[: plan.num_decode][speculates].sum()),
     )

@@ -7,6 +7,7 @@ f never increases along a path, so what is taken from one request is always a pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -210,17 +211,15 @@ def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
 def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, path_prob: np.ndarray) -> DraftTrees:
     """in_tree: bool[R, C], path_prob: f[R, C], both in beam order. Lays out all candidates, then drops what is not in."""
     rows, columns = in_tree.shape
-    row, token, parent, depth, candidate = np.empty((5, rows, columns + 1), np.int32)
-    first = np.arange(0, rows * (columns + 1), columns + 1, dtype=np.int32)[:, None]
-    row[:] = np.arange(rows, dtype=np.int32)[:, None]
-    candidate[:] = np.arange(-1, columns, dtype=np.int32)
+    row, candidate, first_child = _layout(rows, columns)
+    token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
     token[:, 0], token[:, 1:] = root_token, candidates.token
-    parent[:, 0], parent[:, 1:] = -1, candidates.parent
-    parent[:, 1:] += first + 1
+    parent[:, 0] = -1
+    np.add(candidates.parent, first_child, out=parent[:, 1:])
     depth[:, 0], depth[:, 1:] = 0, candidates.depth
     f = np.empty((rows, columns + 1), np.float32)
     f[:, 0], f[:, 1:] = 1.0, path_prob
-    row, token, parent, depth, candidate, f = (x.reshape(-1) for x in (row, token, parent, depth, candidate, f))
+    token, parent, depth, f = token.reshape(-1), parent.reshape(-1), depth.reshape(-1), f.reshape(-1)
     if np.count_nonzero(in_tree) < in_tree.size:
         keep = np.ones((rows, columns + 1), bool)
         keep[:, 1:] = in_tree
@@ -231,6 +230,16 @@ def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarra
         parent = place[parent] - 1
         parent[is_root] = -1
     return DraftTrees(row, token, parent, depth, candidate, f)
+
+
+@lru_cache(maxsize=256)
+def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of trees with all candidates: row and candidate i32[R (1 + C)], and the packed index behind each root i32[R, 1]."""
+    row = np.repeat(np.arange(rows, dtype=np.int32), columns + 1)
+    candidate = np.tile(np.arange(-1, columns, dtype=np.int32), rows)
+    for constant in (row, candidate):
+        constant.flags.writeable = False  # shared by the trees of many steps
+    return row, candidate, np.arange(1, rows * (columns + 1), columns + 1, dtype=np.int32)[:, None]
 
 
 def roots_only(root_token: np.ndarray) -> DraftTrees:
