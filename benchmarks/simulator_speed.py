@@ -2,9 +2,9 @@
 
     python benchmarks/simulator_speed.py [--out simulator_speed.json]
 
-Each run is a whole simulation of `--requests` requests of 200 output tokens, which come a little faster than the machine
-serves them, so that most of its places are taken; minutes are CPU time, since other work on the machine is not the
-simulator's. The phases are medians of wall time over steps of one engine that is kept full.
+Each run is a whole simulation of `--requests` requests of 200 output tokens, which come a little faster than the
+machine serves them, so that most of its places are taken; minutes are CPU time, since other work on the machine is not
+the simulator's. The phases are medians of wall time over steps of one engine that is kept full.
 Targets, requests per minute: 100,000 with fixed policies, 20,000 with `adaserve`.
 """
 
@@ -111,18 +111,29 @@ def main() -> None:
         for policy in options.policies.split(","):
             rates = requests_per_minute(machine, policy, most_running, trace, options.repeats)
             phases = phases_us(machine, policy, most_running, options.steps)
-            rows.append({
-                "policy": policy,
-                "most_running": most_running,
-                "rate_rps": rate_rps,
-                "requests_per_minute": float(np.median(rates)),
-                "all_requests_per_minute": rates,
-                "target": TARGETS.get(policy, TARGETS["others"]),
-                "phases_us": phases,
-            })
+            rows.append(
+                {
+                    "policy": policy,
+                    "most_running": most_running,
+                    "rate_rps": rate_rps,
+                    "requests_per_minute": float(np.median(rates)),
+                    "all_requests_per_minute": rates,
+                    "target": TARGETS.get(policy, TARGETS["others"]),
+                    "phases_us": phases,
+                }
+            )
 
     table = Table(title=f"{options.requests} requests of {OUTPUT_TOKENS} tokens, median of {options.repeats}")
-    for column in ("policy", "most running", "requests/min", "target", "plan us", "select us", "executor us", "commit us"):
+    for column in (
+        "policy",
+        "most running",
+        "requests/min",
+        "target",
+        "plan us",
+        "select us",
+        "executor us",
+        "commit us",
+    ):
         table.add_column(column)
     for row in rows:
         table.add_row(

@@ -69,8 +69,8 @@ def acceptance_now(mean: np.ndarray | float, mood: np.ndarray) -> np.ndarray:
 def true_ranks(a: np.ndarray, luck: np.ndarray, width: int) -> np.ndarray:
     """i64[R, depth]: the rank of the beam that carries the target's token at each level, `width` where none does.
 
-    A level's pick is r with chance a (1 - a)^r. The first lane goes on while the picks are 0, and at its end the pick is
-    on a side branch (r >= 2); the second lane hangs from the root by a pick of 1 and goes on while the picks are 0.
+    A level's pick is r with chance a (1 - a)^r. The first lane goes on while the picks are 0, and where it ends the
+    pick is on a side branch (r >= 2); the second hangs from the root by a pick of 1 and goes on while the picks are 0.
     """
     if width == 1:
         return 1 - np.logical_and.accumulate(luck < a[:, None], axis=1)

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class _Simulation:
             Request(
                 request_id=name,
                 prompt_ids=np.zeros(request.prompt_tokens, np.int32),
-                sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                sampling=_sampling(request.output_tokens),
                 seed=self._seeds[index],
                 arrival_s=request.due_s,
                 tpot_slo_s=request.slo.tpot_s(self._machine.baseline_s),
@@ -138,9 +139,8 @@ class _Simulation:
         plan = scheduler.plan(clock.now())
         if plan is None:
             return False
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = self._executor.speculate(plan)
+        drafts = plan.draft is not None
+        candidates = self._executor.speculate(plan) if drafts else CandidateTrees.empty(plan.num_decode)
         trees = scheduler.select(plan, candidates, clock.now())
         outcome = self._executor.verify(plan, trees)
         now = clock.now()
@@ -165,6 +165,11 @@ class _Simulation:
                 token_offsets_s=self._token_times.pop(index),
             )
         )
+
+
+@cache
+def _sampling(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
 
 
 def _rows(policy: str, provenance: Provenance, trace: Trace, simulated: Simulated) -> list[ResultRow]:

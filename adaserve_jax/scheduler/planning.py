@@ -157,9 +157,7 @@ class Planner:
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
 
-    def _plan_draft(
-        self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]
-    ) -> DraftPlan | None:
+    def _plan_draft(self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]) -> DraftPlan | None:
         """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
         with half of what is left when prompts wait too; then the prefill chunks."""
         num_decode = len(slots) - len(chunks)

@@ -209,7 +209,7 @@ def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
 
 
 def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, path_prob: np.ndarray) -> DraftTrees:
-    """in_tree: bool[R, C], path_prob: f[R, C], both in beam order. Lays out all candidates, then drops what is not in."""
+    """in_tree: bool[R, C], path_prob: f[R, C], both in beam order. Lays out all candidates, drops what is not in."""
     rows, columns = in_tree.shape
     row, candidate, first_child = _layout(rows, columns)
     token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
@@ -223,18 +223,17 @@ def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarra
     if np.count_nonzero(in_tree) < in_tree.size:
         keep = np.ones((rows, columns + 1), bool)
         keep[:, 1:] = in_tree
-        keep = keep.reshape(-1)
-        place = keep.cumsum(dtype=np.int32)
-        row, token, parent, depth, candidate, f = (x[keep] for x in (row, token, parent, depth, candidate, f))
-        is_root = candidate < 0
-        parent = place[parent] - 1
-        parent[is_root] = -1
+        (nodes,) = keep.reshape(-1).nonzero()
+        place = np.empty(keep.size, np.int32)
+        place[nodes] = np.arange(len(nodes), dtype=np.int32)
+        row, token, depth, candidate, f = row[nodes], token[nodes], depth[nodes], candidate[nodes], f[nodes]
+        parent = np.where(candidate < 0, np.int32(-1), place[parent[nodes]])
     return DraftTrees(row, token, parent, depth, candidate, f)
 
 
 @lru_cache(maxsize=256)
 def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of trees with all candidates: row and candidate i32[R (1 + C)], and the packed index behind each root i32[R, 1]."""
+    """Of trees with all candidates: row, candidate, i32[R (1 + C)], and the index behind each root, i32[R, 1]."""
     row = np.repeat(np.arange(rows, dtype=np.int32), columns + 1)
     candidate = np.tile(np.arange(-1, columns, dtype=np.int32), rows)
     for constant in (row, candidate):

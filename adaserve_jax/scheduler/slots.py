@@ -21,8 +21,8 @@ class SlotTable:
     """Columns by slot, S = limits.max_requests. page_table: i32[S, max_pages_per_request], unused entries 0.
 
     counts: i64[NUM_COUNTS, S], times: f64[NUM_TIMES, S] (entries in state.py), each also by name: views, i64[S] and
-    f64[S]. token_ids: i32[S, W], W at least the most tokens that any running request may have, and one step's more; what
-    lies beyond a request's num_tokens means nothing. states: whose slot it is. Running requests hold views of all these.
+    f64[S]. token_ids: i32[S, W], W at least the most tokens that any running request may have, and one step's more;
+    what lies beyond a request's num_tokens means nothing. states: whose slot it is. Running requests hold views of all.
     """
 
     def __init__(self, limits: Limits):
@@ -106,7 +106,7 @@ class SlotTable:
         return self.token_ids.reshape(-1).take(index)
 
     def write_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
-        """Put token_ids[i] (i32[R, D]) behind the tokens of slots[i]; how many of them count is for num_tokens to say."""
+        """Put token_ids[i] (i32[R, D]) behind the tokens of slots[i]; how many of them count, num_tokens will say."""
         token_ids = token_ids[:, : self._most_emitted]
         ends = slots * self.token_ids.shape[1] + self.num_tokens[slots]
         self.token_ids.reshape(-1)[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
