@@ -7,14 +7,18 @@ plan reads KV that was never written, writes another request's page, or breaks a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
+from adaserve_jax.bench.sim_kv import KVRecord
+from adaserve_jax.bench.sim_text import Draws, acceptance_now, token_at, tokens_after, true_ranks
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
 
-_TOKEN_SALT, _DRAFT_SALT = 1, 2
+__all__ = ["SimExecutor", "VirtualClock", "token_at"]
 
 
 class VirtualClock:
@@ -28,13 +32,6 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> None:
         self._now_s += seconds
-
-
-def token_at(
-    seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarray | int, vocab_size: int
-) -> np.ndarray:
-    """i32, the target's token at `position`; arguments broadcast."""
-    return (_mix(seed, choice, position, _TOKEN_SALT) % np.uint64(vocab_size)).astype(np.int32)
 
 
 class SimExecutor:
@@ -53,10 +50,14 @@ class SimExecutor:
     ):
         self._limits = limits
         self._cost = cost
+        self._verify_s = _Times(cost.verify_s)
+        self._level_s = _Times(cost.draft_level_s)
+        self._catchup_s = _Times({(tokens, 0): seconds for tokens, seconds in cost.catchup_s.items()})
         self._acceptance = acceptance
         self._clock = clock
         self._vocab_size = vocab_size
         self._draft_s = 0.0
+        self._drawn: tuple[StepPlan, np.ndarray] | None = None
         self._target_kv = KVRecord(limits) if strict else None
         self._draft_kv = KVRecord(limits) if strict else None
 
@@ -83,8 +84,9 @@ class SimExecutor:
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
                 raise IntegrityError("a row that speculates does not end its catch-up with the root")
-        levels = _lookup(self._cost.draft_level_s, plan.num_decode, draft.width) * draft.depth
-        self._draft_s = levels + _lookup_tokens(self._cost.catchup_s, int(draft.catchup_counts.sum()))
+        fed = len(draft.catchup_tokens)
+        self._draft_s = self._level_s.at(plan.num_decode, draft.width) * draft.depth
+        self._draft_s += self._catchup_s.at(fed, 0) if fed else 0.0
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)
@@ -92,22 +94,23 @@ class SimExecutor:
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         limits, rows = self._limits, plan.num_decode
-        sampled = trees.num_nodes + int(plan.prefill_final.sum())
+        sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
         packed = trees.num_nodes + plan.num_prefill_tokens
         if sampled > limits.max_tree_tokens or packed > limits.max_tokens or plan.num_rows > limits.max_requests:
             raise IntegrityError(f"the step of {packed} tokens, {sampled} sampled, breaks {limits}")
-        bucket = limits.bucket(packed)
+        bucket = limits.token_edges[bisect_left(limits.token_edges, packed)]
         tokens = np.zeros((plan.num_rows, limits.max_depth + 1), np.int32)
         counts = np.zeros(plan.num_rows, np.int32)
         accepted = self._walk(plan, trees, tokens, counts)
-        ends = plan.ctx_len[rows:] + plan.prefill_counts
-        sampling = plan.sampling
-        tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
-        counts[rows:] = plan.prefill_final
+        if plan.num_rows > rows:
+            ends = plan.ctx_len[rows:] + plan.prefill_counts
+            sampling = plan.sampling
+            tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
+            counts[rows:] = plan.prefill_final
         if self._target_kv is not None:
             written = np.concatenate([counts[:rows], plan.prefill_counts])
             self._target_kv.extend(plan, plan.ctx_len, written)
-        verify_s = _lookup(self._cost.verify_s, bucket, plan.num_rows)
+        verify_s = self._verify_s.at(bucket, plan.num_rows)
         self._clock.advance(verify_s)
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
@@ -116,125 +119,94 @@ class SimExecutor:
         return None
 
     def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Follow the target's tokens down every tree, level by level for all rows at once; bool[N], nodes walked."""
-        rows = np.arange(plan.num_decode)
-        seed, choice = plan.sampling.seed[rows], plan.sampling.choice[rows]
-        accepted = trees.parent < 0
-        if not (trees.row[accepted] == rows).all() or not (trees.token[accepted] == plan.root_token).all():
+        """Follow the target's tokens down every tree; bool[N], nodes walked.
+
+        A node is walked when it and all above it carry the target's tokens; pointers to ancestors double their reach in
+        each round, so that a round per level is not needed.
+        """
+        rows = plan.num_decode
+        roots = (trees.parent < 0).nonzero()[0]
+        if len(roots) != rows or np.count_nonzero(
+            (trees.row[roots] != np.arange(rows)) | (trees.token[roots] != plan.root_token)
+        ):
             raise IntegrityError("trees must bring each row's root once, in row order")
-        here = np.flatnonzero(accepted)
-        alive = rows
-        for level in range(self._limits.max_depth + 1):
-            target = token_at(seed[alive], choice[alive], plan.ctx_len[alive] + level + 1, self._vocab_size)
-            tokens[alive, level] = target
-            counts[alive] = level + 1
-            wanted = np.full(plan.num_decode, -1, np.int32)
-            wanted[alive] = target
-            above = np.full(plan.num_decode, -2, np.int64)
-            above[alive] = here
-            here = np.flatnonzero((trees.parent == above[trees.row]) & (trees.token == wanted[trees.row]))
-            if not len(here):
-                break
-            accepted[here] = True
-            alive = trees.row[here]
-        return accepted
+        depth = int(trees.depth.max()) if len(trees.row) > rows else 0
+        target = self._target(plan, depth)
+        tokens[:rows, : depth + 1] = target[:, : depth + 1]
+        if not depth:
+            counts[:rows] = 1
+            return np.ones(rows, bool)
+        walked = target.take(trees.row * target.shape[1] + trees.depth - 1, mode="wrap") == trees.token
+        walked[roots] = True
+        above = np.maximum(trees.parent, 0)  # node 0 is a root, and so is walked: as good as none above
+        for _ in range((depth - 1).bit_length()):
+            walked &= walked[above]
+            above = above[above]
+        counts[:rows] = np.bincount(trees.row[walked], minlength=rows)
+        return walked
+
+    def _target(self, plan: StepPlan, depth: int) -> np.ndarray:
+        """i32[num_decode, at least depth + 1], the target's tokens after each root."""
+        if self._drawn is not None and self._drawn[0] is plan and self._drawn[1].shape[1] > depth:
+            return self._drawn[1]
+        rows, sampling = plan.num_decode, plan.sampling
+        return tokens_after(
+            sampling.seed[:rows], sampling.choice[:rows], plan.ctx_len[:rows], depth + 1, self._vocab_size
+        )
 
     def _candidates(self, plan: StepPlan, depth: int, width: int, speculates: np.ndarray) -> CandidateTrees:
         """Two lanes of likely tokens, first and second choice, and at each level side branches of the first lane.
 
         f[t, 0] = a^t; f[t, 1] = a (1 - a) a^(t-1); f[t, r] = a^(t-1) a (1 - a)^r for r >= 2, each the true chance.
         """
-        rows = plan.num_decode
-        root = plan.ctx_len[:rows].astype(np.int64)
+        rows, size = plan.num_decode, depth * width
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
-        mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
-        a = np.clip(mean + 0.3 * (_uniform(seed, choice, root // 64, _DRAFT_SALT + 1) - 0.5), 0.02, 0.98)
-        level, rank = np.arange(1, depth + 1)[:, None], np.arange(width)[None, :]
-        lane = a[:, None, None] ** level * (1 - a[:, None, None]) ** rank
-        true_rank = self._true_ranks(plan, a, depth, width)
-        true = token_at(seed[:, None], choice[:, None], root[:, None] + np.arange(1, depth + 1), self._vocab_size)
-        token = (true[:, :, None] + 1 + rank) % self._vocab_size
-        token = np.where(true_rank[:, :, None] == rank, true[:, :, None], token)
-        parent = np.where(level == 1, -1, (level - 2) * width + np.where(rank == 1, 1, 0))
-        log_f = np.log(lane)
-        log_f[~speculates] = -np.inf
-        size = depth * width
+        draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
+        self._drawn = (plan, draws.target)
+        a = acceptance_now(self._acceptance(seed) if callable(self._acceptance) else self._acceptance, draws.mood)
+        level, rank, parent = _beam(depth, width)
+        log_f = np.log(a)[:, None] * level
+        if width > 1:
+            log_f += np.log1p(-a)[:, None] * rank
+        if np.count_nonzero(speculates) < rows:
+            log_f[~speculates] = -np.inf
+        ranks = true_ranks(a, draws.luck, width)
+        true = draws.target[:, :depth]
+        if width > 1:
+            ranks, true = np.repeat(ranks, width, axis=1), np.repeat(true, width, axis=1)
+        parents = np.empty((rows, size), np.int32)
+        parents[:] = parent
+        other = (true + (1 + rank)) % np.int32(self._vocab_size)
         return CandidateTrees(
-            token=token.reshape(rows, size).astype(np.int32),
-            parent=np.broadcast_to(parent.reshape(1, size), (rows, size)).astype(np.int32),
-            log_f=log_f.reshape(rows, size).astype(np.float32),
-            depth=np.repeat(np.arange(1, depth + 1), width).astype(np.int32),
+            token=np.where(ranks == rank, true, other),
+            parent=parents,
+            log_f=log_f.astype(np.float32),
+            depth=level,
         )
 
-    def _true_ranks(self, plan: StepPlan, a: np.ndarray, depth: int, width: int) -> np.ndarray:
-        """i64[R, depth]: the rank that carries the target's token at each level, `width` when none does."""
-        rows = plan.num_decode
-        seed, choice = plan.sampling.seed[:rows, None], plan.sampling.choice[:rows, None]
-        position = plan.ctx_len[:rows, None].astype(np.int64) + np.arange(1, depth + 1)
-        draw = _uniform(seed, choice, position, _DRAFT_SALT)
-        bounds = np.cumsum(a[:, None] * (1 - a[:, None]) ** np.arange(width), axis=1)
-        pick = (draw[:, :, None] >= bounds[:, None, :]).sum(axis=2)
-        ranks = np.full((rows, depth), width)
-        lane = pick[:, 0]
-        for level in range(depth):
-            if level:
-                first = np.where(pick[:, level] == 1, width, pick[:, level])
-                second = np.where(pick[:, level] == 0, 1, width)
-                lane = np.where(lane == 0, first, np.where(lane == 1, second, width))
-            ranks[:, level] = lane
-        return ranks
+
+class _Times:
+    """Seconds by a pair of sizes."""
+
+    def __init__(self, samples: dict[tuple[int, int], float]):
+        self._firsts = sorted({first for first, _ in samples})
+        by_first = [sorted((key[1], seconds) for key, seconds in samples.items() if key[0] == f) for f in self._firsts]
+        self._seconds = [[second for second, _ in row] for row in by_first]
+        self._values = [[value for _, value in row] for row in by_first]
+
+    def at(self, first: int, second: int) -> float:
+        """The sample of the smallest sizes not below `first` and `second`, else of the largest; 0 without samples."""
+        if not self._firsts:
+            return 0.0
+        row = min(bisect_left(self._firsts, first), len(self._firsts) - 1)
+        seconds = self._seconds[row]
+        return self._values[row][min(bisect_left(seconds, second), len(seconds) - 1)]
 
 
-class KVRecord:
-    """Which (request, position) each KV slot holds, so that a misplaced or missing entry is found at once."""
-
-    def __init__(self, limits: Limits):
-        self._page_size = limits.page_size
-        self._content = np.zeros((limits.num_pages, limits.page_size), np.uint64)
-
-    def extend(self, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray) -> None:
-        """Check the first `ctx` tokens (i32[R]) of every row, then write the `counts` next ones."""
-        for row in range(plan.num_rows):
-            end = int(ctx[row]) + int(counts[row])
-            position = np.arange(end)
-            page, slot = plan.page_table[row][position // self._page_size], position % self._page_size
-            name = _mix(plan.sampling.seed[row], plan.sampling.choice[row], position, 0)
-            if not (self._content[page, slot] == name)[: ctx[row]].all():
-                raise IntegrityError(f"row {row} reads KV that it did not write")
-            self._content[page[ctx[row] :], slot[ctx[row] :]] = name[ctx[row] :]
-        ends = -(-(ctx + counts) // self._page_size)
-        held = np.concatenate([plan.page_table[row, : ends[row]] for row in range(plan.num_rows)])
-        if len(np.unique(held)) != len(held):
-            raise IntegrityError("two rows of one step hold the same page")
-
-
-def _mix(*parts: np.ndarray | int) -> np.ndarray:
-    """u64, a well-mixed hash of broadcast integers (splitmix64 over each in turn)."""
-    value = np.zeros(1, np.uint64)
-    for part in parts:
-        value = value + np.asarray(part).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        value = value ^ (value >> np.uint64(31))
-    return value
-
-
-def _uniform(*parts: np.ndarray | int) -> np.ndarray:
-    return (_mix(*parts) >> np.uint64(11)).astype(np.float64) / 2.0**53
-
-
-def _lookup(samples: dict[tuple[int, int], float], first: int, second: int) -> float:
-    """The sample of the smallest keys not below `first` and `second`, else of the largest; 0 without samples."""
-    if not samples:
-        return 0.0
-    firsts = sorted({key[0] for key in samples})
-    chosen = next((value for value in firsts if value >= first), firsts[-1])
-    seconds = sorted(key[1] for key in samples if key[0] == chosen)
-    return samples[chosen, next((value for value in seconds if value >= second), seconds[-1])]
-
-
-def _lookup_tokens(samples: dict[int, float], tokens: int) -> float:
-    if not samples or tokens == 0:
-        return 0.0
-    sizes = sorted(samples)
-    return samples[next((size for size in sizes if size >= tokens), sizes[-1])]
+@cache
+def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Level (from 1), rank and parent of each candidate: i32[C]."""
+    level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
+    rank = np.tile(np.arange(width, dtype=np.int32), depth)
+    parent = np.where(level == 1, -1, (level - 2) * width + (rank == 1))
+    return level, rank, parent.astype(np.int32)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 
 import numpy as np
 
 import adaserve_jax
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
+from adaserve_jax.bench.token_times import TokenTimes
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.aggregate import summarize
@@ -71,20 +73,6 @@ def simulate(policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, 
     return _Simulation(policy, plan, machine, trace, run_id).run()
 
 
-@dataclass
-class _Open:
-    """What has come of a request so far. times, counts: of the updates that brought tokens."""
-
-    due_s: float
-    times: list[float] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-
-    def offsets_s(self) -> tuple[float, ...]:
-        if not self.times:
-            return ()
-        return tuple((np.repeat(self.times, self.counts) - self.times[0]).tolist())
-
-
 class _Simulation:
     def __init__(self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str):
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
@@ -94,17 +82,21 @@ class _Simulation:
         samples = machine.samples(limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
         self._seeds = seeds.tolist()
-        chance = {s: machine.acceptance_of(r.slo_class) for s, r in zip(self._seeds, trace.requests, strict=True)}
+        order = np.argsort(seeds)
+        sorted_seeds = seeds[order].astype(np.uint64)
+        chance = np.array([machine.acceptance_of(r.slo_class) for r in trace.requests])[order]
 
         def acceptance(seed: np.ndarray) -> np.ndarray:
-            return np.array([chance[each] for each in seed.tolist()])
+            return chance.take(np.searchsorted(sorted_seeds, seed))
 
         self._executor = SimExecutor(limits, samples, acceptance, self._clock, strict=False)
         config = EngineConfig(
             policy=policy, seed=plan.seed, max_waiting=ALWAYS_WAITS, max_prefill_tokens=plan.max_prefill_tokens
         )
         self._scheduler: Scheduler = build_scheduler(config, limits, samples)
-        self._open: dict[str, _Open] = {}
+        self._token_times = TokenTimes()
+        self._open: dict[str, int] = {}
+        """Index in the trace of each request that has not ended; the scheduler gets them in that order."""
         self._records: list[RequestRecord] = []
 
     def run(self) -> Simulated:
@@ -127,12 +119,12 @@ class _Simulation:
     def _arrive(self, index: int) -> None:
         request: TraceRequest = self._trace.requests[index]
         name = f"{self._policy}-{index}"
-        self._open[name] = _Open(request.due_s)
+        self._open[name] = index
         self._scheduler.add(
             Request(
                 request_id=name,
                 prompt_ids=np.zeros(request.prompt_tokens, np.int32),
-                sampling=SamplingParams(max_tokens=request.output_tokens, ignore_eos=True),
+                sampling=_sampling(request.output_tokens),
                 seed=self._seeds[index],
                 arrival_s=request.due_s,
                 tpot_slo_s=request.slo.tpot_s(self._machine.baseline_s),
@@ -147,22 +139,19 @@ class _Simulation:
         plan = scheduler.plan(clock.now())
         if plan is None:
             return False
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = self._executor.speculate(plan)
+        drafts = plan.draft is not None
+        candidates = self._executor.speculate(plan) if drafts else CandidateTrees.empty(plan.num_decode)
         trees = scheduler.select(plan, candidates, clock.now())
         outcome = self._executor.verify(plan, trees)
         now = clock.now()
-        for update in scheduler.commit(plan, trees, candidates, outcome, now):
-            open_request = self._open[update.request_id]
-            open_request.times.append(now)
-            open_request.counts.append(len(update.token_ids))
-            if update.finish_reason is not None:
-                self._end(update, "finished")
+        updates = scheduler.commit(plan, trees, candidates, outcome, now)
+        self._token_times.take(updates, now)
+        for update in updates.ended.values():
+            self._end(update, "finished")
         return True
 
     def _end(self, update: RequestUpdate, status: Status) -> None:
-        open_request = self._open.pop(update.request_id)
+        index = self._open.pop(update.request_id)
         assert update.metrics is not None
         self._records.append(
             RequestRecord.of(
@@ -172,10 +161,15 @@ class _Simulation:
                 rate_rps=self._trace.rate_rps,
                 request_id=update.request_id,
                 status=status,
-                due_s=open_request.due_s,
-                token_offsets_s=open_request.offsets_s(),
+                due_s=self._trace.requests[index].due_s,
+                token_offsets_s=self._token_times.pop(index),
             )
         )
+
+
+@cache
+def _sampling(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
 
 
 def _rows(policy: str, provenance: Provenance, trace: Trace, simulated: Simulated) -> list[ResultRow]:

@@ -83,9 +83,10 @@ class PagePool:
             raise IntegrityError("a KV page is neither free nor held")
 
     def _require_held(self, pages: np.ndarray) -> None:
-        if len(pages) and (np.min(pages) < 0 or np.max(pages) >= self.num_pages):
-            raise IntegrityError(f"KV page ids must be from 0 to {self.num_pages - 1}, got {list(pages)}")
-        if (self._refs[pages] < 1).any():
-            raise IntegrityError(f"KV pages {list(pages)} are not all in use")
-        if len(set(np.asarray(pages).tolist())) != len(pages):
-            raise IntegrityError(f"KV pages {list(pages)} are named twice in one call")
+        ids = np.asarray(pages).tolist()
+        if ids and (min(ids) < 0 or max(ids) >= self.num_pages):
+            raise IntegrityError(f"KV page ids must be from 0 to {self.num_pages - 1}, got {ids}")
+        if np.count_nonzero(self._refs[pages] < 1):
+            raise IntegrityError(f"KV pages {ids} are not all in use")
+        if len(set(ids)) != len(ids):
+            raise IntegrityError(f"KV pages {ids} are named twice in one call")

@@ -42,21 +42,27 @@ class LearnedAcceptance:
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray
     ) -> None:
         """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node."""
-        log_f = candidates.log_f[speculates]
-        if not log_f.size:
+        log_f = candidates.log_f
+        speculating = np.count_nonzero(speculates)
+        if not speculating or not log_f.size:
             return
         self.updates += 1
+        if speculating < len(speculates):
+            log_f = log_f[speculates]
         depth = log_f.shape[1] // width
-        mean = np.exp(log_f).mean(axis=0, dtype=np.float64).reshape(depth, width)
+        mean = (np.add.reduce(np.exp(log_f), axis=0, dtype=np.float64) / speculating).reshape(depth, width)
         self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
 
-        nodes = trees.candidate >= 0
-        cell = (trees.depth[nodes] - 1) * self._prior.shape[1] + trees.candidate[nodes] % width
-        shape, size = self._prior.shape, self._prior.size
+        # roots, of depth 0, fall into a row of cells of their own, which is dropped
+        levels, ranks = self._prior.shape
+        cell = trees.depth * ranks
+        if width > 1:
+            cell += trees.candidate % width
+        size = (levels + 1) * ranks
         self._accepted *= DECAY
         self._expected *= DECAY
-        self._accepted += np.bincount(cell, accepted[nodes], size).reshape(shape)
-        self._expected += np.bincount(cell, trees.path_prob[nodes], size).reshape(shape)
+        self._accepted += np.bincount(cell, accepted, size)[ranks:].reshape(levels, ranks)
+        self._expected += np.bincount(cell, trees.path_prob, size)[ranks:].reshape(levels, ranks)
         self._accepted += (1 - DECAY) * PRIOR_TOKENS
         self._expected += (1 - DECAY) * PRIOR_TOKENS
 

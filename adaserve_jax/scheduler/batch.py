@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
@@ -26,35 +28,59 @@ class Batch:
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
+        self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
         self.preemptions = 0
         # every running row may need one sampled position and one token of the step
         self._capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
+
+    @property
+    def slots(self) -> np.ndarray:
+        """i64[running], in order of admission: a view, valid until a request starts or ends."""
+        return self._slots[: len(self.running)]
 
     def make_room(self) -> bool:
         """Give every decode row the page of its pending token, preempting those of highest rank when pages run out.
 
         Returns whether anything was preempted.
         """
-        page_size = self.limits.page_size
-        short = [s for s in self.running if s.pending == 1 and s.num_tokens > s.num_pages * page_size]
+        slots, table = self.slots, self.table
+        num_tokens = table.num_tokens[slots]
+        # a prefill row has held the pages of all its tokens since it was admitted
+        short = num_tokens > table.num_pages[slots] * self.limits.page_size
+        if not np.count_nonzero(short) or self._reserve_all(slots[short], num_tokens[short]):
+            return False
         preempted = False
-        for state in sorted(short, key=lambda state: state.rank):
-            while state.is_running and not self.reserve(state, state.num_tokens):
+        for state in sorted((self.running[row] for row in short.nonzero()[0]), key=lambda state: state.rank):
+            while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
                 self._preempt(victim)
                 preempted = True
         return preempted
 
-    def reserve(self, state: RequestState, num_tokens: int) -> bool:
-        """Hold pages for `num_tokens` tokens of a running request; False, and nothing taken, when too few are free."""
-        missing = self.pool.pages_for(num_tokens) - state.num_pages
-        if missing > 0:
-            if missing > self.pool.num_free:
-                return False
-            self.table.grow(state, self.pool.alloc(missing))
+    def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+        """Hold pages for num_tokens[i] tokens of each slot (i64[n]); bool[n], whether. Where too few are free, nothing
+        is taken for a slot, and the next ones are tried."""
+        if self._reserve_all(slots, num_tokens):
+            return np.ones(len(slots), bool)
+        rows = range(len(slots))
+        return np.array([self._reserve_all(slots[row : row + 1], num_tokens[row : row + 1]) for row in rows], bool)
+
+    def _reserve_all(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
+        """Hold pages for all of these slots, or take none and return False."""
+        missing = -(-num_tokens // self.limits.page_size) - self.table.num_pages[slots]
+        lacking = missing > 0
+        count = np.count_nonzero(lacking)
+        if not count:
+            return True
+        if count < len(slots):
+            slots, missing = slots[lacking], missing[lacking]
+        wanted = int(missing.sum())
+        if wanted > self.pool.num_free:
+            return False
+        self.table.grow(slots, missing, self.pool.alloc(wanted))
         return True
 
-    def admit(self, now: float, may_start: Callable[[RequestState], bool]) -> None:
+    def admit(self, now: float, may_start: Callable[[RequestState], bool] | None) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
         for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
         requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
@@ -63,12 +89,13 @@ class Batch:
             if not self._room_for(state):
                 return
             asked = self.running and not state.preemptions and not self.queue.promotes
-            if asked and not may_start(state):
+            if asked and may_start is not None and not may_start(state):
                 state = self.queue.peek_untargeted()
                 if state is None or not self._room_for(state):
                     return
             self.queue.take(state)
             self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
+            self._slots[len(self.running)] = state.slot
             self.running.append(state)
 
     def _room_for(self, state: RequestState) -> bool:
@@ -96,7 +123,9 @@ class Batch:
         """Return the slot and the pages of a running request."""
         self.pool.free(self.table.pages(state))
         self.table.release(state)
-        self.running.remove(state)
+        row = self.running.index(state)
+        del self.running[row]
+        self._slots[row : len(self.running)] = self._slots[row + 1 : len(self.running) + 1]
 
     def _preempt(self, state: RequestState) -> None:
         self.release(state)
@@ -110,9 +139,11 @@ class Batch:
         held = sum(state.num_pages for state in self.running)
         if held != self.pool.num_used:
             raise IntegrityError(f"running requests hold {held} pages, the pool says {self.pool.num_used}")
-        slots = {state.slot for state in self.running}
-        if len(slots) != len(self.running) or len(slots) + self.table.num_free != self.limits.max_requests:
+        slots = [state.slot for state in self.running]
+        if len(set(slots)) != len(slots) or len(slots) + self.table.num_free != self.limits.max_requests:
             raise IntegrityError("a slot is held twice or lost")
+        if self.slots.tolist() != slots or any(self.table.states[state.slot] is not state for state in self.running):
+            raise IntegrityError("the slots and the running requests name each other differently")
         for state in self.running:
             self._check_request(state)
 
@@ -122,6 +153,8 @@ class Batch:
             raise IntegrityError(f"request {name!r} holds a free page")
         if self.table.page_table[state.slot, state.num_pages :].any():
             raise IntegrityError(f"request {name!r} has page ids beyond its pages")
+        if state.counts.base is not self.table.counts or state.token_ids.base is not self.table.token_ids:
+            raise IntegrityError(f"request {name!r} looks at counts or tokens of its own while it runs")
         if state.pending < 1 or not 0 <= state.draft_computed <= state.num_tokens:
             raise IntegrityError(f"request {name!r} counts more computed tokens than it has")
         if state.num_computed > state.num_pages * self.limits.page_size:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import cast
+
 import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.planning import PlannedStep
+from adaserve_jax.scheduler.slots import SlotTable
 from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import (
     CandidateTrees,
     DraftTrees,
@@ -18,43 +23,63 @@ from adaserve_jax.types import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """Draft tokens of each decode row, its root left out: i64[num_decode], and of all."""
+
+    drafted: np.ndarray
+    accepted: np.ndarray
+    num_drafted: int
+    num_accepted: int
+
+    @classmethod
+    def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int, stats: StepStats) -> Verified:
+        """accepted: bool[N], per packed node, roots True. Counts the totals too."""
+        num_drafted = len(trees.row) - num_decode
+        if not num_drafted:
+            nothing = np.zeros(num_decode, np.int64)
+            return cls(nothing, nothing, 0, 0)
+        hits = accepted & (trees.candidate >= 0)
+        depths = trees.depth[hits]
+        _count_depths(depths, num_drafted, stats)
+        drafted = np.bincount(trees.row, minlength=num_decode) - 1
+        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), num_drafted, len(depths))
+
+
 def apply_outcome(
     batch: Batch,
     planned: PlannedStep,
-    trees: DraftTrees,
     candidates: CandidateTrees,
+    verified: Verified,
     outcome: StepOutcome,
     now: float,
     stop_check: StopCheck | None,
     stats: StepStats,
-) -> list[RequestUpdate]:
+) -> StepUpdates:
     """Advance every row that still runs, free what finished, and return the new tokens, stamped `now`."""
-    plan = planned.plan
-    drafted = trees.candidate >= 0
-    drafted_per_row = np.bincount(trees.row[drafted], minlength=plan.num_decode).tolist()
-    hits = drafted & outcome.accepted
-    accepted_per_row = np.bincount(trees.row[hits], minlength=plan.num_decode).tolist()
-    draft_end = _draft_end(planned, candidates)
-    tokens, counts = outcome.tokens.tolist(), outcome.counts.tolist()
-    updates: list[RequestUpdate] = []
-    for index, state in enumerate(planned.rows):
-        if not state.is_running:
-            continue
-        count = counts[index]
-        if draft_end is not None:
-            state.draft_computed = draft_end[index]
-        if index < plan.num_decode:
-            state.num_computed += count
-            state.verify_steps += 1
-            state.drafted_tokens += drafted_per_row[index]
-            state.accepted_tokens += accepted_per_row[index]
-        else:
-            state.num_computed += int(plan.prefill_counts[index - plan.num_decode])
-        if count:
-            updates.append(_emit(batch, state, tokens[index][:count], now, stop_check, stats))
-    if len(hits) > plan.num_decode:
-        _count_depths(trees.depth[hits], int(drafted.sum()), stats)
-    return updates
+    table, slots, token_ids = batch.table, planned.slots, outcome.tokens
+    counts = outcome.counts.astype(np.int64)
+    _advance(table, planned, candidates, verified, counts)
+    states = [table.states[slot] for slot in slots.tolist()]
+    emits = counts > 0
+    if None in states:  # aborted while the step was in flight
+        emits &= np.array([state is not None for state in states])
+    if np.count_nonzero(emits) < len(slots):
+        rows = emits.nonzero()[0]
+        states = [states[row] for row in rows.tolist()]
+        slots, counts, token_ids = slots[rows], counts[rows], token_ids[rows]
+    running = cast(list[RequestState], states)
+    kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
+    table.write_tokens(slots, token_ids)
+    table.num_tokens[slots] += kept
+    _stamp(table, slots, now, stats)
+    stats.generation_tokens += int(kept.sum())
+    sequence = table.sequence[slots]
+    ended = {
+        row: finish(batch, running[row], reason, token_ids[row, : kept[row]].tolist(), stats)
+        for row, reason in sorted(reasons.items())
+    }
+    return StepUpdates(running, sequence, token_ids, kept, ended)
 
 
 def finish(
@@ -69,37 +94,55 @@ def finish(
     return RequestUpdate(state.request.request_id, tuple(token_ids), reason, state.metrics())
 
 
-def _emit(
-    batch: Batch, state: RequestState, token_ids: list[int], now: float, stop_check: StopCheck | None, stats: StepStats
-) -> RequestUpdate:
-    """Append what plain decoding would have emitted: up to the first stop token, stop string, or the length limit."""
-    request = state.request
-    room = state.max_total - state.num_tokens
-    reason: FinishReason | None = "length" if len(token_ids) >= room else None
-    token_ids = token_ids[:room]
-    for position, token in enumerate(token_ids):
-        if token in request.stop_token_ids:
-            token_ids, reason = token_ids[: position + 1], "stop"
-            break
-    if stop_check is not None:
-        keep = stop_check(request.request_id, token_ids)
+def _advance(
+    table: SlotTable, planned: PlannedStep, candidates: CandidateTrees, verified: Verified, counts: np.ndarray
+) -> None:
+    """Count what every row's KV holds now, and what was verified. An aborted row's slot is nobody's: it may be counted
+    too, since whoever gets it brings counts of their own."""
+    plan, slots = planned.plan, planned.slots
+    decode = slots[: plan.num_decode]
+    table.num_computed[decode] += counts[: plan.num_decode]
+    if len(decode) < len(slots):
+        table.num_computed[slots[plan.num_decode :]] += plan.prefill_counts
+    table.verify_steps[decode] += 1
+    if verified.num_drafted:
+        table.drafted_tokens[decode] += verified.drafted
+        table.accepted_tokens[decode] += verified.accepted
+    draft = plan.draft
+    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1]):  # it ran, and did not fail
+        table.draft_computed[slots] = draft.draft_ctx + draft.catchup_counts
+
+
+def _cut(
+    table: SlotTable, slots: np.ndarray, states: list[RequestState], token_ids: np.ndarray, counts: np.ndarray,
+    stop_check: StopCheck | None,
+) -> tuple[np.ndarray, dict[int, FinishReason]]:  # fmt: skip
+    """How much of each row's new tokens plain decoding would have emitted, up to the first stop token, stop string, or
+    the length limit: i64[U], and why the rows end that do."""
+    room = table.max_total[slots] - table.num_tokens[slots]
+    kept = np.minimum(counts, room)
+    reasons: dict[int, FinishReason] = dict.fromkeys((counts >= room).nonzero()[0].tolist(), "length")
+    asked = range(len(slots)) if stop_check is not None else table.has_stop_ids[slots].nonzero()[0].tolist()
+    for row in asked:
+        request, new = states[row].request, token_ids[row, : kept[row]].tolist()
+        if not request.stop_token_ids.isdisjoint(new):
+            first = next(position for position, token in enumerate(new) if token in request.stop_token_ids)
+            new, reasons[row] = new[: first + 1], "stop"
+        keep = None if stop_check is None else stop_check(request.request_id, new)
         if keep is not None:
-            token_ids, reason = token_ids[:keep], "stop"
-    if state.first_token_s is None:
-        stats.prompt_tokens += state.prompt_len
-    state.append(token_ids, now)
-    stats.generation_tokens += len(token_ids)
-    if reason is None:
-        return RequestUpdate(request.request_id, tuple(token_ids))
-    return finish(batch, state, reason, token_ids, stats)
+            new, reasons[row] = new[:keep], "stop"
+        kept[row] = len(new)
+    return kept, reasons
 
 
-def _draft_end(planned: PlannedStep, candidates: CandidateTrees) -> list[int] | None:
-    """Tokens in the draft's KV after the step, per row; None when the draft did not run or failed."""
-    draft = planned.plan.draft
-    if draft is None or (draft.depth > 0 and candidates.log_f.shape[1] == 0):
-        return None
-    return (draft.draft_ctx + draft.catchup_counts).tolist()
+def _stamp(table: SlotTable, slots: np.ndarray, now: float, stats: StepStats) -> None:
+    """These rows emitted tokens at `now`."""
+    table.last_token_s[slots] = now
+    first_token_s = table.first_token_s[slots]
+    started = slots[first_token_s != first_token_s]
+    if len(started):
+        table.first_token_s[started] = now
+        stats.prompt_tokens += int(table.prompt_len[started].sum())
 
 
 def _count_depths(accepted_depth: np.ndarray, drafted: int, stats: StepStats) -> None:

@@ -15,6 +15,7 @@ from adaserve_jax.scheduler.slo import need_rate
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.types import DraftPlan, StepPlan
 
+_NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
 PREFILL_RATE = 0.02
 """Weight of a step in the moving average of prefill tokens per step."""
 
@@ -40,11 +41,11 @@ class Pace:
 class PlannedStep:
     """A plan with what selection and commit need to know of its rows.
 
-    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned.
+    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned. slots: i64[R].
     """
 
     plan: StepPlan
-    rows: list[RequestState]
+    slots: np.ndarray
     pace: Pace
     remaining: np.ndarray
     wait_ratio: float
@@ -78,16 +79,15 @@ class Planner:
             batch.admit(now, self._starter(now))
         if not batch.running:
             return None
-        decode = [state for state in batch.running if state.pending == 1]
-        prefill = sorted((state for state in batch.running if state.pending > 1), key=lambda state: state.rank)
+        decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
         # a row whose draft lags by more than one step can catch up decodes plainly until it has
-        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup
+        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup if self._uses_draft else np.zeros(len(lag), bool)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
             draft_lag=lag,
-            can_speculate=can_speculate & self._uses_draft,
+            can_speculate=can_speculate,
             num_prefill=len(prefill),
             prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
@@ -95,18 +95,31 @@ class Planner:
         decision = self._controller.decide(load)
         chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
         self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
-        rows = decode + prefill[: len(chunks)]
-        for state in rows:
-            if state.first_scheduled_s is None:
-                state.first_scheduled_s = now
-        draft = self._plan_draft(decision, rows, load, chunks) if self._uses_draft else None
-        plan = self._assemble(step, rows, chunks, draft, decision)
-        return PlannedStep(plan, rows, pace, remaining, load.wait_ratio, now)
+        slots = decode
+        if chunks:
+            slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
+        scheduled_s = batch.table.first_scheduled_s[slots]
+        batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
+        draft = self._plan_draft(decision, slots, load, chunks) if self._uses_draft else None
+        plan = self._assemble(step, slots, chunks, draft, decision)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now)
 
-    def _starter(self, now: float) -> Callable[[RequestState], bool]:
+    def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
+        """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
+        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
+        decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
+        if np.count_nonzero(decodes) == len(slots):
+            return slots.copy(), []
+        prefill = [running[row] for row in (~decodes).nonzero()[0]]
+        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
+
+    def _starter(self, now: float) -> Callable[[RequestState], bool] | None:
         """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
         late already, or whose target is out of reach, asks for its root only; one without a target always may. Measured
-        when it is first asked; every yes counts for the next."""
+        when it is first asked; every yes counts for the next. None where the controller leaves `sustains` as it is, and
+        so always says yes."""
+        if type(self._controller).sustains is Controller.sustains:
+            return None
         rates: list[float] = []
         others = -1
 
@@ -115,9 +128,9 @@ class Planner:
             if state.is_untargeted:
                 return True
             if others < 0:
-                decode = [running for running in self._batch.running if running.pending == 1]
+                decode, prefill = self._rows()
                 needed = self._measure(decode, now)[0].need_rate(now)
-                starting = [_pace_rate(running) for running in self._batch.running if running.pending > 1]
+                starting = [_pace_rate(running) for running in prefill]
                 known = [*needed.tolist(), *starting]
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
@@ -130,96 +143,99 @@ class Planner:
 
         return may_start
 
-    def _measure(self, decode: list[RequestState], now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
-        """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows."""
-        counts = np.array(
-            [(s.num_output, s.max_total - s.num_tokens, s.num_tokens - s.draft_computed) for s in decode], np.int64
-        ).reshape(-1, 3)
-        slots = np.array([state.slot for state in decode], np.int64)
+    def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
+        """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows, given by slot."""
+        table = self._batch.table
+        num_tokens = table.num_tokens[decode]
+        remaining = table.max_total[decode] - num_tokens
+        first_token_s = table.first_token_s[decode]
+        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
         pace = Pace(
-            first_token_s=np.array([now if s.first_token_s is None else s.first_token_s for s in decode], np.float64),
-            tpot_slo_s=self._batch.table.tpot_slo_s[slots],
-            num_decoded=np.maximum(counts[:, 0] - 1, 0),
-            horizon=np.clip(counts[:, 1], 1, self._horizon),
+            first_token_s=first_token_s,
+            tpot_slo_s=table.tpot_slo_s[decode],
+            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
+            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
         )
-        return pace, counts[:, 1], counts[:, 2]
+        return pace, remaining, num_tokens - table.draft_computed[decode]
 
-    def _plan_draft(
-        self, decision: Decision, rows: list[RequestState], load: Load, chunks: list[int]
-    ) -> DraftPlan | None:
+    def _plan_draft(self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]) -> DraftPlan | None:
         """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
         with half of what is left when prompts wait too; then the prefill chunks."""
-        num_decode = len(rows) - len(chunks)
-        counts = np.zeros(len(rows), np.int64)
+        num_decode = len(slots) - len(chunks)
+        counts = np.zeros(len(slots), np.int64)
         speculates = np.zeros(num_decode, bool)
         room = self._max_catchup
         if decision.depth:
-            speculates = self._speculating(rows, load, decision.depth)
-            counts[:num_decode] = np.where(speculates, load.draft_lag, 0)
+            speculates = self._speculating(slots[:num_decode], load, decision.depth)
+            np.multiply(load.draft_lag, speculates, out=counts[:num_decode])
             room -= int(counts.sum())
-            lagging = room // 2 if chunks else room
-            for index in np.flatnonzero(~speculates & load.can_speculate & (load.draft_lag > 1)):
-                counts[index] = min(int(load.draft_lag[index]), lagging)
-                lagging -= int(counts[index])
-                room -= int(counts[index])
-        if decision.feed_draft:
+            if np.count_nonzero(speculates) < num_decode:
+                lagging = room // 2 if chunks else room
+                behind = load.can_speculate & ~speculates & (load.draft_lag > 1)
+                for index in behind.nonzero()[0].tolist():
+                    counts[index] = min(int(load.draft_lag[index]), lagging)
+                    lagging -= int(counts[index])
+                    room -= int(counts[index])
+        draft_ctx = self._batch.table.draft_computed[slots]
+        if decision.feed_draft and chunks:
+            behind = self._batch.table.num_computed[slots] - draft_ctx
             for index, chunk in enumerate(chunks, num_decode):
-                state = rows[index]
-                counts[index] = min(state.num_computed + chunk - state.draft_computed, room)
+                counts[index] = min(int(behind[index]) + chunk, room)
                 room -= int(counts[index])
-        if not counts.any():
+        if not np.count_nonzero(counts):
             return None
         return DraftPlan(
-            depth=decision.depth if speculates.any() else 0,
+            depth=decision.depth if np.count_nonzero(speculates) else 0,
             width=max(decision.width, 1),
-            catchup_tokens=_gather(
-                [
-                    state.tokens(state.draft_computed, state.draft_computed + count)
-                    for state, count in zip(rows, counts.tolist(), strict=True)
-                    if count
-                ]
-            ),
+            catchup_tokens=self._batch.table.gather(slots, draft_ctx, counts),
             catchup_counts=counts.astype(np.int32),
-            draft_ctx=np.array([state.draft_computed for state in rows], np.int32),
+            draft_ctx=draft_ctx.astype(np.int32),
             speculates=speculates,
         )
 
-    def _speculating(self, rows: list[RequestState], load: Load, depth: int) -> np.ndarray:
+    def _speculating(self, slots: np.ndarray, load: Load, depth: int) -> np.ndarray:
         """bool[num_decode]: rows whose whole lag fits this step's catch-up and whose tree's pages are held."""
-        order = np.argsort(np.where(load.can_speculate, load.draft_lag, self._max_catchup + 1), kind="stable")
-        fits = load.can_speculate[order] & (np.cumsum(load.draft_lag[order]) <= self._max_catchup)
-        speculates = np.zeros(load.num_decode, bool)
-        speculates[order] = fits
-        page_size = self._limits.page_size
-        for index in np.flatnonzero(speculates).tolist():
-            state = rows[index]
-            # the deepest node that selection may take is emitted beside one more token
-            end = min(state.num_tokens + depth, state.max_total - 1)
-            if end > state.num_pages * page_size:
-                speculates[index] = self._batch.reserve(state, end)
-        return speculates
+        speculates = load.can_speculate
+        if int(load.draft_lag.sum()) > self._max_catchup:
+            order = np.argsort(np.where(speculates, load.draft_lag, self._max_catchup + 1), kind="stable")
+            fits = speculates[order] & (np.cumsum(load.draft_lag[order]) <= self._max_catchup)
+            speculates = np.zeros(load.num_decode, bool)
+            speculates[order] = fits
+        table = self._batch.table
+        # the deepest node that selection may take is emitted beside one more token
+        ends = np.minimum(table.num_tokens[slots] + depth, table.max_total[slots] - 1)
+        lacking = speculates & (ends > table.num_pages[slots] * self._limits.page_size)
+        if not np.count_nonzero(lacking):
+            return speculates
+        got = speculates.copy()
+        got[lacking] = self._batch.reserve(slots[lacking], ends[lacking])
+        return got
 
     def _assemble(
-        self, step: int, rows: list[RequestState], chunks: list[int], draft: DraftPlan | None, decision: Decision
+        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
     ) -> StepPlan:
-        num_decode = len(rows) - len(chunks)
-        decode, prefill = rows[:num_decode], rows[num_decode:]
-        final = np.array([c == s.pending for c, s in zip(chunks, prefill, strict=True)], bool)
-        most = min(self._limits.max_tree_tokens - int(final.sum()), self._limits.max_tokens - sum(chunks))
+        table = self._batch.table
+        num_decode = len(slots) - len(chunks)
+        num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
+        prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
+        if chunks:
+            prefill_counts = np.array(chunks, np.int32)
+            prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
+            final = prefill_counts == (num_tokens - num_computed)[num_decode:]
+        most = min(
+            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
+        )
         speculating = draft is not None and draft.depth > 0
-        slots = np.array([state.slot for state in rows], np.int32)
         return StepPlan(
             step=step,
-            slots=slots,
+            slots=slots.astype(np.int32),
             num_decode=num_decode,
-            root_token=np.array([state.last_token for state in decode], np.int32),
-            ctx_len=np.array([state.num_computed for state in rows], np.int32),
-            page_table=self._batch.table.page_table[slots],
-            sampling=self._batch.table.row_sampling(slots),
-            prefill_tokens=_gather(
-                [s.tokens(s.num_computed, s.num_computed + c) for s, c in zip(prefill, chunks, strict=True)]
-            ),
-            prefill_counts=np.array(chunks, np.int32),
+            root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
+            ctx_len=num_computed.astype(np.int32),
+            page_table=table.page_table.take(slots, axis=0),
+            sampling=table.row_sampling(slots),
+            prefill_tokens=prefill_tokens,
+            prefill_counts=prefill_counts,
             prefill_final=final,
             draft=draft,
             budget=min(decision.budget, most) if speculating else num_decode,
@@ -241,7 +257,3 @@ def _share_out(prefill: list[RequestState], tokens: int) -> list[int]:
         chunks.append(min(state.pending, tokens))
         tokens -= chunks[-1]
     return chunks
-
-
-def _gather(pieces: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.int32)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
-from adaserve_jax.scheduler.commit import apply_outcome, finish
+from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.cost import CostTable
@@ -23,6 +25,7 @@ from adaserve_jax.scheduler.policies import Parts, find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -170,16 +173,16 @@ class Scheduler:
         outcome: StepOutcome,
         now: float,
         stop_check: StopCheck | None = None,
-    ) -> list[RequestUpdate]:
+    ) -> StepUpdates:
         """Take in what the step brought; returns the new tokens and the ends of requests."""
         started = time.perf_counter()
         planned = self._expect(plan)
         self._in_flight = None
-        updates = apply_outcome(self._batch, planned, trees, candidates, outcome, now, stop_check, self._stats)
-        for update in updates:
-            if update.finish_reason is not None:
-                del self._requests[update.request_id]
-        self._learn(planned, trees, candidates, outcome, now)
+        verified = Verified.of(trees, outcome.accepted, plan.num_decode, self._stats)
+        updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
+        for update in updates.ended.values():
+            del self._requests[update.request_id]
+        self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
         self._count(plan, trees, outcome)
         self._stats.commit_s += time.perf_counter() - started
@@ -192,16 +195,17 @@ class Scheduler:
             raise IntegrityError("a request is neither running nor waiting, or both")
 
     def _learn(
-        self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome, now: float
-    ) -> None:
+        self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
+        outcome: StepOutcome, now: float,
+    ) -> None:  # fmt: skip
         plan = planned.plan
         self._cost.observe(plan, outcome, now - planned.made_s)
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
             self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
-        elif plan.num_decode:
+        elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, trees, outcome))
+            self._controller.learn(_feedback(plan, verified, outcome))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -224,13 +228,13 @@ def build_scheduler(config: EngineConfig, limits: Limits, samples: CostSamples) 
     return Scheduler(limits, config.policy, CostTable(samples, limits), config)
 
 
-def _feedback(plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> Feedback:
+def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome) -> Feedback:
     if plan.draft is None or not plan.draft.depth:
         return Feedback(rows=0, drafted=0, accepted=0, emitted=0)
-    nodes, speculates = trees.candidate >= 0, plan.draft.speculates
+    speculates = plan.draft.speculates
     return Feedback(
-        rows=int(speculates.sum()),
-        drafted=int(nodes.sum()),
-        accepted=int(outcome.accepted[nodes].sum()),
+        rows=int(np.count_nonzero(speculates)),
+        drafted=verified.num_drafted,
+        accepted=verified.num_accepted,
         emitted=int(outcome.counts[: plan.num_decode][speculates].sum()),
     )

@@ -7,6 +7,7 @@ f never increases along a path, so what is taken from one request is always a pr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -24,24 +25,44 @@ _NEVER = np.iinfo(np.int64).max
 class Ranked:
     """Candidates of every row, best first. key: i64[R, C], unique and comparable across rows, lower is better;
     path_prob: f64[R, C], f, non-increasing along C, 0 for an absent node; column: i64[R, C], index in the candidates.
+    in_beam_order: whether that is 0, 1, ..., C - 1 in every row.
     """
 
     key: np.ndarray
     path_prob: np.ndarray
     column: np.ndarray
+    in_beam_order: bool = False
 
 
 def rank(candidates: CandidateTrees) -> Ranked:
     """Sort each row by (-f, depth, column). Keys of all rows compare by (-f, depth, row, column)."""
-    log_f = np.minimum(close_over_parents(candidates.log_f, candidates.parent), 0.0, dtype=np.float32)
-    rows, columns = log_f.shape
+    cost = _cost(candidates)
+    rows, columns = cost.shape
     depth = candidates.depth.astype(np.int64) << (_ROW_BITS + _COLUMN_BITS)
     tie = (depth + np.arange(columns))[None, :] + (np.arange(rows) << _COLUMN_BITS)[:, None]
-    # the bits of a float >= 0 order as it does; 0 - x also turns -0.0 into 0.0
-    key = ((0.0 - log_f).view(np.int32).astype(np.int64) << 32) | tie
-    key.sort(axis=1)
-    cost = (key >> 32).astype(np.int32).view(np.float32)
-    return Ranked(key, np.exp(-cost.astype(np.float64)), key & ((1 << _COLUMN_BITS) - 1))
+    # the bits of a float >= 0 order as it does
+    key = (cost.view(np.int32).astype(np.int64) << 32) | tie
+    in_beam_order = _are_chains(candidates)
+    if not in_beam_order:
+        key.sort(axis=1)
+        cost = (key >> 32).astype(np.int32).view(np.float32)
+    column = key & ((1 << _COLUMN_BITS) - 1)
+    return Ranked(key, np.exp(-cost.astype(np.float64)), column, in_beam_order)
+
+
+def _cost(candidates: CandidateTrees) -> np.ndarray:
+    """f32[R, C], -log f >= 0, in which no node costs less than its parent; inf for an absent one."""
+    if _are_chains(candidates):
+        log_f = np.minimum.accumulate(np.minimum(candidates.log_f, 0.0, dtype=np.float32), axis=1)
+        log_f[log_f != log_f] = -np.inf
+    else:
+        log_f = np.minimum(close_over_parents(candidates.log_f, candidates.parent), 0.0, dtype=np.float32)
+    return 0.0 - log_f  # which turns -0.0 into 0.0 too
+
+
+def _are_chains(candidates: CandidateTrees) -> bool:
+    """Whether each level has one node, whose parent is then the node of the level above."""
+    return len(candidates.depth) > 0 and int(candidates.depth[-1]) == len(candidates.depth)
 
 
 def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
@@ -109,7 +130,8 @@ def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray
     if left <= 0 or not chosen.size:
         return chosen
     rest = np.where(chosen | (ranked.path_prob <= 0), _NEVER, ranked.key).ravel()
-    left = min(left, len(rest))
+    if left >= len(rest):
+        return ranked.path_prob > 0
     threshold = np.partition(rest, left - 1)[left - 1]
     if threshold == _NEVER:
         return ranked.path_prob > 0
@@ -118,12 +140,9 @@ def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray
 
 def equal_share(ranked: Ranked, left: int) -> np.ndarray:
     """The best candidates of each request, as many for every request as fit: bool[R, C] along ranked columns."""
-    rows, columns = ranked.key.shape
     present = ranked.path_prob > 0
-    order = np.argsort(np.where(present, np.arange(columns), columns), axis=None, kind="stable")
-    chosen = np.zeros(rows * columns, bool)
-    chosen[order[: max(left, 0)]] = True
-    return chosen.reshape(rows, columns) & present
+    by_place = present.T.cumsum().reshape(present.T.shape).T
+    return present & (by_place <= left)
 
 
 def equal_rest(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
@@ -183,32 +202,54 @@ def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | No
 
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
     """The trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
+    if ranked.in_beam_order:
+        return _pack(candidates, root_token, chosen, ranked.path_prob)
     rows, columns = chosen.shape
-    if not columns:
-        return roots_only(root_token)
-    stride = columns + 1
-    in_tree = np.zeros((rows, stride), bool)
-    in_tree[:, 0] = True
-    path_prob = np.ones((rows, stride), np.float32)
-    place = (np.arange(rows)[:, None] * stride + ranked.column + 1)[chosen]
-    in_tree.ravel()[place] = True
-    path_prob.ravel()[place] = ranked.path_prob[chosen]
+    in_tree = np.zeros((rows, columns), bool)
+    path_prob = np.zeros((rows, columns), np.float32)
+    place = (np.arange(rows)[:, None] * columns + ranked.column)[chosen]
+    in_tree.reshape(-1)[place] = True
+    path_prob.reshape(-1)[place] = ranked.path_prob[chosen]
+    return _pack(candidates, root_token, in_tree, path_prob)
 
-    nodes = np.flatnonzero(in_tree)
-    packed_index = np.cumsum(in_tree) - 1
-    row = nodes // stride
-    column = nodes - row * stride - 1
-    is_root = column < 0
-    source = np.where(is_root, 0, row * columns + column)
-    parent = packed_index[np.where(is_root, 0, candidates.parent.ravel()[source] + 1 + row * stride)]
-    return DraftTrees(
-        row=row.astype(np.int32),
-        token=np.where(is_root, root_token[row], candidates.token.ravel()[source]).astype(np.int32),
-        parent=np.where(is_root, -1, parent).astype(np.int32),
-        depth=np.where(is_root, 0, candidates.depth[column]).astype(np.int32),
-        candidate=column.astype(np.int32),
-        path_prob=path_prob.ravel()[nodes],
-    )
+
+def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
+    """Every candidate that is there: what any rule comes to when the budget holds them all."""
+    path_prob = np.exp(-_cost(candidates).astype(np.float64))
+    return _pack(candidates, root_token, path_prob > 0, path_prob)
+
+
+def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, path_prob: np.ndarray) -> DraftTrees:
+    """in_tree: bool[R, C], path_prob: f[R, C], both in beam order. Lays out all candidates, drops what is not in."""
+    rows, columns = in_tree.shape
+    row, candidate, first_child = _layout(rows, columns)
+    token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
+    token[:, 0], token[:, 1:] = root_token, candidates.token
+    parent[:, 0] = -1
+    np.add(candidates.parent, first_child, out=parent[:, 1:])
+    depth[:, 0], depth[:, 1:] = 0, candidates.depth
+    f = np.empty((rows, columns + 1), np.float32)
+    f[:, 0], f[:, 1:] = 1.0, path_prob
+    token, parent, depth, f = token.reshape(-1), parent.reshape(-1), depth.reshape(-1), f.reshape(-1)
+    if np.count_nonzero(in_tree) < in_tree.size:
+        keep = np.ones((rows, columns + 1), bool)
+        keep[:, 1:] = in_tree
+        (nodes,) = keep.reshape(-1).nonzero()
+        place = np.empty(keep.size, np.int32)
+        place[nodes] = np.arange(len(nodes), dtype=np.int32)
+        row, token, depth, candidate, f = row[nodes], token[nodes], depth[nodes], candidate[nodes], f[nodes]
+        parent = np.where(candidate < 0, np.int32(-1), place[parent[nodes]])
+    return DraftTrees(row, token, parent, depth, candidate, f)
+
+
+@lru_cache(maxsize=256)
+def _layout(rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of trees with all candidates: row, candidate, i32[R (1 + C)], and the index behind each root, i32[R, 1]."""
+    row = np.repeat(np.arange(rows, dtype=np.int32), columns + 1)
+    candidate = np.tile(np.arange(-1, columns, dtype=np.int32), rows)
+    for constant in (row, candidate):
+        constant.flags.writeable = False  # shared by the trees of many steps
+    return row, candidate, np.arange(1, rows * (columns + 1), columns + 1, dtype=np.int32)[:, None]
 
 
 def roots_only(root_token: np.ndarray) -> DraftTrees:

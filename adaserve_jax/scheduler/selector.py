@@ -33,6 +33,8 @@ class Selector:
         self._search_budget = search_budget
         self._max_slo_nodes = max_slo_nodes
         self._edges = np.array(limits.token_edges)
+        # a static tree has fewer nodes than its candidates; the budget of the horizon form may be less than the plan's
+        self._takes_all = policy.selector != "static" and (policy.selector != "slo" or policy.need != "horizon")
 
     def trees(self, planned: PlannedStep, candidates: CandidateTrees, now: float) -> DraftTrees:
         """The trees to verify. now: read after drafting, so that what drafting took counts."""
@@ -40,8 +42,10 @@ class Selector:
         if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
             return selection.roots_only(plan.root_token)
         candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
-        ranked = selection.rank(candidates)
         left = plan.budget - plan.num_decode
+        if self._takes_all and candidates.log_f.size <= left:
+            return selection.pack_all(candidates, plan.root_token)
+        ranked = selection.rank(candidates)
         if self._policy.selector == "equal":
             chosen = selection.equal_share(ranked, left)
         elif self._policy.selector == "best":
@@ -105,8 +109,10 @@ class Selector:
 
 def _within_reach(candidates: CandidateTrees, remaining: np.ndarray, speculates: np.ndarray) -> CandidateTrees:
     """Drop nodes that a request has no room to emit: a node at depth d is emitted beside d other tokens."""
-    reach = np.where(speculates, remaining - 1, 0)
-    if candidates.depth[-1] <= reach.min():
+    reach = (remaining - 1) * speculates
+    cut = (reach < candidates.depth[-1]).nonzero()[0]
+    if not len(cut):
         return candidates
-    log_f = np.where(candidates.depth[None, :] <= reach[:, None], candidates.log_f, np.float32(-np.inf))
+    log_f = candidates.log_f.copy()
+    log_f[cut] = np.where(candidates.depth <= reach[cut, None], log_f[cut], np.float32(-np.inf))
     return replace(candidates, log_f=log_f)

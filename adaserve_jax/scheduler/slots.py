@@ -1,4 +1,5 @@
-"""The slot table: what is constant while a request runs, as arrays by slot, so that a plan is one fancy index.
+"""The slot table: the state of all running requests as arrays by slot, so that a plan and a commit are a few array
+operations, however many run.
 
 Knows requests and page ids; not which request runs next.
 """
@@ -7,16 +8,36 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.scheduler.state import NO_SLOT, RequestState
+from adaserve_jax.scheduler.state import (
+    NO_SLOT,
+    NUM_COUNTS,
+    NUM_TIMES,
+    RequestState,
+)
 from adaserve_jax.types import Limits, RowSampling
 
 
 class SlotTable:
-    """Columns by slot, S = limits.max_requests. page_table: i32[S, max_pages_per_request], unused entries 0."""
+    """Columns by slot, S = limits.max_requests. page_table: i32[S, max_pages_per_request], unused entries 0.
+
+    counts: i64[NUM_COUNTS, S], times: f64[NUM_TIMES, S] (entries in state.py), each also by name: views, i64[S] and
+    f64[S]. token_ids: i32[S, W], W at least the most tokens that any running request may have, and one step's more;
+    what lies beyond a request's num_tokens means nothing. states: whose slot it is. Running requests hold views of all.
+    """
 
     def __init__(self, limits: Limits):
         size = limits.max_requests
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)
+        self.counts = np.zeros((NUM_COUNTS, size), np.int64)
+        (
+            self.num_tokens, self.num_computed, self.draft_computed, self.num_pages, self.prompt_len, self.max_total,
+            self.verify_steps, self.drafted_tokens, self.accepted_tokens,
+        ) = self.counts  # fmt: skip
+        self.times = np.full((NUM_TIMES, size), np.nan)
+        self.first_scheduled_s, self.first_token_s, self.last_token_s = self.times
+        self.token_ids = np.empty((size, 0), np.int32)
+        self._most_emitted = limits.max_depth + 1
+        self.states: list[RequestState | None] = [None] * size
         self.seed = np.zeros(size, np.uint64)
         self.choice = np.zeros(size, np.int32)
         self.temperature = np.zeros(size, np.float32)
@@ -24,6 +45,9 @@ class SlotTable:
         self.top_p = np.ones(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
         self.tpot_slo_s = np.full(size, np.inf)
+        self.has_stop_ids = np.zeros(size, bool)
+        self.sequence = np.zeros(size, np.int64)
+        self._max_context = limits.max_context
         self._free = list(range(size - 1, -1, -1))
 
     @property
@@ -42,23 +66,50 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.tpot_slo_s[slot] = np.inf if request.tpot_slo_s is None else request.tpot_slo_s
-        state.num_pages = 0
-        self.grow(state, pages)
+        self.has_stop_ids[slot] = bool(request.stop_token_ids)
+        self.sequence[slot] = state.sequence
+        self.states[slot] = state
+        self._move_in(state)
+        self.num_pages[slot] = len(pages)
+        self.page_table[slot, : len(pages)] = pages
 
-    def grow(self, state: RequestState, pages: np.ndarray) -> None:
-        end = state.num_pages + len(pages)
-        self.page_table[state.slot, state.num_pages : end] = pages
-        state.num_pages = end
+    def grow(self, slots: np.ndarray, missing: np.ndarray, pages: np.ndarray) -> None:
+        """Add `pages` (i32[sum(missing)]) to the ends of the slots' page lists, missing[i] of them to slots[i]."""
+        held = self.num_pages[slots]
+        ends = missing.cumsum()
+        if len(pages) == len(slots):
+            self.page_table[slots, held] = pages
+        else:
+            column = (held - ends + missing).repeat(missing) + np.arange(len(pages))
+            self.page_table[slots.repeat(missing), column] = pages
+        self.num_pages[slots] = held + missing
 
     def pages(self, state: RequestState) -> np.ndarray:
         return self.page_table[state.slot, : state.num_pages]
 
     def release(self, state: RequestState) -> None:
         """Take the slot back; its pages are the caller's to free, before this."""
-        self.page_table[state.slot, : state.num_pages] = 0
-        self._free.append(state.slot)
-        state.slot = NO_SLOT
+        slot = state.slot
+        self.page_table[slot, : state.num_pages] = 0
         state.num_pages = 0
+        state.token_ids = state.token_ids[: state.num_tokens].copy()
+        state.counts, state.times = state.counts.copy(), state.times.copy()
+        state.slot = NO_SLOT
+        self.states[slot] = None
+        self._free.append(slot)
+
+    def gather(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """i32[sum(counts)]: counts[i] tokens of slots[i] from position starts[i] on, row after row."""
+        first = slots * self.token_ids.shape[1] + starts - counts.cumsum() + counts
+        index = first.repeat(counts)
+        index += np.arange(len(index))
+        return self.token_ids.reshape(-1).take(index)
+
+    def write_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """Put token_ids[i] (i32[R, D]) behind the tokens of slots[i]; how many of them count, num_tokens will say."""
+        token_ids = token_ids[:, : self._most_emitted]
+        ends = slots * self.token_ids.shape[1] + self.num_tokens[slots]
+        self.token_ids.reshape(-1)[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
 
     def row_sampling(self, slots: np.ndarray) -> RowSampling:
         return RowSampling(
@@ -69,3 +120,20 @@ class SlotTable:
             top_p=self.top_p[slots],
             min_p=self.min_p[slots],
         )
+
+    def _move_in(self, state: RequestState) -> None:
+        """Copy counts, times and tokens to the slot of `state`, which from now on looks at them there."""
+        slot, num_tokens = state.slot, state.num_tokens
+        width = self.token_ids.shape[1]
+        if state.max_total + self._most_emitted > width:
+            most = min(max(state.max_total, 2 * width), self._max_context)
+            wider = np.empty((len(self.states), most + self._most_emitted), np.int32)
+            for other in self.states:
+                if other is not None and other is not state:
+                    wider[other.slot, : other.num_tokens] = other.token_ids[: other.num_tokens]
+                    other.token_ids = wider[other.slot]
+            self.token_ids = wider
+        self.token_ids[slot, :num_tokens] = state.token_ids[:num_tokens]
+        self.counts[:, slot] = state.counts
+        self.times[:, slot] = state.times
+        state.token_ids, state.counts, state.times = self.token_ids[slot], self.counts[:, slot], self.times[:, slot]

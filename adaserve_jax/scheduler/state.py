@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from adaserve_jax.types import Request, RequestMetrics
 
 NO_SLOT = -1
 
+(
+    NUM_TOKENS,
+    NUM_COMPUTED,
+    DRAFT_COMPUTED,
+    NUM_PAGES,
+    PROMPT_LEN,
+    MAX_TOTAL,
+    VERIFY_STEPS,
+    DRAFTED_TOKENS,
+    ACCEPTED_TOKENS,
+    NUM_COUNTS,
+) = range(10)
+"""Entries of the counts of a request, and how many there are."""
+FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, NUM_TIMES = range(4)
+"""Entries of its times, NaN until they come, and how many there are."""
+
+
+class _Count:
+    """One of a request's counts as a Python int."""
+
+    def __init__(self, entry: int):
+        self._entry = entry
+
+    def __get__(self, state: RequestState, owner: type) -> int:
+        return int(state.counts[self._entry])
+
+    def __set__(self, state: RequestState, value: int) -> None:
+        state.counts[self._entry] = value
+
+
+class _Time:
+    """One of a request's times, seconds, None until it comes."""
+
+    def __init__(self, entry: int):
+        self._entry = entry
+
+    def __get__(self, state: RequestState, owner: type) -> float | None:
+        value = float(state.times[self._entry])
+        return None if math.isnan(value) else value
+
 
 class RequestState:
     """Tokens, progress, timings and counts of one request.
+
+    counts: i64[NUM_COUNTS], times: f64[NUM_TIMES], token_ids: i32[at least num_tokens]; while the request runs they are
+    views of its slot in the SlotTable, which advances all rows of a step at once, and else its own.
 
     Invariant: pending = num_tokens - num_computed >= 1. pending 1: a decode row, whose last token is the root of the
     next tree; pending > 1: a prefill row. num_computed and draft_computed count tokens whose KV the target and the
     draft hold. slot and num_pages mean something only while the request runs.
     """
 
-    __slots__ = (
-        "accepted_tokens",
-        "draft_computed",
-        "drafted_tokens",
-        "first_scheduled_s",
-        "first_token_s",
-        "last_token_s",
-        "max_total",
-        "num_computed",
-        "num_pages",
-        "num_tokens",
-        "order_key",
-        "preemptions",
-        "prompt_len",
-        "request",
-        "sequence",
-        "slot",
-        "verify_steps",
-        "_asked",
-        "_buffer",
-        "_feasible",
-    )
+    __slots__ = ("counts", "preemptions", "rank", "request", "slot", "times", "token_ids", "_asked", "_feasible")
+
+    num_tokens = _Count(NUM_TOKENS)
+    num_computed = _Count(NUM_COMPUTED)
+    draft_computed = _Count(DRAFT_COMPUTED)
+    num_pages = _Count(NUM_PAGES)
+    prompt_len = _Count(PROMPT_LEN)
+    max_total = _Count(MAX_TOTAL)
+    first_scheduled_s = _Time(FIRST_SCHEDULED_S)
+    first_token_s = _Time(FIRST_TOKEN_S)
 
     def __init__(
         self,
@@ -55,29 +88,18 @@ class RequestState:
         self.request = request
         self._asked = request if asked is None else asked
         self._feasible = feasible
-        self.max_total = max_total
-        self.order_key = order_key
-        self.sequence = sequence
-        self.prompt_len = len(request.prompt_ids)
-        self.num_tokens = self.prompt_len
-        self._buffer = np.empty(self.prompt_len + 16, np.int32)
-        self._buffer[: self.prompt_len] = request.prompt_ids
-        self.num_computed = 0
-        self.draft_computed = 0
+        self.rank = (order_key, sequence)
+        """Total order of service: lower is sooner, and is preempted later."""
         self.slot = NO_SLOT
-        self.num_pages = 0
-        self.first_scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.last_token_s: float | None = None
-        self.verify_steps = 0
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
         self.preemptions = 0
+        self.token_ids = np.asarray(request.prompt_ids, np.int32)
+        prompt_len = len(self.token_ids)
+        self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0], np.int64)
+        self.times = np.full(NUM_TIMES, np.nan)
 
     @property
-    def rank(self) -> tuple[float, int]:
-        """Total order of service: lower is sooner, and is preempted later."""
-        return (self.order_key, self.sequence)
+    def sequence(self) -> int:
+        return self.rank[1]
 
     @property
     def pending(self) -> int:
@@ -96,27 +118,6 @@ class RequestState:
     def is_running(self) -> bool:
         return self.slot != NO_SLOT
 
-    def tokens(self, start: int, stop: int) -> np.ndarray:
-        """i32[stop - start], a view of prompt and output tokens."""
-        return self._buffer[start:stop]
-
-    @property
-    def last_token(self) -> int:
-        return int(self._buffer[self.num_tokens - 1])
-
-    def append(self, token_ids: list[int], now: float) -> None:
-        """Add output tokens, emitted together at `now` (seconds)."""
-        end = self.num_tokens + len(token_ids)
-        if end > len(self._buffer):
-            grown = np.empty(max(end, 2 * len(self._buffer)), np.int32)
-            grown[: self.num_tokens] = self._buffer[: self.num_tokens]
-            self._buffer = grown
-        self._buffer[self.num_tokens : end] = token_ids
-        self.num_tokens = end
-        if self.first_token_s is None:
-            self.first_token_s = now
-        self.last_token_s = now
-
     def forget_kv(self) -> None:
         """What preemption by recompute leaves: every token, no KV."""
         self.num_computed = 0
@@ -124,17 +125,18 @@ class RequestState:
         self.preemptions += 1
 
     def metrics(self) -> RequestMetrics:
-        asked = self._asked
+        asked, counts = self._asked, self.counts.tolist()
+        first_scheduled_s, first_token_s, last_token_s = (None if math.isnan(t) else t for t in self.times.tolist())
         return RequestMetrics(
             arrival_s=asked.arrival_s,
-            first_scheduled_s=self.first_scheduled_s,
-            first_token_s=self.first_token_s,
-            last_token_s=self.last_token_s,
-            prompt_tokens=self.prompt_len,
-            output_tokens=self.num_output,
-            verify_steps=self.verify_steps,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
+            first_scheduled_s=first_scheduled_s,
+            first_token_s=first_token_s,
+            last_token_s=last_token_s,
+            prompt_tokens=counts[PROMPT_LEN],
+            output_tokens=counts[NUM_TOKENS] - counts[PROMPT_LEN],
+            verify_steps=counts[VERIFY_STEPS],
+            drafted_tokens=counts[DRAFTED_TOKENS],
+            accepted_tokens=counts[ACCEPTED_TOKENS],
             preemptions=self.preemptions,
             tpot_slo_s=asked.tpot_slo_s,
             ttft_slo_s=asked.ttft_slo_s,

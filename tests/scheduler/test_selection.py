@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -172,3 +174,62 @@ def test_nodes_of_vanishing_probability_stay_connected():
     chain = [(1e-30, 1, -1), (1e-60, 2, 0), (1e-90, 3, 1)]
     trees = trees_of([chain], np.array([0]), [1.0], 4)
     assert chosen_sets(trees, 1) == [{0, 1, 2}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(candidate_sets(max_requests=4, max_levels=4, max_width=2), st.booleans())
+def test_a_budget_that_holds_all_takes_all_without_ranking(case, spoilt):
+    """Beside the trees that ranking and packing make, with parents less likely than their children and NaNs too."""
+    requests = case[0]
+    candidates = candidates_of(requests)
+    if spoilt:
+        rng = np.random.default_rng(candidates.log_f.size)
+        noise = rng.choice([0.0, -1.0, 0.5, np.nan], candidates.log_f.shape)
+        candidates = replace(candidates, log_f=(candidates.log_f + noise).astype(np.float32))
+    root, ranked = np.arange(len(requests), dtype=np.int32), selection.rank(candidates)
+    expected = selection.pack(candidates, root, ranked, ranked.path_prob > 0)
+    assert_same(selection.pack_all(candidates, root), expected)
+    assert oracle.is_connected(expected)
+
+
+def assert_same(trees, expected):
+    for name in ("row", "token", "parent", "depth", "candidate", "path_prob"):
+        np.testing.assert_array_equal(getattr(trees, name), getattr(expected, name), err_msg=name)
+        assert getattr(trees, name).dtype == getattr(expected, name).dtype
+
+
+def candidates_of(requests):
+    columns = len(requests[0])
+    depth = np.array([level for _, level, _ in requests[0]], np.int32)
+    parent = np.array([[above for _, _, above in nodes] for nodes in requests], np.int32)
+    with np.errstate(divide="ignore"):
+        log_f = np.log(np.array([[f for f, _, _ in nodes] for nodes in requests])).astype(np.float32)
+    token = np.arange(columns * len(requests), dtype=np.int32).reshape(-1, columns)
+    return CandidateTrees(token, parent, log_f, depth)
+
+
+@settings(max_examples=60, deadline=None)
+@given(candidate_sets(max_requests=4, max_levels=4, max_width=1), st.integers(0, 12), st.booleans())
+def test_chains_are_ranked_and_shared_as_any_tree_is(case, left, spoilt):
+    """A second column of absent nodes makes trees of the same chains, which take the general way."""
+    chains = candidates_of(case[0])
+    rows, columns = chains.log_f.shape
+    if spoilt:
+        noise = np.random.default_rng(columns).choice([0.0, -1.0, 0.5, np.nan], chains.log_f.shape)
+        chains = replace(chains, log_f=(chains.log_f + noise).astype(np.float32))
+    beside = np.full((rows, columns), -np.inf, np.float32)
+    above = np.where(chains.parent < 0, -1, 2 * chains.parent).astype(np.int32)
+    trees = CandidateTrees(
+        np.repeat(chains.token, 2, axis=1),
+        np.repeat(above, 2, axis=1),
+        np.stack([chains.log_f, beside], axis=2).reshape(rows, 2 * columns),
+        np.repeat(chains.depth, 2),
+    )
+    found, expected = selection.rank(chains), selection.rank(trees)
+    assert found.in_beam_order and not expected.in_beam_order
+    np.testing.assert_array_equal(found.path_prob, expected.path_prob[:, :columns])
+    for rule in (selection.equal_share, selection.best_overall):
+        np.testing.assert_array_equal(rule(found, left), rule(expected, left)[:, :columns])
+    present = [(place, row) for row in range(rows) for place in range(columns) if found.path_prob[row, place] > 0]
+    shared = {(place, row) for row, place in zip(*np.nonzero(selection.equal_share(found, left)), strict=True)}
+    assert shared == set(sorted(present)[:left])

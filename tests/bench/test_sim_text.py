@@ -1,0 +1,175 @@
+"""The simulated machine keeps its word: f is the true chance, walks are right, and text depends on nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.bench.sim_text import Draws, acceptance_now, kv_name, tokens_after, true_ranks
+from adaserve_jax.bench.token_times import TokenTimes
+from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, RowSampling, StepPlan
+
+VOCAB = 97
+LIMITS = Limits(64, (1, 64, 1024), 1024, 4096, 16, 4096, 5, 3)
+
+
+def executor(acceptance: float = 0.7) -> SimExecutor:
+    costs = CostSamples({(1, 1): 0.01}, {}, {})
+    return SimExecutor(LIMITS, costs, acceptance, VirtualClock(), vocab_size=VOCAB, strict=False)
+
+
+def plan_of(seed: np.ndarray, ctx: np.ndarray) -> StepPlan:
+    rows = len(seed)
+    floats, ints = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    sampling = RowSampling(seed.astype(np.uint64), ints, floats, ints, floats, floats)
+    empty = np.zeros(0, np.int32)
+    return StepPlan(
+        0, ints, rows, ints, ctx.astype(np.int32), np.zeros((rows, 1), np.int32), sampling, empty, empty,
+        np.zeros(0, bool), None, rows,
+    )  # fmt: skip
+
+
+def test_a_token_is_the_same_however_it_is_drawn() -> None:
+    rng = np.random.default_rng(0)
+    seed, choice = rng.integers(0, 2**64, 9, dtype=np.uint64), rng.integers(0, 4, 9).astype(np.int32)
+    root = rng.integers(1, 4000, 9).astype(np.int32)
+    one_by_one = [
+        [int(token_at(int(s), int(c), int(r) + 1 + i, VOCAB)[0]) for i in range(5)]
+        for s, c, r in zip(seed, choice, root, strict=True)
+    ]
+    assert tokens_after(seed, choice, root, 5, VOCAB).tolist() == one_by_one
+    draws = Draws.of(seed, choice, root, 4, VOCAB)
+    assert draws.target.tolist() == one_by_one
+    later = Draws.of(seed, choice, root + 1, 4, VOCAB)
+    np.testing.assert_array_equal(later.luck[:, :-1], draws.luck[:, 1:])
+    same_block = (root + 1) // 64 == root // 64
+    np.testing.assert_array_equal((later.mood == draws.mood), same_block)
+
+
+def test_tokens_are_spread_evenly_and_kv_names_are_unique() -> None:
+    """Seeds as bad as they come: 0, 1, 2, ... Chi-square with 96 degrees of freedom, and 5 % autocorrelation."""
+    seed, position = np.arange(200)[:, None], np.arange(500)[None, :]
+    tokens = token_at(seed, 0, position, VOCAB)
+    counts = np.bincount(tokens.ravel(), minlength=VOCAB)
+    expected = tokens.size / VOCAB
+    assert ((counts - expected) ** 2 / expected).sum() < 150
+    centred = tokens - tokens.mean()
+    for shifted in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+        assert abs(shifted.mean() / centred.var()) < 0.02
+    names = kv_name(np.repeat(np.arange(100), 3)[:, None], np.tile(np.arange(3), 100)[:, None], np.arange(300)[None, :])
+    assert len(np.unique(names)) == names.size
+
+
+@pytest.mark.parametrize(("depth", "width"), [(4, 1), (3, 2), (4, 3)])
+def test_f_is_the_true_chance_of_each_node(depth: int, width: int) -> None:
+    """60,000 searches at one acceptance: every node's target path comes as often as its f says, within 4 sigma."""
+    rows, a = 60_000, 0.6
+    luck = np.random.default_rng(1).random((rows, depth))
+    ranks = true_ranks(np.full(rows, a), luck, width)
+    parent = {1: [-1, 0, 1, 2], 2: [-1, -1, 0, 1, 2, 3], 3: [-1, -1, -1, 0, 1, 0, 3, 4, 3, 6, 7, 6]}[width]
+    on_path = np.ones((rows, depth * width), bool)
+    for node in range(depth * width):
+        level, rank = divmod(node, width)
+        on_path[:, node] = (ranks[:, level] == rank) & (parent[node] < 0 or on_path[:, parent[node]])
+        f = a ** (level + 1) * (1 - a) ** rank
+        assert on_path[:, node].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
+    plain = [[rank_by_rules(a, row, width)[level] for level in range(depth)] for row in luck[:2000]]
+    np.testing.assert_array_equal(ranks[:2000], plain)
+
+
+def rank_by_rules(a: float, luck: np.ndarray, width: int) -> list[int]:
+    """A level at a time: on the first lane until it ends, on the second only from the root on."""
+    ranks, lane = [], 0
+    for level, draw in enumerate(luck):
+        pick = next((r for r in range(width) if draw < 1 - (1 - a) ** (r + 1)), width)
+        goes_on = lane == 1 and pick == 0
+        branches = lane == 0 and (level == 0 or pick != 1)
+        lane = pick if branches else 1 if goes_on else width
+        ranks.append(lane)
+    return ranks
+
+
+def test_candidates_say_what_true_ranks_do() -> None:
+    simulated, rows = executor(), 50
+    plan = plan_of(np.arange(rows), np.full(rows, 30))
+    speculates = np.arange(rows) != 7
+    found = simulated._candidates(plan, 4, 3, speculates)
+    draws = Draws.of(plan.sampling.seed, plan.sampling.choice, plan.ctx_len, 4, VOCAB)
+    a = acceptance_now(0.7, draws.mood)
+    assert (a >= 0.55).all() and (a <= 0.85).all() and np.ptp(a) > 0.2
+    ranks = true_ranks(a, draws.luck, 3)
+    for row in range(rows):
+        for node in range(12):
+            level, rank = divmod(node, 3)
+            assert (found.token[row, node] == draws.target[row, level]) == (ranks[row, level] == rank)
+            expected = (level + 1) * np.log(a[row]) + rank * np.log(1 - a[row]) if row != 7 else -np.inf
+            assert found.log_f[row, node] == pytest.approx(expected, rel=1e-5)
+    assert found.parent[3].tolist() == [-1, -1, -1, 0, 1, 0, 3, 4, 3, 6, 7, 6]
+    assert found.depth.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("max_depth", [1, 2, 5])
+def test_walks_follow_the_text_down_the_tree(max_depth: int) -> None:
+    """Random trees, half of their tokens right, beside a walk that goes from node to node."""
+    rng, simulated = np.random.default_rng(max_depth), executor()
+    lengths = set()
+    for _ in range(40):
+        rows = int(rng.integers(1, 7))
+        plan = plan_of(rng.integers(0, 1000, rows), rng.integers(1, 300, rows))
+        target = tokens_after(plan.sampling.seed, plan.sampling.choice, plan.ctx_len, max_depth + 1, VOCAB)
+        nodes = []  # row, token, parent, depth
+        for row in range(rows):
+            root = len(nodes)
+            nodes.append((row, 0, -1, 0))
+            for _ in range(int(rng.integers(0, 9))):
+                parent = int(rng.integers(root, len(nodes)))
+                depth = nodes[parent][3] + 1
+                taken = {token for _, token, above, _ in nodes if above == parent}
+                token = int(target[row, depth - 1]) if depth <= max_depth and rng.random() < 0.5 else VOCAB + len(nodes)
+                if depth <= max_depth and token not in taken:
+                    nodes.append((row, token, parent, depth))
+        columns = np.array(nodes, np.int32).T
+        trees = DraftTrees(columns[0], columns[1], columns[2], columns[3], columns[2], np.ones(len(nodes), np.float32))
+        outcome = simulated.verify(plan, trees)
+        walked = np.zeros(len(nodes), bool)
+        for row in range(rows):
+            here, text = next(i for i, node in enumerate(nodes) if node[:1] == (row,)), []
+            while here is not None:
+                walked[here] = True
+                text.append(int(target[row, nodes[here][3]]))
+                here = next((i for i, node in enumerate(nodes) if node[2] == here and node[1] == text[-1]), None)
+            assert outcome.tokens[row, : outcome.counts[row]].tolist() == text
+            lengths.add(len(text))
+        np.testing.assert_array_equal(outcome.accepted, walked)
+    assert {1, 2, min(max_depth + 1, 4)} <= lengths
+
+
+def test_one_draft_and_one_verification_share_their_draws() -> None:
+    simulated = executor()
+    plan = plan_of(np.arange(4), np.full(4, 10))
+    candidates: CandidateTrees = simulated._candidates(plan, 3, 1, np.ones(4, bool))
+    assert simulated._target(plan, 3) is simulated._target(plan, 2)
+    fresh = plan_of(np.arange(4), np.full(4, 10))
+    np.testing.assert_array_equal(simulated._target(fresh, 3), simulated._target(plan, 3))
+    assert candidates.token.shape == (4, 3)
+
+
+def test_token_times_of_many_requests() -> None:
+    """More requests and steps than there are rows and columns at first; those that end leave room for others."""
+    rng, times, plain = np.random.default_rng(3), TokenTimes(), {}
+    for step in range(400):
+        among = np.arange(step * 5, step * 5 + 90)
+        sequence = among[rng.random(90) < 0.7]
+        counts = rng.integers(1, 5, len(sequence))
+        times.take(SimpleNamespace(sequence=sequence, counts=counts), now=0.1 * step)  # type: ignore[arg-type]
+        for number, count in zip(sequence.tolist(), counts.tolist(), strict=True):
+            plain.setdefault(number, []).extend([0.1 * step] * count)
+        for number in [number for number in plain if number < (step - 10) * 5]:
+            told = plain.pop(number)
+            assert times.pop(number) == tuple(at - told[0] for at in told)
+    for number, told in plain.items():
+        assert times.pop(number) == tuple(at - told[0] for at in told)
+    assert times.pop(0) == () == times.pop(10**6)
