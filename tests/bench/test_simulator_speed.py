@@ -1,0 +1,43 @@
+"""The benchmark of the simulator runs, and its load is what it says."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.machines import load_machine
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "simulator_speed.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("simulator_speed", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["simulator_speed"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["simulator_speed"]
+
+
+def test_the_load_is_a_poisson_stream_of_200_tokens(benchmark):
+    trace = benchmark.trace_of(4000, 6.0)
+    assert trace.rate_rps == pytest.approx(6.0, rel=0.06)
+    gaps = np.diff([request.due_s for request in trace.requests])
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.06)
+    assert {request.output_tokens for request in trace.requests} == {200}
+    share = np.mean([request.slo_class == "code" for request in trace.requests])
+    assert share == pytest.approx(0.6, abs=0.03)
+
+
+@pytest.mark.parametrize("policy", ["ar", "spec:4", "adaserve"])
+def test_every_figure_is_measured(benchmark, policy):
+    machine = load_machine("llama-70b")
+    rates = benchmark.requests_per_minute(machine, policy, 4, benchmark.trace_of(3, 6.0), 2)
+    assert len(rates) == 2 and min(rates) > 0
+    phases = benchmark.phases_us(machine, policy, 4, 5)
+    assert list(phases) == ["plan", "select", "executor", "commit"]
+    assert all(value > 0 for value in phases.values())
