@@ -78,20 +78,20 @@ def as_ended(records: list[RequestRecord]) -> list[tuple]:
 
 @pytest.mark.parametrize(("policy", "drain_s"), [("spec:3", 600.0), ("adaserve", 600.0), ("exp3spec", 0.2)])
 def test_one_replica_is_the_plain_loop(policy: str, drain_s: float) -> None:
-    trace = short_trace(30, rate=6.0, output=16)
+    trace = short_trace(20, rate=6.0, output=10)
     expected, wall_s = plain_loop(policy, trace, 3, drain_s)
     found = simulate(policy, SimulationPlan((), seed=3, drain_s=drain_s, router="slo-aware"), MACHINE, trace)
     assert as_ended(found.records) == expected
     assert found.wall_s == wall_s
-    assert len(found.records) == 30
+    assert len(found.records) == 20
 
 
 @pytest.mark.parametrize("router", ["round-robin", "least-loaded", "slo-aware"])
 def test_every_request_ends_once_on_one_replica(router: str) -> None:
-    trace = short_trace(36, rate=9.0, output=12)
+    trace = short_trace(24, rate=9.0, output=8)
     plan = SimulationPlan(("spec:2",), replicas=(3,), router=router)
     found = simulate("spec:2", plan, MACHINE, trace, replicas=3)
-    assert sorted(r.request_id for r in found.records) == sorted(f"spec:2-{i}" for i in range(36))
+    assert sorted(r.request_id for r in found.records) == sorted(f"spec:2-{i}" for i in range(24))
     assert {r.replica for r in found.records} == {0, 1, 2}
     assert all(r.status == "finished" and r.ttft_s > 0 for r in found.records)
     assert {r.request_id: r.output_tokens for r in found.records} == {
@@ -107,7 +107,7 @@ def test_rows_say_how_many_replicas_and_who_assigned() -> None:
         ("spec:2",), max_requests=40, max_prefill_tokens=256, replicas=(1, 2), router="least-loaded",
         keep_token_times=False,
     )  # fmt: skip
-    rows = [row for row in simulate_all(plan, MACHINE, [short_trace(24, output=12)]) if row.slo_class == ALL_CLASSES]
+    rows = [row for row in simulate_all(plan, MACHINE, [short_trace(20, output=8)]) if row.slo_class == ALL_CLASSES]
     assert [(row.replicas, row.router) for row in rows] == [(1, None), (2, "least-loaded")]
     assert {(row.max_requests, row.max_prefill_tokens, row.label) for row in rows} == {(40, 256, None)}
     assert {row.itl_p50_s for row in rows} == {None}
