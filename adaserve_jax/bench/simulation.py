@@ -52,7 +52,7 @@ class SimulationPlan:
     max_prefill_tokens: int = 0
     drain_s: float = 600.0
     replicas: tuple[int, ...] = (1,)
-    router: str = "round-robin"
+    router: str = "slo-aware"
     acceptance: AcceptanceModel | None = None
     keep_token_times: bool = True
     tune: Literal["no", "search", "grid"] = "no"
@@ -138,10 +138,10 @@ class _Simulation:
         self._run_id, self._recorder = run_id, recorder
         self._limits = machine.limits(plan.max_requests)
         self._samples = machine.samples(self._limits)
-        self._seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests)).tolist()
-        model = plan.acceptance or AcceptanceModel(dict(machine.acceptance), {})
-        drawn = model.draw([request.slo_class for request in trace.requests], plan.seed)
-        self._chance = dict(zip(self._seeds, drawn.tolist(), strict=True))
+        seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
+        self._seeds = seeds.tolist()
+        order = np.argsort(seeds)
+        self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
         self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
         self._replicas = [self._replica(index) for index in range(replicas)]
         self._records: list[RequestRecord] = []
@@ -171,8 +171,15 @@ class _Simulation:
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
         return Replica(index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times)
 
+    def _chances(self) -> np.ndarray:
+        """f64[requests], acceptance of the draft's first choice."""
+        classes = [request.slo_class for request in self._trace.requests]
+        if self._plan.acceptance is not None:
+            return self._plan.acceptance.draw(classes, self._plan.seed)
+        return np.array([self._machine.acceptance_of(name) for name in classes])
+
     def _acceptance(self, seeds: np.ndarray) -> np.ndarray:
-        return np.array([self._chance[seed] for seed in seeds.tolist()])
+        return self._chance.take(np.searchsorted(self._sorted_seeds, seeds))
 
     def _request(self, number: int, known: Assigned) -> Request:
         return Request(

@@ -12,9 +12,13 @@ import pytest
 from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance, load_acceptance
 from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.recording import MISS, AcceptanceRecord, AcceptanceRecorder
+from adaserve_jax.bench.runner import BenchPlan, run_bench
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import append_rows
+from adaserve_jax.results.jsonl import append_rows, read_rows
+from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import DraftTrees, RowSampling, StepOutcome, StepPlan
 from tests.bench.test_cluster import short_trace
 
@@ -120,3 +124,28 @@ def test_a_file_of_records_is_read_and_one_without_drafts_is_refused(tmp_path: P
     empty.write_text("{}\n")
     with pytest.raises(ConfigError, match=r"empty.jsonl:1: missing column 'children' for a AcceptanceRecord"):
         load_acceptance(empty)
+
+
+@pytest.mark.slow
+def test_a_recorded_run_of_the_embedded_pair_accounts_for_every_accepted_token(tmp_path: Path) -> None:
+    """Chains: a token was accepted where it was the one child, and each position of a text is tested once."""
+    from adaserve_jax.bench.local import LocalBenchEngine
+
+    config = EngineConfig(
+        policy="spec:4", max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3,
+        max_tree_tokens=64, token_edges=(16, 64), row_edges=(16,),
+    )  # fmt: skip
+    plan = BenchPlan(("spec:4",), (20.0,), duration_s=0.6, drain_s=60.0, record=True)
+    workload = load_workload()
+    workload = replace(workload, items=tuple(replace(item, max_tokens=40) for item in workload.items))
+    run_bench(plan, workload, lambda policy: LocalBenchEngine(config, record=True), tmp_path)
+    recorded = {r.request_id: r for r in read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)}
+    requests = [r for r in read_rows(tmp_path / "requests.jsonl", RequestRecord) if r.drafted_tokens]
+    assert len(requests) > 4
+    for request in requests:
+        seen = recorded[request.request_id]
+        assert sum(rank == 0 for rank in seen.ranks) == request.accepted_tokens
+        assert len(set(seen.positions)) == len(seen.positions)
+        assert min(seen.positions) > request.prompt_tokens
+        assert set(seen.children) == {1} and set(seen.ranks) <= {0, MISS}
+    assert 0.3 < load_acceptance(tmp_path / "acceptance.jsonl").mean[requests[0].slo_class] < 0.95
