@@ -45,8 +45,9 @@ QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
 
 @dataclass(frozen=True)
 class Job:
-    """One contender at one point on one machine."""
+    """One contender at one point on one machine. commit: of the source, without which a result is not the same."""
 
+    commit: str
     machine: Machine
     point: Point
     contender: Contender
@@ -56,7 +57,7 @@ class Job:
     @property
     def key(self) -> str:
         """The same for the same commit, machine, trace and setting: such a point need not be run again."""
-        parts = (source_commit(), self.machine, self.point.trace.sha256, self.contender, self.seed)
+        parts = (self.commit, self.machine, self.point.trace.sha256, self.contender, self.seed)
         parts += (self.point.sweep, self.point.value, self.point.targets)
         parts += (self.grid,) if self.contender.policy is None else ()
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -152,7 +153,11 @@ def policy_sweeps(
     todo = points(None if quick else traces, requests=requests, seed=seed)
     make_folder(out)
     grid = QUICK_GRID if quick else Grid()
-    all_jobs = [Job(machine, p, contender, seed, grid) for machine in named for p in todo for contender in chosen]
+    commit = source_commit()
+    all_jobs = [
+        Job(commit, machine, point, contender, seed, grid)
+        for machine in named for point in todo for contender in chosen
+    ]  # fmt: skip
     judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out)
     typer.echo((out / "tables.md").read_text())
     typer.echo(json.dumps(judged["overall"], indent=1))

@@ -111,6 +111,9 @@ def verdict(lines: Sequence[Line]) -> dict[str, Any]:
         highest = max(rates, key=lambda point: point["value"], default=None)
         overall[f"{machine} {targets}"] = {
             "points": len(mine),
+            "points_without_violations": sum(point["attainment"] == 1 for point in mine),
+            "points_below_best_baseline": _below(mine, "minus_best_baseline"),
+            "points_below_tuned": _below(mine, "minus_tuned"),
             "largest_violation_ratio": _extreme(max, mine, "violation_ratio"),
             "least_violation_ratio": _extreme(min, mine, "violation_ratio"),
             "goodput_ratio_at_highest_rate": None if highest is None else highest["goodput_ratio"],
@@ -136,6 +139,7 @@ def _judge(group: Group, value: float, at_point: dict[str, Line]) -> dict[str, A
         "goodput_tps": ours.goodput,
         "best_baseline": None if best is None else best.contender,
         "best_baseline_attainment": None if best is None else best.attainment,
+        "minus_best_baseline": None if best is None else ours.attainment - best.attainment,
         "violation_ratio": ratio,
         "best_goodput_baseline": None if richest is None else richest.contender,
         "goodput_ratio": None if richest is None or not richest.goodput else ours.goodput / richest.goodput,
@@ -144,6 +148,10 @@ def _judge(group: Group, value: float, at_point: dict[str, Line]) -> dict[str, A
         "goodput_ratio_to_tuned": None if tuned is None or not tuned.goodput else ours.goodput / tuned.goodput,
         "minus_paper": None if paper is None else ours.attainment - paper.attainment,
     }
+
+
+def _below(points: Sequence[dict[str, Any]], name: str) -> int:
+    return sum(point[name] is not None and point[name] < 0 for point in points)
 
 
 def _extreme(pick: Callable[..., Any], points: Sequence[dict[str, Any]], name: str) -> float | None:

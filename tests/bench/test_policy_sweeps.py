@@ -98,6 +98,8 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert high["tuned_setting"] == "spec:2, chunk 512, 48 running"
     overall = judged["overall"]["m joint"]
     assert overall["goodput_ratio_at_highest_rate"] == pytest.approx(1.2)
+    assert (overall["points"], overall["points_without_violations"]) == (2, 1)
+    assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
     assert overall["largest_violation_ratio"] == pytest.approx(4.0)
     table = modules["tables"].tables(lines)
     assert "| policy | 2 | 4 |" in table
@@ -113,7 +115,7 @@ def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkey
     point = replace(point, trace=replace(point.trace, requests=short))
     chosen = [each for each in places.contenders(quick=True) if each.name in ("adaserve", "ar", "tuned")]
     grid = Grid((1, 2), (128,), (8,))
-    jobs = [main.Job(load_machine("llama-70b"), point, contender, 0, grid) for contender in chosen]
+    jobs = [main.Job("c", load_machine("llama-70b"), point, contender, 0, grid) for contender in chosen]
     lines = main.run_all(jobs[:2], tmp_path, 1)
     ran = []
     monkeypatch.setattr(main, "run", lambda job, run=main.run: ran.append(job.contender.name) or run(job))
@@ -122,7 +124,8 @@ def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkey
     assert [each.contender for each in again] == ["adaserve", "ar", "tuned"]
     assert again[0].rows[0] == json.loads(json.dumps(lines[0].rows[0]))
     assert again[2].overall["label"] == "tuned, best of 2 tried"
-    assert jobs[0].key != main.Job(jobs[0].machine, point, chosen[0], 1, grid).key
+    others = {"commit": "d", "seed": 1, "machine": load_machine("qwen-32b"), "contender": chosen[1]}
+    assert all(replace(jobs[0], **{name: value}).key != jobs[0].key for name, value in others.items())
 
 
 @pytest.mark.slow
