@@ -42,7 +42,7 @@ def draw(lines: Sequence[Line], out: Path) -> list[Path]:
             _panel(axes[0][column], by_value, "attainment", 100.0)
             _panel(axes[1][column], by_value, "goodput", 1.0)
             axes[0][column].set_ylim(-2, 103)
-            axes[1][column].set_ylim(bottom=0)
+            axes[1][column].set_ylim(0, 1.06 * axes[1][column].dataLim.ymax)
             axes[1][column].set_xlabel(SWEEPS[sweep])
         axes[0][0].set_ylabel("requests met, %")
         axes[1][0].set_ylabel("goodput, tokens/s")
