@@ -105,7 +105,8 @@ def test_a_fit_to_a_recorded_simulation_finds_its_truth_and_repeats_its_run() ->
     assert fit.mean["code"] == pytest.approx(of_requests.mean(), abs=0.025)
     assert fit.spread["code"] == pytest.approx(of_requests.std(), abs=0.05)
     again = simulate("spec:4", replace(plan, acceptance=fit), MACHINE, trace)
-    assert accepted_per_verification(again) == pytest.approx(accepted_per_verification(recorded), rel=0.05)
+    # each of so short runs is a draw with a standard deviation of 2.5 %
+    assert accepted_per_verification(again) == pytest.approx(accepted_per_verification(recorded), rel=0.08)
     known = {record.request_id: record for record in records}
     for request in recorded.records:  # every accepted token was seen, at its rank in the chain
         assert sum(rank == 0 for rank in known[request.request_id].ranks) == request.accepted_tokens
