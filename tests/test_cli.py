@@ -283,7 +283,7 @@ def test_bench_passes_its_plan_on_and_prints_a_table(monkeypatch, capsys, tmp_pa
     workload = tmp_path / "w.jsonl"
     workload.write_text(json.dumps({"prompt": "x"}) + "\n")
     monkeypatch.setattr(bench_module, "run_bench", run_bench)
-    monkeypatch.setattr(bench_module, "open_bench_engine", lambda config: config)
+    monkeypatch.setattr(bench_module, "open_bench_engine", lambda config, record=False: config)
     arguments = ["--policies", "adaserve, spec:4", "--rates", "1.5,trace", "--duration", "9", "--seed", "4"]
     status = run_main(
         monkeypatch,

@@ -23,17 +23,20 @@ HEADERS = (
     "accepted\n/verify",
     "valid",
 )
-TEXT_COLUMNS = ("policy", "class", "valid")
+TEXT_COLUMNS = ("workload", "policy", "class", "valid")
 
 
 def result_table(rows: Sequence[ResultRow]) -> Table:
-    """One line per row; the lines of single classes are dimmed below the one over all. About 110 columns wide."""
+    """One line per row; the lines of single classes are dimmed below the one over all. About 110 columns wide, and
+    more where rows differ in workload or replicas, which then have columns."""
     table = Table(title=_title(rows), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in HEADERS:
+    varied = [name for name in ("workload", "replicas") if len({getattr(row, name) for row in rows}) > 1]
+    for name in (*varied, *HEADERS):
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
     for row in rows:
         overall = row.slo_class == ALL_CLASSES
-        table.add_row(*_cells(row), style=None if overall else "dim")
+        cells = (*(str(getattr(row, name)) for name in varied), *_cells(row))
+        table.add_row(*cells, style=None if overall else "dim")
     return table
 
 
@@ -41,12 +44,14 @@ def _title(rows: Sequence[ResultRow]) -> str | None:
     if not rows:
         return None
     size = f"{rows[0].target_params / 1e6:.1f}M" if rows[0].target_params else "size unknown"
-    return f"{rows[0].target} ({size}) on {rows[0].device}, workload {rows[0].workload}, seed {rows[0].seed}"
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    named = workloads[0] if len(workloads) == 1 else f"{len(workloads)} of them"
+    return f"{rows[0].target} ({size}) on {rows[0].device}, workload {named}, seed {rows[0].seed}"
 
 
 def _cells(row: ResultRow) -> tuple[str, ...]:
     return (
-        row.policy,
+        row.policy if row.label is None else f"{row.policy} ({row.label})",
         f"{row.rate_rps:g}" if row.arrival_process == "poisson" else f"{row.arrival_process} {row.rate_rps:.3g}",
         row.slo_class,
         str(row.requests),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from adaserve_jax.bench.recording import AcceptanceRecorder
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.engine.client import EngineClient
 
@@ -14,6 +15,11 @@ class BenchEngine(Protocol):
 
     @property
     def client(self) -> EngineClient: ...
+
+    @property
+    def recorder(self) -> AcceptanceRecorder:
+        """What verifications revealed since it was last taken; nothing unless the engine was opened to record."""
+        ...
 
     def encode(self, item: WorkloadItem) -> list[int]:
         """Token ids of the item's prompt, or of its messages through the model's chat template."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
-from adaserve_jax.types import Progress
+from adaserve_jax.types import Executor, Progress
 
 
 class LocalBenchEngine:
@@ -17,11 +18,16 @@ class LocalBenchEngine:
     Raises what loading raises: CheckpointError, ConfigError.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, record: bool = False):
+        """record: whether every verification is noted in `recorder`."""
         self.config = config
+        self.recorder = AcceptanceRecorder()
         self.tokenizer = Tokenizer.from_folder(resolve_folder(config.target, "target"))
-        self.client = LocalEngine(config, progress)
+        self.client = LocalEngine(config, progress, self._observed if record else None)
         self.client.start()
+
+    def _observed(self, executor: Executor) -> Executor:
+        return RecordingExecutor(executor, self.recorder)
 
     def encode(self, item: WorkloadItem) -> list[int]:
         """Token ids of the item's prompt, or of its messages through the model's chat template."""

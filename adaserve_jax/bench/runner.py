@@ -9,9 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import adaserve_jax
-from adaserve_jax.bench.arrivals import Schedule, poisson_schedule, trace_schedule
+from adaserve_jax.bench.arrivals import Arrival, Schedule, poisson_schedule, trace_schedule
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
+from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.workload import Workload
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import ConfigError
@@ -20,6 +21,7 @@ from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
+from adaserve_jax.types import SamplingParams
 
 WARMUP_TOKENS = 16
 
@@ -30,6 +32,8 @@ class BenchPlan:
 
     drain_s: longest wait after the last arrival. max_late_s: a run whose client submits later than this at the 99th
     percentile is marked invalid. warmup_requests: sent before each point and left out of its result.
+    max_prefill_tokens: the engine's option, for the rows. record: whether acceptance is noted, by an engine that was
+    opened to do so; every request then has a seed of its own, whatever the workload says, to be told apart by.
     """
 
     policies: tuple[str, ...]
@@ -39,6 +43,8 @@ class BenchPlan:
     drain_s: float = 30.0
     max_late_s: float = 0.05
     warmup_requests: int = 4
+    max_prefill_tokens: int = 0
+    record: bool = False
 
     def __post_init__(self) -> None:
         if not self.policies or not self.rates:
@@ -59,7 +65,8 @@ OnPoint = Callable[[int, int, list[ResultRow]], None]
 def run_bench(
     plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, on_point: OnPoint | None = None
 ) -> list[ResultRow]:
-    """Measure every point of `plan`; returns all rows. Files in `out`: results.jsonl, requests.jsonl (appended).
+    """Measure every point of `plan`; returns all rows. Files in `out`: results.jsonl, requests.jsonl, and when it
+    records acceptance.jsonl (appended).
 
     Ctrl-C ends the run after writing what the current point has, marked invalid.
     """
@@ -75,6 +82,8 @@ def run_bench(
             point_rows, records, stop = bench.measure(policy, schedules[rate])
             append_rows(out / "results.jsonl", point_rows)
             append_rows(out / "requests.jsonl", records)
+            if plan.record:
+                append_rows(out / "acceptance.jsonl", bench.recorded(policy, schedules[rate]))
             rows += point_rows
             if on_point is not None:
                 on_point(done, len(plan.points), point_rows)
@@ -98,6 +107,8 @@ class _Bench:
         self.engine.set_policy(policy)
         requests = self._requests(policy, schedule)
         self._warm_up(requests)
+        if self.plan.record:
+            self.recorded(policy, schedule)  # of the warm-up, and dropped
         loop = drive(client, requests, drain_s=self.plan.drain_s)
         records = [
             probe.record(
@@ -114,15 +125,28 @@ class _Bench:
         rows = [ResultRow.join(self.provenance, conditions, summary) for summary in summaries]
         return rows, records, loop.interrupted or loop.engine_died
 
+    def recorded(self, policy: str, schedule: Schedule) -> list[AcceptanceRecord]:
+        """What was noted since the last call; only while the engine is idle."""
+        names = {
+            arrival.seed: (_request_id(policy, schedule, number), arrival.item.slo_class)
+            for number, arrival in enumerate(schedule.arrivals)
+        }
+        about = {"run_id": self.provenance.run_id, "policy": policy, "rate_rps": schedule.rate_rps}
+        return self.engine.recorder.take(names, **about)
+
+    def _sampling(self, arrival: Arrival) -> SamplingParams:
+        sampling = arrival.item.sampling(arrival.seed)
+        return replace(sampling, seed=arrival.seed) if self.plan.record else sampling
+
     def _requests(self, policy: str, schedule: Schedule) -> list[DueRequest]:
         """Tokenised ahead, so that the client does nothing but submit during the run."""
         return [
             DueRequest(
                 arrival.due_s,
                 GenerateRequest(
-                    request_id=f"{policy}@{schedule.rate_rps:g}-{number}",
+                    request_id=_request_id(policy, schedule, number),
                     prompt_ids=self.engine.encode(arrival.item),
-                    sampling=arrival.item.sampling(arrival.seed),
+                    sampling=self._sampling(arrival),
                     slo=arrival.item.slo,
                     slo_class=arrival.item.slo_class,
                 ),
@@ -162,6 +186,10 @@ class _Bench:
             valid=reason is None,
             invalid_reason=reason,
         )
+
+
+def _request_id(policy: str, schedule: Schedule, number: int) -> str:
+    return f"{policy}@{schedule.rate_rps:g}-{number}"
 
 
 def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
@@ -205,4 +233,5 @@ def _provenance(plan: BenchPlan, workload: Workload, engine: BenchEngine) -> Pro
         workload=workload.name,
         workload_hash=workload.sha256,
         seed=plan.seed,
+        max_prefill_tokens=plan.max_prefill_tokens,
     )

@@ -1,4 +1,4 @@
-"""Runs a trace through the scheduler that serves, on a simulated machine and a virtual clock; result rows as a bench's.
+"""Runs traces through the scheduler that serves, on simulated machines and a virtual clock; result rows as a bench's.
 
 Nothing is decoded: the executor draws acceptance, the clock passes by the machine's costs. Imports no jax.
 """
@@ -7,39 +7,56 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
-import adaserve_jax
+from adaserve_jax.bench.acceptance import AcceptanceModel
+from adaserve_jax.bench.cluster import run_cluster
 from adaserve_jax.bench.machines import Machine
+from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
+from adaserve_jax.bench.replica import Replica
+from adaserve_jax.bench.routers import Assigned, find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
-from adaserve_jax.bench.token_times import TokenTimes
-from adaserve_jax.bench.traces import Trace, TraceRequest
+from adaserve_jax.bench.simulation_rows import result_rows
+from adaserve_jax.bench.traces import Trace
+from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord, Status
-from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
-from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
-from adaserve_jax.types import CandidateTrees, Request, RequestUpdate, SamplingParams
+from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import Request, RequestMetrics, SamplingParams
 
+TUNED = "tuned"
+"""Label of a row whose setting was chosen for its point."""
 ALWAYS_WAITS = 1 << 30
 """Waiting places of the simulated queue: a simulation refuses nobody."""
 
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """max_requests: most that run at once, 0 for the machine's own. max_prefill_tokens: as the engine's option.
-    drain_s: how long requests are served after the last arrival; what is left then counts as unfinished."""
+    """max_requests: most that run at once on a replica, 0 for the machine's own. max_prefill_tokens: as the engine's
+    option. drain_s: how long requests are served after the last arrival; what is left then counts as unfinished.
+    replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
+    whether the best fixed policy of each point is found and added, by search or over the whole grid.
+    keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
+    """
 
     policies: tuple[str, ...]
     seed: int = 0
     max_requests: int = 0
     max_prefill_tokens: int = 0
     drain_s: float = 600.0
+    replicas: tuple[int, ...] = (1,)
+    router: str = "slo-aware"
+    acceptance: AcceptanceModel | None = None
+    keep_token_times: bool = True
+    tune: Literal["no", "search", "grid"] = "no"
 
 
 @dataclass
@@ -50,119 +67,149 @@ class Simulated:
     wall_s: float
 
 
+OnPoint = Callable[[Simulated, list[ResultRow]], None]
+
+
 def simulate_all(
-    plan: SimulationPlan, machine: Machine, traces: list[Trace],
-    on_point: Callable[[Simulated, list[ResultRow]], None] | None = None,
-) -> list[ResultRow]:  # fmt: skip
-    """Every policy over every trace. Raises ConfigError for an unknown policy."""
+    plan: SimulationPlan, machine: Machine, traces: list[Trace], on_point: OnPoint | None = None
+) -> list[ResultRow]:
+    """Every policy over every trace, with every number of replicas. Raises ConfigError for an unknown policy."""
     rows: list[ResultRow] = []
-    run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    run_id = new_run_id()
     for trace in traces:
-        provenance = _provenance(plan, machine, trace, run_id)
-        for policy in plan.policies:
-            simulated = simulate(policy, plan, machine, trace, run_id=run_id)
-            point = _rows(policy, provenance, trace, simulated)
-            rows += point
-            if on_point is not None:
-                on_point(simulated, point)
+        for replicas in plan.replicas:
+            settings: list[tuple[str, SimulationPlan, str | None]] = [(policy, plan, None) for policy in plan.policies]
+            if plan.tune != "no":
+                tuned = tune_fixed(plan, machine, trace, replicas=replicas, exhaustive=plan.tune == "grid")
+                settings.append((*as_run(tuned.setting, plan), TUNED))
+            for policy, as_planned, label in settings:
+                simulated = simulate(policy, as_planned, machine, trace, run_id=run_id, replicas=replicas)
+                point = result_rows(
+                    policy, as_planned, machine, trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id,
+                    replicas=replicas, label=label,
+                )  # fmt: skip
+                rows += point
+                if on_point is not None:
+                    on_point(simulated, point)
     return rows
 
 
-def simulate(policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, *, run_id: str = "") -> Simulated:
-    """One policy over one trace."""
-    return _Simulation(policy, plan, machine, trace, run_id).run()
+def tune_fixed(
+    plan: SimulationPlan, machine: Machine, trace: Trace, *, replicas: int = 1, exhaustive: bool = False,
+    grid: Grid | None = None,
+) -> Tuned:  # fmt: skip
+    """The best `spec:<k>` for this trace, by joint attainment, then goodput; k no deeper than the machine's draft."""
+    whole = grid or Grid()
+    possible = replace(whole, draft_tokens=tuple(k for k in whole.draft_tokens if k <= machine.max_depth))
+
+    def evaluate(setting: Setting) -> Score:
+        policy, as_planned = as_run(setting, replace(plan, keep_token_times=False))
+        simulated = simulate(policy, as_planned, machine, trace, replicas=replicas)
+        overall = summarize(simulated.records, wall_s=simulated.wall_s)[0]
+        return overall.attainment or 0.0, overall.goodput_tps
+
+    return tune(evaluate, possible, exhaustive=exhaustive)
+
+
+def as_run(setting: Setting, plan: SimulationPlan) -> tuple[str, SimulationPlan]:
+    """The policy and plan that run `setting`."""
+    as_planned = replace(plan, max_requests=setting.max_requests, max_prefill_tokens=setting.prefill_tokens)
+    return f"spec:{setting.draft_tokens}", as_planned
+
+
+def new_run_id() -> str:
+    """Unique, and in order of time."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def simulate(
+    policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, *,
+    run_id: str = "", replicas: int = 1, recorder: AcceptanceRecorder | None = None,
+) -> Simulated:  # fmt: skip
+    """One policy over one trace, on `replicas` replicas. recorder: notes what verifications reveal of acceptance."""
+    return _Simulation(policy, plan, machine, trace, run_id, replicas, recorder).run()
 
 
 class _Simulation:
-    def __init__(self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str):
+    def __init__(
+        self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str, replicas: int,
+        recorder: AcceptanceRecorder | None,
+    ):  # fmt: skip
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
-        self._run_id = run_id
-        self._clock = VirtualClock()
-        limits = machine.limits(plan.max_requests)
-        samples = machine.samples(limits)
+        self._run_id, self._recorder = run_id, recorder
+        self._limits = machine.limits(plan.max_requests)
+        self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
         self._seeds = seeds.tolist()
         order = np.argsort(seeds)
-        sorted_seeds = seeds[order].astype(np.uint64)
-        chance = np.array([machine.acceptance_of(r.slo_class) for r in trace.requests])[order]
-
-        def acceptance(seed: np.ndarray) -> np.ndarray:
-            return chance.take(np.searchsorted(sorted_seeds, seed))
-
-        self._executor = SimExecutor(limits, samples, acceptance, self._clock, strict=False)
-        config = EngineConfig(
-            policy=policy, seed=plan.seed, max_waiting=ALWAYS_WAITS, max_prefill_tokens=plan.max_prefill_tokens
-        )
-        self._scheduler: Scheduler = build_scheduler(config, limits, samples)
-        self._token_times = TokenTimes()
-        self._open: dict[str, int] = {}
-        """Index in the trace of each request that has not ended; the scheduler gets them in that order."""
+        self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
+        self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
+        self._replicas = [self._replica(index) for index in range(replicas)]
         self._records: list[RequestRecord] = []
 
     def run(self) -> Simulated:
-        requests, clock, scheduler = self._trace.requests, self._clock, self._scheduler
-        arrived, last_due_s = 0, requests[-1].due_s
-        while arrived < len(requests) or scheduler.has_work:
-            while arrived < len(requests) and requests[arrived].due_s <= clock.now():
-                self._arrive(arrived)
-                arrived += 1
-            if not self._step():
-                clock.advance(max(requests[arrived].due_s - clock.now(), 0.0))
-            if clock.now() > last_due_s + self._plan.drain_s:
-                break
-        for request_id in list(self._open):
-            update = scheduler.abort(request_id)
-            if update is not None:
-                self._end(update, "unfinished")
-        return Simulated(self._records, clock.now())
+        baseline_s = self._machine.baseline_s
+        arrivals = [
+            Assigned(r.slo_class, r.prompt_tokens, r.due_s, r.slo.tpot_s(baseline_s), r.slo.ttft_s)
+            for r in self._trace.requests
+        ]
 
-    def _arrive(self, index: int) -> None:
-        request: TraceRequest = self._trace.requests[index]
-        name = f"{self._policy}-{index}"
-        self._open[name] = index
-        self._scheduler.add(
-            Request(
-                request_id=name,
-                prompt_ids=np.zeros(request.prompt_tokens, np.int32),
-                sampling=_sampling(request.output_tokens),
-                seed=self._seeds[index],
-                arrival_s=request.due_s,
-                tpot_slo_s=request.slo.tpot_s(self._machine.baseline_s),
-                ttft_slo_s=request.slo.ttft_s,
-                slo_class=request.slo_class,
-            )
+        def deliver(number: int, replica: Replica) -> None:
+            replica.add(self._request(number, arrivals[number]), arrivals[number])
+
+        wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
+        return Simulated(self._records, wall_s)
+
+    def _replica(self, index: int) -> Replica:
+        """Replicas differ in what their policies draw at random, and in nothing else."""
+        clock, plan = VirtualClock(), self._plan
+        executor = SimExecutor(self._limits, self._samples, self._acceptance, clock, strict=False)
+        config = EngineConfig(
+            policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
+            max_prefill_tokens=plan.max_prefill_tokens,
+        )  # fmt: skip
+        scheduler = build_scheduler(config, self._limits, self._samples)
+        observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
+        return Replica(index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times)
+
+    def _chances(self) -> np.ndarray:
+        """f64[requests], acceptance of the draft's first choice."""
+        classes = [request.slo_class for request in self._trace.requests]
+        if self._plan.acceptance is not None:
+            return self._plan.acceptance.draw(classes, self._plan.seed)
+        return np.array([self._machine.acceptance_of(name) for name in classes])
+
+    def _acceptance(self, seeds: np.ndarray) -> np.ndarray:
+        return self._chance.take(np.searchsorted(self._sorted_seeds, seeds))
+
+    def _request(self, number: int, known: Assigned) -> Request:
+        return Request(
+            request_id=f"{self._policy}-{number}",
+            prompt_ids=np.zeros(known.prompt_tokens, np.int32),
+            sampling=_sampling(self._trace.requests[number].output_tokens),
+            seed=self._seeds[number],
+            arrival_s=known.arrival_s,
+            tpot_slo_s=known.tpot_slo_s,
+            ttft_slo_s=known.ttft_slo_s,
+            slo_class=known.slo_class,
         )
 
-    def _step(self) -> bool:
-        """Whether there was one to run."""
-        scheduler, clock = self._scheduler, self._clock
-        plan = scheduler.plan(clock.now())
-        if plan is None:
-            return False
-        drafts = plan.draft is not None
-        candidates = self._executor.speculate(plan) if drafts else CandidateTrees.empty(plan.num_decode)
-        trees = scheduler.select(plan, candidates, clock.now())
-        outcome = self._executor.verify(plan, trees)
-        now = clock.now()
-        updates = scheduler.commit(plan, trees, candidates, outcome, now)
-        self._token_times.take(updates, now)
-        for update in updates.ended.values():
-            self._end(update, "finished")
-        return True
-
-    def _end(self, update: RequestUpdate, status: Status) -> None:
-        index = self._open.pop(update.request_id)
-        assert update.metrics is not None
+    def _ended(
+        self, replica: Replica, request_id: str, known: Assigned, metrics: RequestMetrics, status: Status,
+        token_offsets_s: tuple[float, ...],
+    ) -> None:  # fmt: skip
+        self._router.ended(known)
         self._records.append(
             RequestRecord.of(
-                update.metrics,
+                metrics,
                 run_id=self._run_id,
                 policy=self._policy,
                 rate_rps=self._trace.rate_rps,
-                request_id=update.request_id,
+                request_id=request_id,
                 status=status,
-                due_s=self._trace.requests[index].due_s,
-                token_offsets_s=self._token_times.pop(index),
+                due_s=known.arrival_s,
+                token_offsets_s=token_offsets_s,
+                replica=replica.index,
             )
         )
 
@@ -170,37 +217,3 @@ class _Simulation:
 @cache
 def _sampling(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-
-
-def _rows(policy: str, provenance: Provenance, trace: Trace, simulated: Simulated) -> list[ResultRow]:
-    conditions = Conditions(
-        policy=policy, arrival_process="trace", rate_rps=trace.rate_rps, duration_s=trace.duration_s,
-        wall_s=simulated.wall_s, compiles_after_ready=0, client_late_max_s=0.0, client_late_p99_s=0.0, valid=True,
-        invalid_reason=None,
-    )  # fmt: skip
-    summaries = summarize(simulated.records, wall_s=simulated.wall_s)
-    return [ResultRow.join(provenance, conditions, summary) for summary in summaries]
-
-
-def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str) -> Provenance:
-    limits = machine.limits(plan.max_requests)
-    return Provenance(
-        run_id=run_id,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=source_commit(),
-        package_version=adaserve_jax.__version__,
-        machine=machine_name(),
-        device=f"simulated: {machine.name}",
-        jax_version="none",
-        target=machine.name,
-        draft=machine.name,
-        target_params=None,
-        draft_params=None,
-        deterministic=False,
-        max_requests=limits.max_requests,
-        max_context=limits.max_context,
-        baseline_s=machine.baseline_s,
-        workload=trace.name,
-        workload_hash=trace.sha256,
-        seed=plan.seed,
-    )

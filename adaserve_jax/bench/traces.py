@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from adaserve_jax.types import SLO
 FIELDS = ("t_ms", "prompt_id", "slo_ratio", "output_length", "input_length")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TraceRequest:
     """due_s: seconds since the start of the trace."""
 
@@ -31,7 +32,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of due_s. sha256: of the file's bytes, hex."""
+    """Requests in order of due_s. sha256, hex: of the file's bytes; of a trace made from another (`derived`), of that
+    one's hash and what was done to it."""
 
     name: str
     sha256: str
@@ -45,6 +47,16 @@ class Trace:
     def rate_rps(self) -> float:
         """Requests per second, over the trace."""
         return len(self.requests) / self.duration_s if self.duration_s else float(len(self.requests))
+
+    @property
+    def classes(self) -> list[str]:
+        """In name order."""
+        return sorted({request.slo_class for request in self.requests})
+
+    def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:
+        """Another trace of `requests`, put in order, that says by its name and hash how it came from this one."""
+        ordered = tuple(sorted(requests, key=lambda request: request.due_s))
+        return Trace(f"{self.name} {note}", hashlib.sha256(f"{self.sha256} {note}".encode()).hexdigest(), ordered)
 
 
 def load_trace(path: Path, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
@@ -61,6 +73,29 @@ def load_trace(path: Path, *, ttft_slo_s: float | None = None, time_scale: float
         raise ConfigError(f"trace {path} holds no request")
     requests.sort(key=lambda request: request.due_s)
     return Trace(path.name, hashlib.sha256(raw).hexdigest(), tuple(requests))
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write a trace in the format that `load_trace` reads, compressed when `path` ends in .gz. TTFT targets are not
+    part of the format. Raises ConfigError when the file cannot be written."""
+    text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
+    data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write trace {path}: {error.strerror}; choose another folder") from error
+
+
+def _line(index: int, request: TraceRequest) -> str:
+    slo = request.slo
+    values = {
+        "t_ms": round(request.due_s * 1e3, 6),
+        "prompt_id": f"{request.slo_class}-{index:04d}",
+        "slo_ratio": slo.relative if slo.relative is not None else -(slo.tpot_ms or 0.0),
+        "output_length": request.output_tokens,
+        "input_length": request.prompt_tokens,
+    }
+    return json.dumps(values)
 
 
 def _request(line: str, where: str, ttft_slo_s: float | None, time_scale: float) -> TraceRequest:

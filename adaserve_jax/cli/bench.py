@@ -34,6 +34,9 @@ def bench(
         float, typer.Option(help="a row is invalid when the client submits later than this, 99th percentile")
     ] = 50.0,
     warmup_requests: Annotated[int, typer.Option(help="requests before each point, left out of its result")] = 4,
+    record: Annotated[
+        bool, typer.Option(help="also write acceptance.jsonl, which `adaserve simulate --acceptance` reads")
+    ] = False,
 ) -> None:
     """Measure SLO attainment, goodput and latencies under open-loop load. Columns: docs/metrics.md."""
     plan = BenchPlan(
@@ -44,10 +47,16 @@ def bench(
         drain_s=drain,
         max_late_s=max_late_ms / 1e3,
         warmup_requests=warmup_requests,
+        max_prefill_tokens=config.max_prefill_tokens,
+        record=record,
     )
     loaded = load_workload(workload)
     rows = run_bench(
-        plan, loaded, lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed)), out, note_point
+        plan,
+        loaded,
+        lambda policy: open_bench_engine(replace(config, policy=policy, seed=seed), record=record),
+        out,
+        note_point,
     )
     print_rows(rows)
     notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)

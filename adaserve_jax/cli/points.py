@@ -13,10 +13,10 @@ TABLE_COLUMNS = 140
 
 def print_rows(rows: list[ResultRow]) -> None:
     """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
+    console, table = Console(), result_table(rows)
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
-    console.print(result_table(rows))
+        console = Console(width=max(console.width, TABLE_COLUMNS, console.measure(table).maximum))
+    console.print(table)
 
 
 def note_point(done: int, total: int, rows: list[ResultRow]) -> None:
@@ -25,8 +25,15 @@ def note_point(done: int, total: int, rows: list[ResultRow]) -> None:
     met = "no targets" if row.attainment is None else f"{row.attainment:.1%} met"
     invalid = "" if row.valid else f", INVALID: {row.invalid_reason}"
     notes().print(
-        f"{done}/{total} {row.policy} at {row.rate_rps:.3g}/s: {row.requests} requests, {met}, "
+        f"{done}/{total} {row.policy}{_setting(row)} at {row.rate_rps:.3g}/s: {row.requests} requests, {met}, "
         f"goodput {row.goodput_tps:.1f} of {row.throughput_tps:.1f} tokens/s{invalid}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _setting(row: ResultRow) -> str:
+    """What is not the same for all rows of a run, where it is not the usual."""
+    parts = [] if row.label is None else [f"{row.label}: {row.max_prefill_tokens} prefill, {row.max_requests} running"]
+    parts += [] if row.replicas == 1 else [f"{row.replicas} replicas"]
+    return f" ({', '.join(parts)})" if parts else ""

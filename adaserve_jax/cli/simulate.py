@@ -1,4 +1,4 @@
-"""`adaserve simulate`: policies over traces, on a simulated machine; the rows are those of `adaserve bench`."""
+"""`adaserve simulate`: policies over traces, on simulated machines; the rows are those of `adaserve bench`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Annotated
 
 import typer
 
+from adaserve_jax.bench.acceptance import load_acceptance
+from adaserve_jax.bench.fluctuating import RATE_RPS, fluctuating_trace
 from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.reshaping import Shape, reshape
+from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
-from adaserve_jax.bench.traces import load_trace
+from adaserve_jax.bench.traces import Trace, load_trace, save_trace
+from adaserve_jax.cli.bench import parse_rate
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows
 from adaserve_jax.cli.terminal import notes
@@ -21,12 +26,40 @@ from adaserve_jax.scheduler.policies import find_policy
 
 
 def simulate(
-    traces: Annotated[list[Path], typer.Argument(help="files in AdaServe's trace format, plain or .gz")],
     policies: Annotated[str, typer.Option(help="policies to compare, separated by commas")],
     out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
+    traces: Annotated[list[Path] | None, typer.Argument(help="files in AdaServe's trace format, plain or .gz")] = None,
+    fluctuating: Annotated[
+        bool,
+        typer.Option(
+            help="instead of the traces, one of 6 minutes in which chat, code and summarization peak in turn, drawn by "
+            "--seed; lengths and targets are drawn from the first of TRACES, where one is given"
+        ),
+    ] = False,
     machine: Annotated[
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file")
     ] = "llama-70b",
+    replicas: Annotated[str, typer.Option(help="numbers of replicas to compare, separated by commas")] = "1",
+    router: Annotated[str, typer.Option(help=f"what assigns requests to replicas: {', '.join(ROUTERS)}")] = "slo-aware",
+    rates: Annotated[
+        str, typer.Option(help="mean requests per second, separated by commas, to compare; trace: as the trace has it")
+    ] = "trace",
+    mix: Annotated[
+        list[str] | None,
+        typer.Option(help="shares of the classes, such as code=0.6,chat=0.4, drawn anew; repeat to compare several"),
+    ] = None,
+    slo_scale: Annotated[
+        str,
+        typer.Option(help="TPOT targets, in baseline latencies, of the relative class, to compare; trace: as it is"),
+    ] = "trace",
+    requests: Annotated[int, typer.Option(help="requests of each trace, repeated as needed; 0: as it has")] = 0,
+    acceptance: Annotated[
+        Path | None, typer.Option(help="acceptance.jsonl of `adaserve bench --record`, instead of the machine's")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option(help="also find, for each point, the best fixed chain, prefill chunk and most requests")
+    ] = False,
+    exhaustive: Annotated[bool, typer.Option(help="with --tune: try every setting instead of searching")] = False,
     ttft_slo: Annotated[float, typer.Option(help="TTFT target of every request, seconds; 0: none")] = 4.0,
     time_scale: Annotated[float, typer.Option(help="what the times of the traces are multiplied by")] = 1.0,
     max_requests: Annotated[int, typer.Option(help="most requests that run at once; 0: the machine's own")] = 0,
@@ -34,24 +67,110 @@ def simulate(
         int, typer.Option(help="most prompt tokens that one step computes; 0: what the policy finds room for")
     ] = 0,
     drain: Annotated[float, typer.Option(help="most seconds to serve requests after the last arrival")] = 600.0,
-    seed: Annotated[int, typer.Option(help="seeds what the draft gets right")] = 0,
+    seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and what is drawn of traces")] = 0,
+    token_times: Annotated[
+        bool, typer.Option(help="keep the times of tokens; without: no gaps and no fluidity, for very long traces")
+    ] = True,
+    save_traces: Annotated[bool, typer.Option(help="also write the traces as simulated to the folder")] = False,
 ) -> None:
-    """Compare policies on a trace in minutes, with the scheduler that serves. Columns: docs/metrics.md."""
+    """Compare policies on traces, with the scheduler that serves, on one replica or several. Columns: docs/metrics.md.
+
+    Every policy runs on every trace with every rate, mix, SLO scale and number of replicas.
+    """
     names = comma_list("policies", policies, str)
     simulated = load_machine(machine)
-    if min(ttft_slo, max_requests, max_prefill_tokens) < 0 or min(time_scale, drain) <= 0:
-        raise ConfigError("--ttft-slo, --max-requests and --max-prefill-tokens must not be below 0, the others above")
+    if min(ttft_slo, max_requests, max_prefill_tokens, requests) < 0 or min(time_scale, drain) <= 0:
+        raise ConfigError(
+            "--ttft-slo, --max-requests, --max-prefill-tokens and --requests must not be below 0, --time-scale and "
+            "--drain must be above"
+        )
+    if exhaustive and not tune:
+        raise ConfigError("--exhaustive says how --tune looks for a setting; give --tune too")
     for name in names:
         find_policy(name, simulated.max_depth)
-    loaded = [load_trace(path, ttft_slo_s=ttft_slo or None, time_scale=time_scale) for path in traces]
-    plan = SimulationPlan(names, seed, max_requests, max_prefill_tokens, drain)
+    find_router(router)
+    shapes = [
+        Shape(rate, shares, scale, requests)
+        for rate in comma_list("rates", rates, parse_rate)
+        for shares in ([parse_mix(text) for text in mix] if mix else [None])
+        for scale in comma_list("slo-scale", slo_scale, parse_scale)
+    ]
+    plan = SimulationPlan(
+        names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
+        None if acceptance is None else load_acceptance(acceptance), token_times,
+        "no" if not tune else "grid" if exhaustive else "search",
+    )  # fmt: skip
+    if not (names and shapes and plan.replicas):
+        raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
+    loaded = [load_trace(path, ttft_slo_s=ttft_slo or None, time_scale=time_scale) for path in traces or []]
+    if fluctuating:
+        reshaped = _fluctuating(loaded, shapes, seed, ttft_slo or None)
+    elif loaded:
+        reshaped = [reshape(trace, shape, seed) for trace in loaded for shape in shapes]
+    else:
+        raise ConfigError("nothing to simulate: give trace files, or --fluctuating for a generated trace")
     make_folder(out)
-    total, done = len(names) * len(loaded), count(1)
+    if save_traces:
+        for number, trace in enumerate(reshaped):
+            save_trace(trace, out / f"trace-{number:02d}-{trace.sha256[:8]}.jsonl.gz")
+    total = (len(names) + tune) * len(reshaped) * len(plan.replicas)
+    done = count(1)
 
     def on_point(point: Simulated, rows: list[ResultRow]) -> None:
         append_rows(out / "results.jsonl", rows)
         append_rows(out / "requests.jsonl", point.records)
         note_point(next(done), total, rows)
 
-    print_rows(simulate_all(plan, simulated, loaded, on_point))
+    print_rows(simulate_all(plan, simulated, reshaped, on_point))
     notes().print(f"rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _fluctuating(loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None) -> list[Trace]:
+    """A rate is the generated trace's own mean, so that its peaks stay where they are."""
+    like = loaded[0] if loaded else None
+    return [
+        reshape(
+            fluctuating_trace(seed=seed, rate_rps=shape.rate_rps or RATE_RPS, like=like, ttft_slo_s=ttft_slo_s),
+            Shape(None, shape.mix, shape.slo_scale, shape.requests),
+            seed,
+        )
+        for shape in shapes
+    ]
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Shares by class from "code=0.6,chat=0.4"."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, share = part.strip().partition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise ConfigError(f"--mix must be classes and shares such as code=0.6,chat=0.4, got {text!r}")
+    return shares
+
+
+def parse_scale(text: str) -> float | None:
+    """An SLO scale above 0, or None for "trace"."""
+    if text == "trace":
+        return None
+    scale = _number(text)
+    if not 0 < scale < float("inf"):
+        raise ConfigError(f"--slo-scale must be numbers above 0 or 'trace', separated by commas, got {text!r}")
+    return scale
+
+
+def parse_replicas(text: str) -> int:
+    """A whole number above 0."""
+    if not (text.isascii() and text.isdecimal() and int(text) >= 1):
+        raise ConfigError(f"--replicas must be whole numbers above 0, separated by commas, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

@@ -32,13 +32,13 @@ def open_llm(config: EngineConfig) -> LLM:
         return LLM(**asdict(config), progress=progress)
 
 
-def open_bench_engine(config: EngineConfig) -> LocalBenchEngine:
-    """A ready engine to measure; loading and compiling are shown. Imports jax."""
+def open_bench_engine(config: EngineConfig, *, record: bool = False) -> LocalBenchEngine:
+    """A ready engine to measure; loading and compiling are shown. record: whether it notes acceptance. Imports jax."""
     with progress_bar() as progress:
         progress("loading", 0, 1)
         from adaserve_jax.bench.local import LocalBenchEngine
 
-        return LocalBenchEngine(config, progress)
+        return LocalBenchEngine(config, progress, record=record)
 
 
 @contextmanager

@@ -26,18 +26,21 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import Progress, SamplingParams, StepStats
+from adaserve_jax.types import Executor, Progress, SamplingParams, StepStats
 
 _log = logging.getLogger(__name__)
 BASELINE_TOKENS = 33  # measured to find the baseline latency
+Observe = Callable[[Executor], Executor]
 
 
 class LocalEngine:
     """Implements `EngineClient`. `start` loads and compiles in the calling thread, then runs steps in its own."""
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None):
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
+        """observe: what the steps run on instead of the executor, made from it; it sees what they do."""
         self._config = config
         self._progress = progress
+        self._observe = observe
         self._lock = threading.Condition()  # guards the inbox, the sinks and the flags
         self._inbox: deque[Callable[[], None]] = deque()
         self._sinks: dict[str, tuple[Sink, set[int]]] = {}
@@ -90,8 +93,9 @@ class LocalEngine:
     def _build_core(self, config: EngineConfig) -> EngineCore:
         scheduler = build_scheduler(config, self._executor.limits, self._samples)
         eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
+        executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
-            self._executor, scheduler, self._tokenizer,
+            executor, scheduler, self._tokenizer,
             eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +30,8 @@ def append_rows(path: Path, rows: Iterable[Any]) -> None:
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Rows of `path` as `kind`. Raises ConfigError naming file, line and column."""
+    """Rows of `path` as `kind`; a column that has a default may be absent. Raises ConfigError naming file, line and
+    column."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -45,12 +46,13 @@ def _parse(line: str, where: str, kind: type[Row]) -> Row:
         raise ConfigError(f"{where}: expected one JSON object per line, got invalid JSON: {error.msg}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
+    columns = fields(kind)  # pyright: ignore[reportArgumentType]
+    names, required = {f.name for f in columns}, {f.name for f in columns if f.default is MISSING}
     version = values.get("schema_version", SCHEMA_VERSION)
     if version not in READABLE:
         known = " and ".join(str(each) for each in READABLE)
         raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {known}")
-    for problem, keys in (("unknown", values.keys() - set(names)), ("missing", set(names) - values.keys())):
+    for problem, keys in (("unknown", values.keys() - names), ("missing", required - values.keys())):
         if keys:
             raise ConfigError(f"{where}: {problem} column {min(keys)!r} for a {kind.__name__}")
     return kind(**values)

@@ -47,6 +47,7 @@ class RequestRecord:
     accepted_tokens: int
     preemptions: int
     token_offsets_s: tuple[float, ...]
+    replica: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_offsets_s", tuple(self.token_offsets_s))
@@ -65,6 +66,7 @@ class RequestRecord:
         due_s: float = 0.0,
         late_s: float = 0.0,
         token_offsets_s: tuple[float, ...] = (),
+        replica: int = 0,
     ) -> RequestRecord:
         """The record of a request whose engine metrics are `metrics`."""
         finished = status == "finished"
@@ -98,6 +100,7 @@ class RequestRecord:
             accepted_tokens=metrics.accepted_tokens,
             preemptions=metrics.preemptions,
             token_offsets_s=token_offsets_s,
+            replica=replica,
         )
 
     @property

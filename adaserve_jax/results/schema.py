@@ -5,7 +5,7 @@ A row is flat, so that any table tool reads it. docs/metrics.md defines every co
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
@@ -35,6 +35,7 @@ class Provenance:
     workload: str
     workload_hash: str
     seed: int
+    max_prefill_tokens: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,9 @@ class Conditions:
     client_late_p99_s: float
     valid: bool
     invalid_reason: str | None
+    replicas: int = field(default=1, kw_only=True)
+    router: str | None = field(default=None, kw_only=True)
+    label: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class ResultRow(Summary, Conditions, Provenance):
-    """One line of results.jsonl. `schema_version` rises when a column changes its meaning or goes away."""
+    """One line of results.jsonl. `schema_version` rises when a column changes its meaning or goes away; a column with
+    a default may be absent from files that were written before it was added."""
 
     schema_version: int = SCHEMA_VERSION
 

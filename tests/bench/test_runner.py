@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.runner import BenchPlan, run_bench
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
@@ -129,3 +130,34 @@ def test_the_table_has_a_line_per_row(make_engine, workload, tmp_path: Path):
     assert table.row_count == len(rows)
     assert "scripted" in str(table.title)
     assert result_table([]).row_count == 0
+
+
+class Noting:
+    """A recorder that gives one record per seed it is asked for, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[int, tuple[str, str]]] = []
+
+    def take(self, requests: dict[int, tuple[str, str]], *, run_id: str, policy: str, rate_rps: float):
+        self.asked.append(requests)
+        return [
+            AcceptanceRecord(run_id, policy, rate_rps, name, kind, (5,), (0,), (1,), (0.5,))
+            for name, kind in requests.values()
+        ]
+
+
+def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(make_engine, workload, tmp_path: Path):
+    engine, recorder = make_engine("ar"), Noting()
+    engine.recorder = recorder
+    plan = BenchPlan(("ar",), (60.0,), duration_s=0.2, max_prefill_tokens=96, record=True)
+    rows = run_bench(plan, workload, lambda policy: engine, tmp_path)
+    records = read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)
+    requests = read_rows(tmp_path / "requests.jsonl", RequestRecord)
+    assert {(r.request_id, r.slo_class) for r in records} == {(r.request_id, r.slo_class) for r in requests}
+    assert len(records) == len(requests) > 3
+    assert len(recorder.asked) == 2  # what the warm-up left, dropped; then the point
+    sent = [r for r in engine.submitted if not r.request_id.startswith("warmup")]
+    assert {r.request_id: r.sampling.seed for r in sent} == {
+        name: seed for seed, (name, _) in recorder.asked[1].items()
+    }
+    assert {(row.replicas, row.router, row.label, row.max_prefill_tokens) for row in rows} == {(1, None, None, 96)}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.simulation import SimulationPlan, simulate, simulate_all
 from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 MACHINE = load_machine("llama-70b")
@@ -154,3 +155,68 @@ def test_the_command_writes_the_rows_of_a_bench(tmp_path: Path, capsys: pytest.C
     assert len((out / "requests.jsonl").read_text().splitlines()) == 16
     with pytest.raises(ConfigError, match="unknown policy 'fast'"):
         app(["simulate", str(path), "--policies", "fast", "--out", str(out)], standalone_mode=False)
+
+
+def rows_of(out: Path) -> list[ResultRow]:
+    return [row for row in read_rows(out / "results.jsonl", ResultRow) if row.slo_class == ALL_CLASSES]
+
+
+def test_the_command_sweeps_rates_scales_and_replicas_and_saves_its_traces(tmp_path: Path) -> None:
+    path, out = write_trace(tmp_path, count=8, output=6), tmp_path / "out"
+    arguments = [
+        "--rates",
+        "2,trace",
+        "--slo-scale",
+        "0.8,1.6",
+        "--mix",
+        "code=1",
+        "--replicas",
+        "1,2",
+        "--save-traces",
+    ]
+    app(["simulate", str(path), "--policies", "spec:2", "--out", str(out), *arguments], standalone_mode=False)
+    rows = rows_of(out)
+    assert len(rows) == 2 * 2 * 2
+    assert [row.replicas for row in rows[:2]] == [1, 2]
+    assert [row.router for row in rows[:2]] == [None, "slo-aware"]
+    assert [row.workload for row in rows[::2]] == [
+        f"t.jsonl.gz mix code=1 seed 0{rate} scale {scale}" for rate in (" at 2/s", "") for scale in ("0.8", "1.6")
+    ]
+    assert rows[0].rate_rps == pytest.approx(2.0)
+    saved = [load_trace(file) for file in sorted(out.glob("trace-*.jsonl.gz"))]
+    assert [trace.requests[0].slo.relative for trace in saved] == [0.8, 1.6, 0.8, 1.6]
+    assert [trace.rate_rps for trace in saved[:2]] == pytest.approx([2.0, 2.0])
+
+
+def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path) -> None:
+    out, recorded = tmp_path / "out", tmp_path / "acceptance.jsonl"
+    ranks = (0, 0, 0, -1) * 10
+    place = tuple(range(40))
+    append_rows(recorded, [AcceptanceRecord("r", "p", 1.0, "q", "code", place, ranks, (1,) * 40, (0.5,) * 40)])
+    arguments = ["--fluctuating", "--rates", "0.2", "--requests", "6", "--seed", "4", "--no-token-times"]
+    arguments += ["--acceptance", str(recorded), "--out", str(out), "--policies", "spec:2"]
+    app(["simulate", *arguments], standalone_mode=False)
+    (row,) = rows_of(out)
+    assert row.workload == "fluctuating at 0.2/s seed 4 first 6"
+    assert row.itl_p50_s is None
+    assert row.acceptance_rate == pytest.approx(0.65, abs=0.12)  # (0.75 + 0.75^2) / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to simulate: give trace files, or --fluctuating"),
+        (["--fluctuating", "--router", "fast"], "unknown router 'fast'"),
+        (["--fluctuating", "--replicas", "2,none"], "--replicas must be whole numbers above 0, .*got 'none'"),
+        (["--fluctuating", "--mix", "code"], "--mix must be classes and shares such as code=0.6,chat=0.4, got 'code'"),
+        (["--fluctuating", "--slo-scale", "0"], "--slo-scale must be numbers above 0 or 'trace'"),
+        (["--fluctuating", "--rates", "fast"], "--rates must be numbers above 0 or 'trace'"),
+        (["--fluctuating", "--rates", ","], "--rates, --slo-scale, --replicas and --policies must not be empty"),
+        (["--fluctuating", "--exhaustive"], "--exhaustive says how --tune looks for a setting; give --tune too"),
+        (["--fluctuating", "--requests", "-1"], "--requests must not be below 0"),
+        (["--fluctuating", "--acceptance", "none.jsonl"], "cannot read none.jsonl"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        app(["simulate", "--policies", "ar", "--out", str(tmp_path), *arguments], standalone_mode=False)

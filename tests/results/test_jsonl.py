@@ -7,6 +7,7 @@ from typing import get_type_hints
 
 import pytest
 
+from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
@@ -69,6 +70,16 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str):
         read_rows(path, ResultRow)
 
 
+def test_a_column_with_a_default_may_be_absent_from_an_older_file(tmp_path: Path):
+    values = dataclasses.asdict(row())
+    for name in ("replicas", "router", "label", "max_prefill_tokens"):
+        del values[name]
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps(values) + "\n")
+    (read,) = read_rows(path, ResultRow)
+    assert (read.replicas, read.router, read.label, read.max_prefill_tokens) == (1, None, None, 0)
+
+
 def test_missing_file_is_one_clear_error(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot read .*none.jsonl: No such file"):
         read_rows(tmp_path / "none.jsonl", ResultRow)
@@ -84,6 +95,6 @@ def test_the_columns_that_provenance_needs_are_there():
 
 def test_every_column_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    columns = [f.name for kind in (ResultRow, RequestRecord) for f in dataclasses.fields(kind)]
+    columns = [f.name for kind in (ResultRow, RequestRecord, AcceptanceRecord) for f in dataclasses.fields(kind)]
     missing = [name for name in columns if f"`{name}`" not in text]
     assert not missing, f"undocumented columns in docs/metrics.md: {missing}"

@@ -1,0 +1,110 @@
+"""One simulated engine on a virtual clock of its own: the scheduler that serves, and an executor that only takes time.
+
+A step is begun and ended apart, so that what it brings is known to nobody before its end. Knows no other replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from adaserve_jax.bench.routers import Assigned
+from adaserve_jax.bench.sim_executor import VirtualClock
+from adaserve_jax.bench.token_times import TokenTimes
+from adaserve_jax.results.records import Status
+from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.types import (
+    CandidateTrees,
+    DraftTrees,
+    Executor,
+    Request,
+    RequestMetrics,
+    RequestUpdate,
+    StepOutcome,
+    StepPlan,
+)
+
+OnEnd = Callable[["Replica", str, Assigned, RequestMetrics, Status, tuple[float, ...]], None]
+"""on_end(replica, request id, what its router knows of it, its metrics, how it ended, seconds of each token since the
+first one where they are kept)."""
+
+
+class Replica:
+    """Requests from `add` to `on_end`. Call begin_step and end_step in turn; add at any time."""
+
+    def __init__(
+        self, index: int, scheduler: Scheduler, executor: Executor, clock: VirtualClock, on_end: OnEnd,
+        *, keep_token_times: bool = True,
+    ):  # fmt: skip
+        self.index = index
+        self.clock = clock
+        self._open: dict[str, tuple[Assigned, int]] = {}
+        """What a router knows of each request that has not ended, and its number in the order of `add`."""
+        self._added = 0
+        self._token_times = TokenTimes()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._on_end = on_end
+        self._keep_token_times = keep_token_times
+        self._in_flight: tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._in_flight is not None
+
+    def known(self) -> list[Assigned]:
+        """What a router knows of the requests that have not ended, as of the last step's end."""
+        for known, sequence in self._open.values():
+            known.first_token_s, known.received = self._token_times.progress(sequence)
+        return [known for known, _ in self._open.values()]
+
+    def add(self, request: Request, known: Assigned) -> None:
+        self._open[request.request_id] = (known, self._added)
+        self._added += 1
+        self._scheduler.add(request)
+
+    def begin_step(self, at_s: float) -> None:
+        """Run the next step, no sooner than `at_s`, up to its end by this replica's clock."""
+        scheduler, clock = self._scheduler, self.clock
+        while clock.now() < at_s:  # one addition may fall short of `at_s` by its rounding
+            clock.advance(at_s - clock.now())
+        plan = scheduler.plan(clock.now())
+        assert plan is not None, "a step is begun only with work"
+        candidates = CandidateTrees.empty(plan.num_decode)
+        if plan.draft is not None:
+            candidates = self._executor.speculate(plan)
+        trees = scheduler.select(plan, candidates, clock.now())
+        self._in_flight = (plan, trees, candidates, self._executor.verify(plan, trees))
+
+    def end_step(self) -> None:
+        """Take in what the step brought, at its end."""
+        assert self._in_flight is not None, "a step is ended after it was begun"
+        plan, trees, candidates, outcome = self._in_flight
+        self._in_flight = None
+        now = self.clock.now()
+        self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
+
+    def cut_off(self) -> None:
+        """End all requests as they are."""
+        for request_id in list(self._open):
+            update = self._scheduler.abort(request_id)
+            if update is not None:
+                self._end(update, "unfinished")
+
+    def _take_in(self, updates: StepUpdates, now: float) -> None:
+        """The one place that reads what `commit` returns."""
+        self._token_times.take(updates, now)
+        for update in updates.ended.values():
+            self._end(update, "finished")
+
+    def _end(self, update: RequestUpdate, status: Status) -> None:
+        metrics = update.metrics
+        assert metrics is not None
+        known, sequence = self._open.pop(update.request_id)
+        known.first_token_s, known.received = metrics.first_token_s, metrics.output_tokens
+        offsets_s = self._token_times.pop(sequence)
+        self._on_end(self, update.request_id, known, metrics, status, offsets_s if self._keep_token_times else ())

@@ -1,0 +1,152 @@
+"""Recorded acceptance: what a verification reveals, by hand; a fit that finds the truth; a run that is repeated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance, load_acceptance
+from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.recording import MISS, AcceptanceRecord, AcceptanceRecorder
+from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.jsonl import append_rows, read_rows
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.types import DraftTrees, RowSampling, StepOutcome, StepPlan
+from tests.bench.test_cluster import short_trace
+
+MACHINE = load_machine("llama-70b")
+
+
+def plan_of(seeds: list[int], ctx_len: list[int]) -> StepPlan:
+    rows, none = len(seeds), np.zeros(0, np.int32)
+    zeros = np.zeros(rows, np.float32)
+    sampling = RowSampling(np.array(seeds, np.uint64), none, zeros, none, zeros, zeros)
+    table = np.zeros((rows, 1), np.int32)
+    slots = np.arange(rows)
+    return StepPlan(
+        0, slots, rows, slots, np.array(ctx_len), table, sampling, none, none, np.zeros(0, bool), None, 16
+    )  # fmt: skip
+
+
+def test_a_verification_reveals_ranks_by_position_and_where_none_was_right() -> None:
+    """Row 0: children a (0.6), b (0.3) of the root, b accepted; b's children c (0.2), d (0.1), neither. Row 1: a root
+    alone. Row 2: a chain of two, both accepted, the last without children."""
+    trees = DraftTrees(
+        row=np.array([0, 0, 0, 0, 0, 1, 2, 2, 2]),
+        token=np.zeros(9, np.int32),
+        parent=np.array([-1, 0, 0, 2, 2, -1, -1, 6, 7]),
+        depth=np.array([0, 1, 1, 2, 2, 0, 0, 1, 2]),
+        candidate=np.array([-1, 0, 1, 3, 2, -1, -1, 0, 1]),
+        path_prob=np.array([1.0, 0.6, 0.3, 0.1, 0.2, 1.0, 1.0, 0.5, 0.4], np.float32),
+    )
+    accepted = np.array([True, False, True, False, False, True, True, True, True])
+    outcome = StepOutcome(np.zeros((3, 4), np.int32), np.array([2, 1, 3]), accepted, 0.0, 0.0, 0.0, 16)
+    recorder = AcceptanceRecorder()
+    recorder.observe(plan_of([7, 8, 9], [20, 30, 40]), trees, outcome)
+    about = {"run_id": "r", "policy": "p", "rate_rps": 1.0}
+    first, third = recorder.take({7: ("first", "code"), 8: ("second", "chat"), 9: ("third", "chat")}, **about)
+    assert (first.request_id, first.slo_class, first.positions) == ("first", "code", (21, 22))
+    assert (first.ranks, first.children) == ((1, MISS), (2, 2))
+    assert first.f == (0.6, round(0.2 / 0.3, 3))
+    assert (third.request_id, third.positions, third.ranks, third.f) == ("third", (41, 42), (0, 0), (0.5, 0.8))
+    assert recorder.take({7: ("first", "code")}, **about) == []
+
+
+def record(kind: str, hits: int, misses: int, start: int = 0) -> AcceptanceRecord:
+    ranks = tuple(np.random.default_rng(0).permutation([0] * hits + [MISS] * misses).tolist())
+    return AcceptanceRecord(
+        "r", "p", 1.0, "q", kind, tuple(range(start, start + len(ranks))), ranks, (1,) * len(ranks), (0.5,) * len(ranks)
+    )
+
+
+def test_the_fit_tells_even_requests_from_uneven_ones() -> None:
+    even = fit_acceptance([record("a", 350, 150)] * 8)
+    assert even.mean["a"] == pytest.approx(0.7, abs=0.021)
+    assert even.spread["a"] == 0.0
+    uneven = fit_acceptance([record("a", 450, 50), record("a", 250, 250)] * 8 + [record("b", 100, 300)])
+    assert uneven.mean["a"] == pytest.approx(0.7, abs=0.03)
+    assert uneven.spread["a"] == pytest.approx(0.2, abs=0.06)
+    assert uneven.mean["b"] == pytest.approx(0.25, abs=0.05)
+
+
+def test_draws_have_the_mean_and_the_spread() -> None:
+    model = AcceptanceModel({"a": 0.5, "b": 0.7}, {"a": 0.1})
+    drawn = model.draw(["a", "b", "c"] * 4000, 3)
+    assert (drawn[0::3].mean(), drawn[0::3].std()) == pytest.approx((0.5, 0.1), abs=0.005)
+    assert set(drawn[1::3]) == {0.7}
+    assert set(drawn[2::3]) == {0.6}  # of a class without a mean: the mean of all
+
+
+def accepted_per_verification(simulated: Simulated) -> float:
+    steps = sum(record.verify_steps for record in simulated.records)
+    return sum(record.accepted_tokens for record in simulated.records) / steps
+
+
+def test_a_fit_to_a_recorded_simulation_finds_its_truth_and_repeats_its_run() -> None:
+    trace = short_trace(50, rate=4.0, output=100)
+    trace = replace(trace, requests=tuple(replace(r, slo_class="code") for r in trace.requests))
+    truth = AcceptanceModel({"code": 0.62}, {"code": 0.12})
+    plan, recorder = SimulationPlan((), seed=2, acceptance=truth), AcceptanceRecorder()
+    recorded = simulate("spec:4", plan, MACHINE, trace, recorder=recorder)
+    seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests)).tolist()
+    names = {seed: (f"spec:4-{i}", "code") for i, seed in enumerate(seeds)}
+    records = recorder.take(names, run_id="r", policy="spec:4", rate_rps=1.0)
+    assert len(records) == 50
+    fit = fit_acceptance(records)
+    of_requests = truth.draw(["code"] * 50, plan.seed)
+    assert fit.mean["code"] == pytest.approx(of_requests.mean(), abs=0.025)
+    assert fit.spread["code"] == pytest.approx(of_requests.std(), abs=0.05)
+    again = simulate("spec:4", replace(plan, acceptance=fit), MACHINE, trace)
+    # each of so short runs is a draw with a standard deviation of 2.5 %
+    assert accepted_per_verification(again) == pytest.approx(accepted_per_verification(recorded), rel=0.08)
+    known = {record.request_id: record for record in records}
+    for request in recorded.records:  # every accepted token was seen, at its rank in the chain
+        assert sum(rank == 0 for rank in known[request.request_id].ranks) == request.accepted_tokens
+    calibrated = [f for record in records for f in record.f]
+    assert np.mean(calibrated) == pytest.approx(np.mean([r == 0 for x in records for r in x.ranks]), abs=0.02)
+
+
+def test_a_file_of_records_is_read_and_one_without_drafts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "acceptance.jsonl"
+    append_rows(path, [record("a", 30, 10), record("a", 0, 0)])
+    assert math.isclose(load_acceptance(path).mean["a"], 0.75, abs_tol=0.05)
+    empty = tmp_path / "empty.jsonl"
+    append_rows(empty, [record("a", 0, 0)])
+    with pytest.raises(ConfigError, match="has no verification with a draft; record a policy that speculates"):
+        load_acceptance(empty)
+    empty.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"empty.jsonl:1: missing column 'children' for a AcceptanceRecord"):
+        load_acceptance(empty)
+
+
+@pytest.mark.slow
+def test_a_recorded_run_of_the_embedded_pair_accounts_for_every_accepted_token(tmp_path: Path) -> None:
+    """Chains: a token was accepted where it was the one child, and each position of a text is tested once."""
+    from adaserve_jax.bench.local import LocalBenchEngine
+
+    config = EngineConfig(
+        policy="spec:4", max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3,
+        max_tree_tokens=64, token_edges=(16, 64), row_edges=(16,),
+    )  # fmt: skip
+    plan = BenchPlan(("spec:4",), (20.0,), duration_s=0.6, drain_s=60.0, record=True)
+    workload = load_workload()
+    workload = replace(workload, items=tuple(replace(item, max_tokens=40) for item in workload.items))
+    run_bench(plan, workload, lambda policy: LocalBenchEngine(config, record=True), tmp_path)
+    recorded = {r.request_id: r for r in read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)}
+    requests = [r for r in read_rows(tmp_path / "requests.jsonl", RequestRecord) if r.drafted_tokens]
+    assert len(requests) > 4
+    for request in requests:
+        seen = recorded[request.request_id]
+        assert sum(rank == 0 for rank in seen.ranks) == request.accepted_tokens
+        assert len(set(seen.positions)) == len(seen.positions)
+        assert min(seen.positions) > request.prompt_tokens
+        assert set(seen.children) == {1} and set(seen.ranks) <= {0, MISS}
+    assert 0.3 < load_acceptance(tmp_path / "acceptance.jsonl").mean[requests[0].slo_class] < 0.95

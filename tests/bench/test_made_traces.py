@@ -1,0 +1,126 @@
+"""Traces made from traces, and the generated one: rates, mixes, targets and peaks are what was asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.fluctuating import DURATION_S, FLAT_SHARE, PEAKS, fluctuating_trace, intensity_rps
+from adaserve_jax.bench.reshaping import Shape, at_rate, reshape, with_mix, with_requests, with_slo_scale
+from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace, save_trace
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import SLO
+
+CODE, CHAT = SLO(relative=1.2, ttft_ms=4000.0), SLO(tpot_ms=50.0, ttft_ms=4000.0)
+
+
+def trace_of(*requests: tuple[float, str, int]) -> Trace:
+    """By time, class and prompt."""
+    made = (TraceRequest(at, prompt, 9, CODE if kind == "code" else CHAT, kind) for at, kind, prompt in requests)
+    return Trace("t", "hash", tuple(made))
+
+
+FOUR = trace_of((1.0, "code", 10), (2.0, "chat", 20), (4.0, "chat", 30), (8.0, "code", 40))
+
+
+def test_a_rate_moves_times_and_nothing_else() -> None:
+    moved = at_rate(FOUR, 1.0)  # 4 requests in 8 s are 0.5 / s
+    assert [request.due_s for request in moved.requests] == [0.5, 1.0, 2.0, 4.0]
+    assert moved.rate_rps == 1.0
+    assert [request.prompt_tokens for request in moved.requests] == [10, 20, 30, 40]
+    assert moved.name == "t at 1/s"
+    assert moved.sha256 == at_rate(FOUR, 1.0).sha256 != at_rate(FOUR, 1.5).sha256
+    with pytest.raises(ConfigError, match="has all requests at time 0, so its rate cannot be changed"):
+        at_rate(trace_of((0.0, "code", 1)), 2.0)
+
+
+def test_a_mix_draws_requests_of_each_class_and_keeps_the_times() -> None:
+    long = with_requests(FOUR, 4000, 0)
+    mixed = with_mix(long, {"code": 3.0, "chat": 1.0}, 7)
+    assert [r.due_s for r in mixed.requests] == [r.due_s for r in long.requests]
+    counts = Counter(request.slo_class for request in mixed.requests)
+    assert counts["code"] / 4000 == pytest.approx(0.75, abs=0.03)
+    prompts = {kind: {r.prompt_tokens for r in mixed.requests if r.slo_class == kind} for kind in ("code", "chat")}
+    assert prompts == {"code": {10, 40}, "chat": {20, 30}}
+    assert {r.slo for r in mixed.requests if r.slo_class == "code"} == {CODE}
+    assert with_mix(long, {"chat": 1.0}, 7).classes == ["chat"]
+    assert mixed.requests == with_mix(long, {"code": 3.0, "chat": 1.0}, 7).requests
+    with pytest.raises(ConfigError, match="trace t has no class 'maths'; it has chat, code"):
+        with_mix(FOUR, {"maths": 1.0}, 0)
+    with pytest.raises(ConfigError, match="shares must not be below 0, and one above"):
+        with_mix(FOUR, {"code": 0.0}, 0)
+
+
+def test_a_scale_changes_relative_targets_only() -> None:
+    scaled = with_slo_scale(FOUR, 0.6)
+    assert [r.slo for r in scaled.requests] == [SLO(relative=0.6, ttft_ms=4000.0), CHAT, CHAT, scaled.requests[0].slo]
+    with pytest.raises(ConfigError, match="no request whose target is relative"):
+        with_slo_scale(trace_of((0.0, "chat", 1)), 0.6)
+
+
+def test_more_requests_than_there_are_repeat_the_times_and_keep_the_rate() -> None:
+    first = with_requests(FOUR, 3, 0)
+    assert first.requests == FOUR.requests[:3]
+    longer = with_requests(FOUR, 10, 0)
+    period = 7.0 * 4 / 3  # from the first to the last, and one mean gap
+    assert [r.due_s for r in longer.requests] == pytest.approx(
+        [1, 2, 4, 8, *(period + np.array([1, 2, 4, 8])), *(2 * period + np.array([1, 2]))]
+    )
+    assert sorted(r.prompt_tokens for r in longer.requests[4:8]) == [10, 20, 30, 40]
+    with pytest.raises(ConfigError, match="all requests at one time"):
+        with_requests(trace_of((2.0, "code", 1)), 5, 0)
+
+
+def test_a_shape_does_all_of_it() -> None:
+    made = reshape(FOUR, Shape(rate_rps=2.0, mix={"code": 1.0}, slo_scale=0.8, requests=100), 0)
+    assert (len(made.requests), made.classes) == (100, ["code"])
+    assert made.rate_rps == pytest.approx(2.0)
+    assert {request.slo.relative for request in made.requests} == {0.8}
+    assert reshape(FOUR, Shape(), 0) is FOUR
+
+
+@pytest.mark.parametrize("name", ["saved.jsonl", "saved.jsonl.gz"])
+def test_a_saved_trace_is_read_as_it_was(tmp_path: Path, name: str) -> None:
+    made = fluctuating_trace(seed=3, ttft_slo_s=4.0)
+    save_trace(made, tmp_path / name)
+    read = load_trace(tmp_path / name, ttft_slo_s=4.0)
+    assert [r.due_s for r in read.requests] == pytest.approx([r.due_s for r in made.requests], abs=1e-8)
+    bodies = [[(r.prompt_tokens, r.output_tokens, r.slo, r.slo_class) for r in t.requests] for t in (read, made)]
+    assert bodies[0] == bodies[1]
+    with pytest.raises(ConfigError, match=r"cannot write trace .*choose another folder"):
+        save_trace(made, tmp_path / "none" / name)
+
+
+def test_classes_peak_where_they_should_and_share_the_rate() -> None:
+    """Smoothed arrivals of many seeds: highest at the peak, a flat floor far from it."""
+    times = {name: [] for name in PEAKS}
+    for seed in range(30):
+        for request in fluctuating_trace(seed=seed).requests:
+            times[request.slo_class].append(request.due_s)
+    middles = np.arange(5.0, DURATION_S, 10.0)
+    for name, peak in PEAKS.items():
+        per_s = np.histogram(times[name], 36, (0.0, DURATION_S))[0] / 30 / 10.0
+        smooth = np.convolve(per_s, np.ones(5) / 5, mode="same")
+        assert middles[smooth.argmax()] == pytest.approx(peak.at_s, abs=15.0)
+        assert len(times[name]) / 30 == pytest.approx(DURATION_S, rel=0.05)  # 1 request/s of each class
+        far = np.abs(middles - peak.at_s) > 130
+        assert per_s[far].mean() == pytest.approx(FLAT_SHARE, rel=0.15)
+        integral = np.trapezoid(intensity_rps(name, np.linspace(0, DURATION_S, 3601)), dx=0.1)
+        assert integral == pytest.approx(DURATION_S, rel=1e-4)
+
+
+def test_lengths_and_targets_come_from_a_trace_where_one_is_given() -> None:
+    like = trace_of((0.0, "code", 11), (1.0, "chat", 22), (2.0, "chat", 23), (3.0, "summarization", 33))
+    made = fluctuating_trace(seed=1, rate_rps=2.0, like=like)
+    assert made.requests == fluctuating_trace(seed=1, rate_rps=2.0, like=like).requests
+    assert {(r.slo_class, r.prompt_tokens) for r in made.requests} == {
+        ("code", 11), ("chat", 22), ("chat", 23), ("summarization", 33)
+    }  # fmt: skip
+    assert {r.slo for r in made.requests if r.slo_class == "code"} == {CODE}
+    with pytest.raises(ConfigError, match="needs requests of class 'summarization', but t has only chat, code"):
+        fluctuating_trace(seed=1, like=FOUR)
+    drawn = [r.prompt_tokens for r in fluctuating_trace(seed=1).requests if r.slo_class == "code"]
+    assert np.median(drawn) == pytest.approx(118, rel=0.15)

@@ -1,0 +1,144 @@
+"""benchmarks/policy_sweeps.py: who runs where with which setting, its verdicts by hand, and that it goes on."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.bench.fluctuating import fluctuating_trace
+from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.reshaping import with_requests
+from adaserve_jax.bench.traces import save_trace
+from adaserve_jax.bench.tuning import Grid
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policies import find_policy
+
+NAMES = ("policy_sweeps", "policy_sweeps_points", "policy_sweeps_tables")
+FIGURES = "policy_sweeps_figures"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's files, imported as they are when it runs as a script."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield {name.removeprefix("policy_sweeps").lstrip("_") or "main": importlib.import_module(name) for name in NAMES}
+    sys.path.remove(folder)
+    for name in (*NAMES, FIGURES):
+        sys.modules.pop(name, None)
+
+
+def folder_of(tmp_path: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        save_trace(with_requests(fluctuating_trace(seed=number, rate_rps=1.0 + number), 400, 0), tmp_path / name)
+    return tmp_path
+
+
+def test_everyone_runs_at_a_setting_that_is_stated(modules) -> None:
+    found = {contender.name: contender for contender in modules["points"].contenders()}
+    machine = load_machine("qwen-32b")
+    assert {name for name in found if name.startswith("spec:")} == {"spec:4", "spec:6", "spec:8"}
+    assert {"ar", "sarathi", "priority", "specinfer", "dsd", "tetris:4", "adaserve-code", "tuned"} <= found.keys()
+    for contender in found.values():
+        if contender.policy is not None:
+            find_policy(contender.policy, contender.machine(machine).max_depth)
+        if contender.group == "baseline":
+            assert (contender.max_prefill_tokens, contender.max_requests) == (128, 64)
+    assert (found["adaserve"].max_prefill_tokens, found["adaserve"].max_requests) == (0, 0)
+    assert found["adaserve"].machine(machine) == machine  # whose depth is AdaServe's own setting
+    assert found["spec:8"].machine(machine).max_depth == 8
+
+
+def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules, tmp_path: Path) -> None:
+    names = ("rate_rps2.4_ol256.jsonl.gz", "urgent_prop0.6.jsonl.gz", "scale_slo0.8_ol256.jsonl", "breakdown_x.jsonl")
+    found = modules["points"].points(folder_of(tmp_path, *names), requests=50, seed=0)
+    joint = [point for point in found if point.targets == "joint"]
+    assert [(p.sweep, p.value) for p in joint if p.sweep != "rate"] == [
+        ("urgent", 0.6), ("scale", 0.8), ("scale", 1.2), ("fluctuating", 2.4), ("fluctuating", 3.0),
+        ("fluctuating", 3.6),
+    ]  # fmt: skip
+    assert [(p.sweep, p.value) for p in joint] == [(p.sweep, p.value) for p in found if p.targets == "tpot"]
+    assert {r.slo.ttft_s for p in joint for r in p.trace.requests} == {4.0}
+    assert {r.slo.ttft_s for p in found if p.targets == "tpot" for r in p.trace.requests} == {None}
+    assert {len(p.trace.requests) for p in found} == {50}
+    with pytest.raises(ConfigError, match="no trace named as AdaServe's are"):
+        modules["points"].points(tmp_path / "none", requests=0, seed=0)
+
+
+def line(modules, contender: str, group: str, attainment: float, goodput: float, *, value: float = 4.0, **changes):
+    row = {
+        "slo_class": "all", "attainment": attainment, "goodput_tps": goodput, "policy": "spec:2",
+        "max_prefill_tokens": 512, "max_requests": 48,
+    }  # fmt: skip
+    about = {"machine": "m", "sweep": "rate", "targets": "joint", **changes}
+    return modules["tables"].Line("k", value=value, contender=contender, group=group, rows=(row,), **about)
+
+
+def test_the_verdict_is_by_the_definitions(modules) -> None:
+    lines = [
+        line(modules, "adaserve", "ours", 0.95, 900.0), line(modules, "tuned", "tuned", 0.97, 880.0),
+        line(modules, "adaserve-paper", "authors", 0.5, 500.0), line(modules, "spec:4", "baseline", 0.80, 600.0),
+        line(modules, "ar", "baseline", 0.70, 750.0),
+        line(modules, "adaserve", "ours", 1.0, 700.0, value=2.0),
+        line(modules, "ar", "baseline", 0.9, 650.0, value=2.0),
+    ]  # fmt: skip
+    judged = modules["tables"].verdict(lines)
+    low, high = judged["points"]
+    assert (low["value"], low["violation_ratio"], low["minus_tuned"]) == (2.0, None, None)
+    assert (high["best_baseline"], high["best_goodput_baseline"]) == ("spec:4", "ar")
+    assert high["violation_ratio"] == pytest.approx(0.20 / 0.05)
+    assert high["goodput_ratio"] == pytest.approx(900 / 750)
+    assert high["minus_tuned"] == pytest.approx(-0.02)
+    assert high["minus_paper"] == pytest.approx(0.45)
+    assert high["tuned_setting"] == "spec:2, chunk 512, 48 running"
+    overall = judged["overall"]["m joint"]
+    assert overall["goodput_ratio_at_highest_rate"] == pytest.approx(1.2)
+    assert (overall["points"], overall["points_without_violations"]) == (2, 1)
+    assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
+    assert overall["largest_violation_ratio"] == pytest.approx(4.0)
+    table = modules["tables"].tables(lines)
+    assert "| policy | 2 | 4 |" in table
+    assert "| adaserve | 100.0% / 700 | 95.0% / 900 |" in table
+    assert "| spec:4 |  | 80.0% / 600 |" in table
+    assert "Tuned settings: 4: spec:2, chunk 512, 48 running." in table
+
+
+def test_points_that_are_there_are_not_run_again(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, places = modules["main"], modules["points"]
+    (point, *_) = places.points(None, requests=4, seed=1)
+    short = tuple(replace(request, output_tokens=8) for request in point.trace.requests)
+    point = replace(point, trace=replace(point.trace, requests=short))
+    chosen = [each for each in places.contenders(quick=True) if each.name in ("adaserve", "ar", "tuned")]
+    grid = Grid((1, 2), (128,), (8,))
+    jobs = [main.Job("c", load_machine("llama-70b"), point, contender, 0, grid) for contender in chosen]
+    lines = main.run_all(jobs[:2], tmp_path, 1)
+    ran = []
+    monkeypatch.setattr(main, "run", lambda job, run=main.run: ran.append(job.contender.name) or run(job))
+    again = main.run_all(jobs, tmp_path, 1)
+    assert ran == ["tuned"]
+    assert [each.contender for each in again] == ["adaserve", "ar", "tuned"]
+    assert again[0].rows[0] == json.loads(json.dumps(lines[0].rows[0]))
+    assert again[2].overall["label"] == "tuned, best of 2 tried"
+    others = {"commit": "d", "seed": 1, "machine": load_machine("qwen-32b"), "contender": chosen[1]}
+    assert all(replace(jobs[0], **{name: value}).key != jobs[0].key for name, value in others.items())
+
+
+@pytest.mark.slow
+def test_a_figure_is_drawn_for_each_machine_and_kind_of_targets(modules, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [
+        line(modules, name, group, share - value / 20, 100 * value, value=value, sweep=sweep, targets=targets)
+        for name, group, share in (("adaserve", "ours", 1.0), ("tuned", "tuned", 0.9), ("ar", "baseline", 0.7))
+        for value in (1.0, 2.0, 3.0)
+        for sweep in ("rate", "fluctuating")
+        for targets in ("tpot", "joint")
+    ]
+    written = importlib.import_module(FIGURES).draw(lines, tmp_path)
+    assert sorted(path.name for path in written) == ["m-joint.png", "m-joint.svg", "m-tpot.png", "m-tpot.svg"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    assert "TPOT targets and TTFT within 4 s" in modules["tables"].tables(lines)

@@ -1,0 +1,52 @@
+"""The best fixed setting of a point: the search finds what trying everything finds, and rows say what it is."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.simulation import SimulationPlan, simulate_all, tune_fixed
+from adaserve_jax.bench.tuning import Grid, Setting, tune
+from adaserve_jax.results.schema import ALL_CLASSES
+from tests.bench.test_cluster import short_trace
+
+MACHINE = load_machine("llama-70b")
+
+
+@pytest.mark.parametrize("peak", list(product((1, 2, 6, 8), (64, 512), (28, 42, 64))))
+def test_search_finds_the_peak_that_a_whole_grid_has(peak: tuple[int, int, int]) -> None:
+    """Attainment falls with the distance from `peak` in every part, and is saturated near it, where goodput decides."""
+
+    def evaluate(setting: Setting) -> tuple[float, float]:
+        far = abs(setting.draft_tokens - peak[0]) / 8 + abs(setting.max_requests - peak[2]) / 64
+        far += abs(setting.prefill_tokens - peak[1]) / 512
+        return min(1.0, 1.1 - far), 100 - far
+
+    found, whole = tune(evaluate, Grid()), tune(evaluate, Grid(), exhaustive=True)
+    assert whole.setting == Setting(*peak)
+    assert (found.setting, found.score) == (whole.setting, whole.score)
+    assert whole.tried == 8 * 4 * 7
+    assert found.tried <= 40
+
+
+def test_of_equal_settings_the_smallest_is_taken() -> None:
+    assert tune(lambda setting: (1.0, 5.0), Grid()).setting == Setting(1, 64, 28)
+
+
+def test_search_equals_the_whole_grid_in_simulation() -> None:
+    grid = Grid((1, 2, 3), (128,), (4, 12))
+    trace, plan = short_trace(16, rate=8.0, output=10), SimulationPlan(())
+    found = tune_fixed(plan, MACHINE, trace, grid=grid)
+    assert found == tune_fixed(plan, MACHINE, trace, grid=grid, exhaustive=True)
+    assert found.tried == 6  # so small a grid is searched whole
+
+
+def test_a_tuned_row_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve_jax.bench.simulation.Grid", lambda: Grid((2, 9), (256,), (16,)))
+    plan = SimulationPlan(("ar",), tune="search")
+    rows = [r for r in simulate_all(plan, MACHINE, [short_trace(12, output=8)]) if r.slo_class == ALL_CLASSES]
+    assert [(r.policy, r.label, r.max_prefill_tokens, r.max_requests) for r in rows] == [
+        ("ar", None, 0, 64), ("spec:2", "tuned", 256, 16)
+    ]  # fmt: skip
