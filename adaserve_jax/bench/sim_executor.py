@@ -12,9 +12,20 @@ from collections.abc import Callable
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    DraftPlan,
+    DraftTrees,
+    Limits,
+    Progress,
+    StepOutcome,
+    StepPlan,
+)
 
 _TOKEN_SALT, _DRAFT_SALT = 1, 2
+OVERCONFIDENCE = 2.0
+"""Power to which an uncalibrated draft raises the odds of its first choice: 0.7 is called 0.84, 0.4 is called 0.31."""
 
 
 class VirtualClock:
@@ -39,7 +50,8 @@ def token_at(
 
 class SimExecutor:
     """Implements `types.Executor`. acceptance: chance that the target takes the draft's first choice, of all requests,
-    or by request: a function of their seeds, u64[R] to f64[R]."""
+    or by request: a function of their seeds, u64[R] to f64[R]. Where a plan wants uncalibrated f's, the draft calls its
+    first choice likelier than that, by OVERCONFIDENCE; what is accepted stays the same."""
 
     def __init__(
         self,
@@ -88,7 +100,7 @@ class SimExecutor:
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)
-        return self._candidates(plan, draft.depth, draft.width, draft.speculates)
+        return self._candidates(plan, draft)
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         limits, rows = self._limits, plan.num_decode
@@ -139,25 +151,28 @@ class SimExecutor:
             alive = trees.row[here]
         return accepted
 
-    def _candidates(self, plan: StepPlan, depth: int, width: int, speculates: np.ndarray) -> CandidateTrees:
+    def _candidates(self, plan: StepPlan, draft: DraftPlan) -> CandidateTrees:
         """Two lanes of likely tokens, first and second choice, and at each level side branches of the first lane.
 
-        f[t, 0] = a^t; f[t, 1] = a (1 - a) a^(t-1); f[t, r] = a^(t-1) a (1 - a)^r for r >= 2, each the true chance.
+        f[t, 0] = a^t; f[t, 1] = a (1 - a) a^(t-1); f[t, r] = a^(t-1) a (1 - a)^r for r >= 2, each the true chance;
+        without calibration the same of a said instead of a.
         """
+        depth, width = draft.depth, draft.width
         rows = plan.num_decode
         root = plan.ctx_len[:rows].astype(np.int64)
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
         mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
         a = np.clip(mean + 0.3 * (_uniform(seed, choice, root // 64, _DRAFT_SALT + 1) - 0.5), 0.02, 0.98)
         level, rank = np.arange(1, depth + 1)[:, None], np.arange(width)[None, :]
-        lane = a[:, None, None] ** level * (1 - a[:, None, None]) ** rank
+        said = (a if draft.calibrated else _overconfident(a))[:, None, None]
+        lane = said**level * (1 - said) ** rank
         true_rank = self._true_ranks(plan, a, depth, width)
         true = token_at(seed[:, None], choice[:, None], root[:, None] + np.arange(1, depth + 1), self._vocab_size)
         token = (true[:, :, None] + 1 + rank) % self._vocab_size
         token = np.where(true_rank[:, :, None] == rank, true[:, :, None], token)
         parent = np.where(level == 1, -1, (level - 2) * width + np.where(rank == 1, 1, 0))
         log_f = np.log(lane)
-        log_f[~speculates] = -np.inf
+        log_f[~draft.speculates] = -np.inf
         size = depth * width
         return CandidateTrees(
             token=token.reshape(rows, size).astype(np.int32),
@@ -217,6 +232,12 @@ def _mix(*parts: np.ndarray | int) -> np.ndarray:
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         value = value ^ (value >> np.uint64(31))
     return value
+
+
+def _overconfident(chance: np.ndarray) -> np.ndarray:
+    """The chance whose odds are those of `chance`, to the power OVERCONFIDENCE."""
+    raised = chance**OVERCONFIDENCE
+    return raised / (raised + (1 - chance) ** OVERCONFIDENCE)
 
 
 def _uniform(*parts: np.ndarray | int) -> np.ndarray:
