@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,9 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.results.calibration_error import honest_error
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from adaserve_jax.scheduler.calibration import errors_by_mode
+from adaserve_jax.scheduler.calibration import PREDICTIONS, errors_by_mode
 from adaserve_jax.tree.chances import MODES, ChanceTable, write_chances
 
 AIM = 0.03
@@ -40,8 +41,9 @@ AT_ONCE = 16
 
 @dataclass
 class Measured:
-    """One temperature in one half of the texts. outcomes: nodes verified behind an accepted parent; accepted_per_step:
-    draft tokens accepted in a verification of a request."""
+    """One temperature in one half of the texts. outcomes: nodes verified behind an accepted parent; honest: what
+    chances without fault would show in the place of `online`; accepted_per_step: draft tokens accepted in a
+    verification of a request."""
 
     start: str
     learns: bool
@@ -51,6 +53,7 @@ class Measured:
     raw: float
     loaded: float
     online: float
+    honest: float
     accepted_per_step: float
 
 
@@ -96,6 +99,7 @@ def measure(
                 half=half + 1,
                 outcomes=int(sums[0, MODES.index(mode)].sum()),
                 accepted_per_step=accepted / steps,
+                honest=float(honest_error(sums)[PREDICTIONS.index("online") * len(MODES) + MODES.index(mode)]),
                 **errors_by_mode(sums)[mode],
             )
         )
@@ -151,7 +155,7 @@ def main() -> None:
     rows = run(config, prompts(options.prompts, options.seed), temperatures, options.tokens)
 
     table = Table(title=f"expected calibration error (aim: online at most {AIM:g} in the second half)")
-    columns = ("start", "learns", "temperature", "half", "outcomes", "raw", "loaded", "online", "accepted_per_step")
+    columns = [field.name for field in fields(Measured)]
     for column in columns:
         table.add_column(column.replace("_", " "))
     for row in rows:

@@ -29,6 +29,14 @@ class CalibrationSums:
             total += np.bincount(index, weight, size).reshape(total.shape)
 
 
+def honest_error(sums: np.ndarray) -> np.ndarray:
+    """f64[groups], nan likewise: the error that honest chances would show on average over as many, by chance alone."""
+    count, stated, _ = sums
+    spread = np.sqrt(2 / np.pi * stated * (1 - np.divide(stated, count, out=np.zeros_like(stated), where=count > 0)))
+    number = count.sum(axis=-1)
+    return np.divide(spread.sum(axis=-1), number, out=np.full(len(number), np.nan), where=number > 0)
+
+
 def expected_calibration_error(sums: np.ndarray) -> np.ndarray:
     """f64[groups], nan for a group that saw nothing: |stated - happened|, summed by bin, over how many there are."""
     count, stated, happened = sums

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.results.calibration_error import NUM_BINS, CalibrationSums, expected_calibration_error
+from adaserve_jax.results.calibration_error import (
+    NUM_BINS,
+    CalibrationSums,
+    expected_calibration_error,
+    honest_error,
+)
 
 
 def test_by_hand() -> None:
@@ -40,3 +45,16 @@ def test_counts_are_worth_as_many_single_ones_and_sums_subtract() -> None:
         each.add(group, stated, happened)
     together.add(group, stated, 3.0 * happened, np.full(40, 3.0))
     np.testing.assert_allclose(each.sums - before, together.sums)
+
+
+def test_the_floor_of_honest_chances_is_what_drawing_them_shows() -> None:
+    rng = np.random.default_rng(1)
+    errors, floors = [], []
+    for _ in range(200):
+        sums = CalibrationSums(1)
+        stated = rng.random(1000)
+        sums.add(np.zeros(1000, int), stated, rng.random(1000) < stated)
+        errors.append(expected_calibration_error(sums.sums)[0])
+        floors.append(honest_error(sums.sums)[0])
+    assert abs(np.mean(floors) / np.mean(errors) - 1) < 0.05
+    assert np.isnan(honest_error(CalibrationSums(1).sums)).all()
