@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--policy", default="adaserve")
     parser.add_argument("--temperatures", default="0,0.8")
-    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=192)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
