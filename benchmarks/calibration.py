@@ -58,18 +58,17 @@ class Measured:
 
 
 def prompts(count: int, seed: int) -> list[str]:
-    """Pieces of held-out code and the packaged workload's prompts, in turn."""
+    """The packaged workload's prompts, each once, among pieces of held-out code; where there is no code, the prompts
+    again."""
     rng = random.Random(seed)
-    code = [text for text in held_out_code() if len(text) > 2 * PROMPT_CHARS]
     workload = [item.prompt or item.messages[-1].content for item in load_workload(None).items]
-    texts: list[str] = []
-    for index in range(count):
-        if code and index % 2 == 0:
-            text = rng.choice(code)
-            start = rng.randrange(len(text) - PROMPT_CHARS)
-            texts.append(text[start : start + PROMPT_CHARS])
-        else:
-            texts.append(rng.choice(workload)[-PROMPT_CHARS:])
+    code = [text for text in held_out_code() if len(text) > 2 * PROMPT_CHARS]
+    texts = workload[:count]
+    while len(texts) < count:
+        text = rng.choice(code or workload)
+        start = rng.randrange(max(1, len(text) - PROMPT_CHARS))
+        texts.append(text[start : start + PROMPT_CHARS])
+    rng.shuffle(texts)
     return texts
 
 
@@ -141,7 +140,7 @@ def main() -> None:
     parser.add_argument("--draft", default="demo")
     parser.add_argument("--policy", default="adaserve")
     parser.add_argument("--temperatures", default="0,0.8")
-    parser.add_argument("--prompts", type=int, default=192)
+    parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -160,8 +159,8 @@ def main() -> None:
         table.add_column(column.replace("_", " "))
     for row in rows:
         values = (getattr(row, column) for column in columns)
-        table.add_row(*(f"{value:.4f}" if column > 4 else f"{value}" for column, value in enumerate(values)))
-    Console().print(table)
+        table.add_row(*(f"{value:.3f}" if column > 4 else f"{value}" for column, value in enumerate(values)))
+    Console(width=100).print(table)
     if options.out:
         report = {
             "commit": commit,

@@ -14,9 +14,9 @@ from adaserve_jax.scheduler.chance_fit import fit
 from adaserve_jax.tree.chances import MODES, ChanceTable, Learned
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
-HALF_LIFE = 40_000.0
+HALF_LIFE = 8_000.0
 """Outcomes of a mode after which an outcome counts half."""
-REFIT_STEPS = 64
+REFIT_STEPS = 32
 """Steps that brought outcomes between two fits."""
 FIRST_STEPS = 8
 """Steps before the first fit; each later one takes twice as many, up to REFIT_STEPS."""
@@ -99,7 +99,10 @@ class Calibrator:
         learned = self._learned
         keep = 0.5 ** (seen.sum(axis=(1, 2, 3), keepdims=True) / self._half_life)
         self._learned = Learned(learned.prior, keep * learned.outcomes + seen, keep * learned.accepted + taken)
-        self.chance = fit(learned.prior, self._learned.outcomes, self._learned.accepted)
+        self.chance = self.chance.copy()
+        for mode in np.flatnonzero(seen.any(axis=(1, 2, 3))):
+            this = slice(mode, mode + 1)
+            self.chance[this] = fit(learned.prior[this], self._learned.outcomes[this], self._learned.accepted[this])
         self._unsent = True
 
     def _measure(self, mode: np.ndarray, q: np.ndarray, hit: np.ndarray, seen: np.ndarray, taken: np.ndarray) -> None:
