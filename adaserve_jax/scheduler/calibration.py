@@ -47,7 +47,6 @@ class Calibrator:
         self._half_life = half_life
         self._steps = FIRST_STEPS
         self._cells = self._loaded.size // len(MODES)
-        self._modes = np.repeat(np.arange(len(MODES)), self._cells)
         self._batch: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._unsent = False
         self.chance = table.chance
@@ -108,8 +107,11 @@ class Calibrator:
     def _measure(self, mode: np.ndarray, q: np.ndarray, hit: np.ndarray, seen: np.ndarray, taken: np.ndarray) -> None:
         """mode, q, hit: [N], of each outcome; seen, taken: [2, D, ranks, bins], outcomes and acceptances by cell."""
         self.sums.add(mode, q, hit)
-        for number, chance in enumerate((self._loaded, self.chance), 1):
-            self.sums.add(number * len(MODES) + self._modes, chance.ravel(), taken.ravel(), seen.ravel())
+        cells = np.flatnonzero(seen)
+        group, number, happened = cells // self._cells, seen.take(cells), taken.take(cells)
+        for chance in (self._loaded, self.chance):
+            group = group + len(MODES)
+            self.sums.add(group, chance.take(cells), happened, number)
         self.errors = errors_by_mode(self.sums.sums)
         counts = self.sums.sums[0, : len(MODES)].sum(axis=-1)
         self.outcomes = {name: int(count) for name, count in zip(MODES, counts, strict=True) if count}
