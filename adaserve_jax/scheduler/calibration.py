@@ -14,7 +14,7 @@ from adaserve_jax.scheduler.chance_fit import fit
 from adaserve_jax.tree.chances import MODES, ChanceTable, Learned
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
-HALF_LIFE = 8_000.0
+HALF_LIFE = 4_000.0
 """Outcomes of a mode after which an outcome counts half."""
 REFIT_STEPS = 32
 """Steps that brought outcomes between two fits."""

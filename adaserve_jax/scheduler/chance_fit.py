@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-PSEUDO_OUTCOMES = 24.0
+PSEUDO_OUTCOMES = 12.0
 """What a prior weighs, at each level of the hierarchy, in outcomes."""
 UNSEEN_WEIGHT = 1e-3
 """Weight in the isotonic fit of a cell without outcomes: it follows its neighbours."""

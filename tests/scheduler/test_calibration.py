@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.calibration import FIRST_STEPS, REFIT_STEPS, Calibrator
+from adaserve_jax.scheduler.chance_fit import PSEUDO_OUTCOMES
 from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees
 
@@ -83,7 +84,7 @@ def test_learns_the_chances_of_each_mode_alone() -> None:
     feed(calibrator, true, 400, mode=1, seed=0)
     error = np.abs(calibrator.chance - true)
     number = 400 * 64 / CELLS
-    assert (error[1] < 5 * np.sqrt(0.25 / number) + 24 / number).all()
+    assert (error[1] < 5 * np.sqrt(0.25 / number) + PSEUDO_OUTCOMES / number).all()
     np.testing.assert_allclose(calibrator.chance[0], 0.5, atol=1e-6)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.chance_fit import fit, non_decreasing
+from adaserve_jax.scheduler.chance_fit import PSEUDO_OUTCOMES, fit, non_decreasing
 
 SHAPE = (2, 3, 2, 8)
 
@@ -51,7 +51,7 @@ def test_known_chances_are_recovered_from_any_prior(prior: float) -> None:
     accepted = np.random.default_rng(1).binomial(number, true).astype(float)
     found = fit(np.full(SHAPE, prior), np.full(SHAPE, float(number)), accepted)
     assert (np.diff(found, axis=-1) >= 0).all()
-    assert (np.abs(found - true) <= 5 * np.sqrt(true * (1 - true) / number) + 24 / number).all()
+    assert (np.abs(found - true) <= 5 * np.sqrt(true * (1 - true) / number) + PSEUDO_OUTCOMES / number).all()
 
 
 def test_few_outcomes_lean_on_other_depths_scaled() -> None:
@@ -72,7 +72,7 @@ def test_a_single_outcome_moves_little() -> None:
     outcomes, accepted = np.zeros(SHAPE), np.zeros(SHAPE)
     outcomes[0, 1, 0, 3] = 1.0
     found = fit(prior, outcomes, accepted)
-    assert 0 < np.abs(found - prior).max() < 0.06
+    assert 0 < np.abs(found - prior).max() < 1 / PSEUDO_OUTCOMES
     np.testing.assert_allclose(found[1], prior[1], atol=1e-6)
 
 
