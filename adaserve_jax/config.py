@@ -66,6 +66,8 @@ class EngineConfig:
     dtype: str = "auto"
     quantize: str = "none"
     attention: str = "auto"
+    calibrate: bool = True
+    calibration: str | None = None
     compile_cache: str | None = None
     seed: int = 0
     tp: int = 1
@@ -74,14 +76,14 @@ class EngineConfig:
     process_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("target", "draft", "compile_cache", "coordinator"):
+        for name in ("target", "draft", "calibration", "compile_cache", "coordinator"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
             optional = name != "target" and value is None
             self._check(optional or isinstance(getattr(self, name), str), name, "a name or a path")
         self._check(isinstance(self.policy, str), "policy", "the name of a policy")
-        for name in ("deterministic", "eq8_eq9"):
+        for name in ("deterministic", "eq8_eq9", "calibrate"):
             self._check(isinstance(getattr(self, name), bool), name, "True or False")
         for name, least in LEAST.items():
             self._check(_is_integer(getattr(self, name), least), name, f"an integer >= {least}")
@@ -158,6 +160,9 @@ FIELD_HELP: dict[str, str] = {
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "attention": "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "
     "algorithm in an interpreter, to check it), or auto (xla)",
+    "calibrate": "learn the chances that drafted tokens are accepted from verifications, while serving",
+    "calibration": "file of learned chances: read at the start where it exists, written every few minutes and at the "
+    "end; none: the draft's own calibration.json, and what is learned is lost",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
     "tp": "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",

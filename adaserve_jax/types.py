@@ -252,7 +252,9 @@ class DraftPlan:
     catchup_tokens: i32[sum(catchup_counts)], row after row: the tokens that the draft's KV lacks, first fed.
     catchup_counts: i32[R]; draft_ctx: i32[R], tokens already in the draft's KV. A row that speculates ends its
     catch-up with the pending root token. speculates: bool[num_decode]. depth and width bound the beam search
-    (depth 0: only catch up).
+    (depth 0: only catch up). calibrated: whether f is the product of calibrated chances, or of the draft's own
+    probabilities. chances: f32[2, D, ranks, bins], from now on in the place of those that the draft was loaded with;
+    None: as before.
     """
 
     depth: int
@@ -261,6 +263,8 @@ class DraftPlan:
     catchup_counts: np.ndarray
     draft_ctx: np.ndarray
     speculates: np.ndarray
+    calibrated: bool = True
+    chances: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,13 +305,17 @@ class CandidateTrees:
 
     token, parent: i32[num_decode, C]; parent is a candidate index of the same row, -1 for the root.
     log_f: f32[num_decode, C], log of the chance that the target accepts the path to the node; -inf marks an absent
-    node. depth: i32[C], the level of each column, from 1.
+    node. depth: i32[C], the level of each column, from 1. cell: i32[num_decode, C], which of the table's [D, ranks,
+    bins] gave the node's chance, -1 absent; log_q: f32[num_decode, C], log of the draft's own probability of the node
+    after its parent; both None from a drafter that cannot say.
     """
 
     token: np.ndarray
     parent: np.ndarray
     log_f: np.ndarray
     depth: np.ndarray
+    cell: np.ndarray | None = None
+    log_q: np.ndarray | None = None
 
     @staticmethod
     def empty(num_rows: int) -> CandidateTrees:
@@ -364,7 +372,11 @@ class RequestUpdate:
 
 @dataclass
 class StepStats:
-    """Running totals of the scheduler, read for metrics. All counts since start; gauges as of now."""
+    """Running totals of the scheduler, read for metrics. All counts since start; gauges as of now.
+
+    calibration_outcomes, calibration_error: by kind of rows (greedy, coupled); errors then by prediction (raw, loaded,
+    online).
+    """
 
     steps: int = 0
     running: int = 0
@@ -385,6 +397,8 @@ class StepStats:
     verify_s: float = 0.0
     commit_s: float = 0.0
     wait_s: float = 0.0
+    calibration_outcomes: dict[str, int] = field(default_factory=dict)
+    calibration_error: dict[str, dict[str, float]] = field(default_factory=dict)
     last_depth: int = 0
     last_width: int = 0
     last_budget: int = 0

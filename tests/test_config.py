@@ -52,7 +52,7 @@ def test_several_processes_need_an_address_with_room_for_two_ports(address: str 
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'tagret'; known options are attention, compile_cache, "):
+    with pytest.raises(ConfigError, match="unknown option 'tagret'; known options are attention, calibrate, "):
         EngineConfig.from_dict({"tagret": "demo"})
 
 

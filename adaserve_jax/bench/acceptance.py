@@ -1,7 +1,7 @@
 """How often the target agrees with the draft in a simulation: by class, from a machine's file or fitted to recordings.
 
-The model: a request's acceptance of the draft's first choice is normal around its class's mean, and inside the request
-it varies from block to block of its text, as `sim_executor` draws it.
+The model: a request's mean acceptance of the draft's first choice is normal around its class's mean, and inside the
+request the chance varies from position to position by a Beta distribution, as `sim_text` draws it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from statistics import NormalDist
 import numpy as np
 
 from adaserve_jax.bench.recording import AcceptanceRecord
+from adaserve_jax.bench.sim_text import CONCENTRATION
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 
-BLOCK_TOKENS = 64
-BLOCK_WIDTH = 0.3
-"""Within a request, acceptance is uniform over this width around the request's own, drawn per BLOCK_TOKENS."""
 LOWEST, HIGHEST = 0.02, 0.98
 GRID = np.linspace(LOWEST, HIGHEST, 97)
 """Acceptances of a request that the fit weighs; it finds means to the grid's step."""
 SPREADS = np.linspace(0.0, 0.3, 31)
-BLOCK_POINTS = 9
+LEAST_CONCENTRATION, MOST_CONCENTRATION = 0.5, 50.0
 
 
 @dataclass(frozen=True)
 class AcceptanceModel:
     """mean: by class; classes that it lacks have the mean of all. spread: standard deviation between requests of a
-    class, 0 where it has none."""
+    class, 0 where it has none. concentration: of the Beta distribution by position."""
 
     mean: dict[str, float]
     spread: dict[str, float]
+    concentration: float = CONCENTRATION
 
     def draw(self, classes: Sequence[str], seed: int) -> np.ndarray:
         """f64[requests], the acceptance of each request's first choice.
@@ -42,7 +41,7 @@ class AcceptanceModel:
         order that `seed` draws, so that few requests have the class's mean and spread too.
         """
         others = sum(self.mean.values()) / len(self.mean)
-        rng = np.random.default_rng((seed, BLOCK_TOKENS))
+        rng = np.random.default_rng((seed, 1))
         names, member = np.unique(np.asarray(classes), return_inverse=True)
         drawn = np.empty(len(classes))
         for index, name in enumerate(names.tolist()):
@@ -67,18 +66,32 @@ def load_acceptance(path: Path) -> AcceptanceModel:
 
 
 def fit_acceptance(records: Sequence[AcceptanceRecord]) -> AcceptanceModel:
-    """The likeliest mean and spread of each class.
+    """The likeliest mean and spread of each class, and the concentration that the recorded f's have.
 
-    Where a token was tested depends on what was accepted before and on the policy, but not on what it would be; so the
-    likelihood of what was seen needs no correction for it. A plain share of hits weighs requests by how often they
-    were tested, which does depend on their acceptance. Source: docs/equations.md, recorded acceptance.
+    A policy that always verifies what it drafts (`spec:<k>`) tests tokens whatever they will be, and then the
+    likelihood needs no correction for what was accepted before. One that verifies where the draft is sure shows better
+    acceptance than there is: record a chain. A plain share of hits weighs requests by how often they were tested, which
+    depends on their acceptance. Source: docs/equations.md, recorded acceptance.
     """
     groups: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
         if record.ranks:
             groups.setdefault(record.slo_class, []).append(record)
     fits = {name: _fit(group) for name, group in sorted(groups.items())}
-    return AcceptanceModel({name: fit[0] for name, fit in fits.items()}, {name: fit[1] for name, fit in fits.items()})
+    means, spreads = ({name: fit[part] for name, fit in fits.items()} for part in (0, 1))
+    return AcceptanceModel(means, spreads, _concentration(list(groups.values())))
+
+
+def _concentration(groups: list[list[AcceptanceRecord]]) -> float:
+    """By moments inside requests: a Beta of mean m has the variance m (1 - m) / (1 + concentration)."""
+    spread, most = 0.0, 0.0
+    for record in (record for group in groups for record in group if len(record.f) > 1):
+        f = np.asarray(record.f)
+        spread += float(((f - f.mean()) ** 2).sum() * len(f) / (len(f) - 1))
+        most += float((f.mean() * (1 - f.mean())) * len(f))
+    if spread <= 0:
+        return MOST_CONCENTRATION
+    return min(max(most / spread - 1, LEAST_CONCENTRATION), MOST_CONCENTRATION)
 
 
 def _fit(records: list[AcceptanceRecord]) -> tuple[float, float]:
@@ -94,21 +107,11 @@ def _fit(records: list[AcceptanceRecord]) -> tuple[float, float]:
 
 
 def _likelihood(records: list[AcceptanceRecord]) -> np.ndarray:
-    """f64[requests, GRID], of each request's hits given its acceptance, its largest scaled to 1; blocks are integrated
-    out."""
-    offsets = (np.arange(BLOCK_POINTS) + 0.5) / BLOCK_POINTS - 0.5
-    chance = np.clip(GRID[:, None] + BLOCK_WIDTH * offsets, LOWEST, HIGHEST)  # [GRID, points]
-    rows = []
-    for record in records:
-        _, block = np.unique(np.asarray(record.positions) // BLOCK_TOKENS, return_inverse=True)
-        tried = np.bincount(block)[:, None, None]
-        hits = np.bincount(block, weights=np.asarray(record.ranks) == 0)[:, None, None]
-        log_block = hits * np.log(chance) + (tried - hits) * np.log1p(-chance)  # [blocks, GRID, points]
-        highest = log_block.max(axis=2, keepdims=True)
-        inside = highest[:, :, 0] + np.log(np.exp(log_block - highest).mean(axis=2))
-        total = inside.sum(axis=0)
-        rows.append(np.exp(total - total.max()))
-    return np.array(rows)
+    """f64[requests, GRID], of each request's hits given its acceptance, its largest scaled to 1."""
+    tested = np.array([len(record.ranks) for record in records], np.float64)[:, None]
+    hits = np.array([record.ranks.count(0) for record in records], np.float64)[:, None]
+    total = hits * np.log(GRID) + (tested - hits) * np.log1p(-GRID)
+    return np.exp(total - total.max(axis=1, keepdims=True))
 
 
 def _weights(spread: float) -> np.ndarray:

@@ -14,9 +14,18 @@ from functools import cache
 import numpy as np
 
 from adaserve_jax.bench.sim_kv import KVRecord
-from adaserve_jax.bench.sim_text import Draws, acceptance_now, token_at, tokens_after, true_ranks
+from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    DraftPlan,
+    DraftTrees,
+    Limits,
+    Progress,
+    StepOutcome,
+    StepPlan,
+)
 
 __all__ = ["SimExecutor", "VirtualClock", "token_at"]
 
@@ -35,8 +44,10 @@ class VirtualClock:
 
 
 class SimExecutor:
-    """Implements `types.Executor`. acceptance: chance that the target takes the draft's first choice, of all requests,
-    or by request: a function of their seeds, u64[R] to f64[R]."""
+    """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
+    requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
+    from position to position; the draft knows it at each. Where a plan wants uncalibrated f's, the draft calls its
+    first choice likelier than that, by OVERCONFIDENCE; what is accepted stays the same."""
 
     def __init__(
         self,
@@ -45,6 +56,7 @@ class SimExecutor:
         acceptance: float | Callable[[np.ndarray], np.ndarray],
         clock: VirtualClock,
         *,
+        concentration: float = CONCENTRATION,
         vocab_size: int = 1000,
         strict: bool = True,
     ):
@@ -54,6 +66,7 @@ class SimExecutor:
         self._level_s = _Times(cost.draft_level_s)
         self._catchup_s = _Times({(tokens, 0): seconds for tokens, seconds in cost.catchup_s.items()})
         self._acceptance = acceptance
+        self._concentration = concentration
         self._clock = clock
         self._vocab_size = vocab_size
         self._draft_s = 0.0
@@ -90,7 +103,7 @@ class SimExecutor:
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)
-        return self._candidates(plan, draft.depth, draft.width, draft.speculates)
+        return self._candidates(plan, draft)
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         limits, rows = self._limits, plan.num_decode
@@ -154,32 +167,25 @@ class SimExecutor:
             sampling.seed[:rows], sampling.choice[:rows], plan.ctx_len[:rows], depth + 1, self._vocab_size
         )
 
-    def _candidates(self, plan: StepPlan, depth: int, width: int, speculates: np.ndarray) -> CandidateTrees:
-        """Two lanes of likely tokens, first and second choice, and at each level side branches of the first lane.
-
-        f[t, 0] = a^t; f[t, 1] = a (1 - a) a^(t-1); f[t, r] = a^(t-1) a (1 - a)^r for r >= 2, each the true chance.
-        """
-        rows, size = plan.num_decode, depth * width
+    def _candidates(self, plan: StepPlan, draft: DraftPlan) -> CandidateTrees:
+        """Nodes that are right carry the target's token, the others one that is not."""
+        rows, depth, width = plan.num_decode, draft.depth, draft.width
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
         draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
         self._drawn = (plan, draws.target)
-        a = acceptance_now(self._acceptance(seed) if callable(self._acceptance) else self._acceptance, draws.mood)
-        level, rank, parent = _beam(depth, width)
-        log_f = np.log(a)[:, None] * level
-        if width > 1:
-            log_f += np.log1p(-a)[:, None] * rank
-        if np.count_nonzero(speculates) < rows:
-            log_f[~speculates] = -np.inf
-        ranks = true_ranks(a, draws.luck, width)
-        true = draws.target[:, :depth]
-        if width > 1:
-            ranks, true = np.repeat(ranks, width, axis=1), np.repeat(true, width, axis=1)
-        parents = np.empty((rows, size), np.int32)
-        parents[:] = parent
-        other = (true + (1 + rank)) % np.int32(self._vocab_size)
+        mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
+        a = acceptance_at(mean, draws.mood, self._concentration)
+        beams = search(a, draws.luck, width, calibrated=draft.calibrated)
+        level, rank, above = _beam(depth, width)
+        log_f = np.log(beams.f.reshape(rows, depth * width))
+        if np.count_nonzero(draft.speculates) < rows:
+            log_f[~draft.speculates] = -np.inf
+        right = np.repeat(draws.target[:, :depth], width, axis=1)
+        wrong = (right + (1 + rank)) % np.int32(self._vocab_size)
+        parent = np.where(level == 1, -1, above + beams.parent.reshape(rows, -1))
         return CandidateTrees(
-            token=np.where(ranks == rank, true, other),
-            parent=parents,
+            token=np.where(beams.true.reshape(rows, -1), right, wrong),
+            parent=parent.astype(np.int32),
             log_f=log_f.astype(np.float32),
             depth=level,
         )
@@ -205,8 +211,7 @@ class _Times:
 
 @cache
 def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Level (from 1), rank and parent of each candidate: i32[C]."""
+    """Level (from 1) and rank of each candidate, and the first candidate of the level above: i32[C]."""
     level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
     rank = np.tile(np.arange(width, dtype=np.int32), depth)
-    parent = np.where(level == 1, -1, (level - 2) * width + (rank == 1))
-    return level, rank, parent.astype(np.int32)
+    return level, rank, (level - 2) * width

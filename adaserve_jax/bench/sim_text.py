@@ -13,13 +13,17 @@ import numpy as np
 
 _SEED, _CHOICE = np.uint64(0xD1342543DE82EF95), np.uint64(0xA0761D6478BD642F)
 _POSITION, _KIND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xE7037ED1A0B428DB)
-_DRAFT, _DRIFT, _NAME = np.arange(1, 4, dtype=np.uint64) * _KIND
+_DRAFT, _MOOD, _NAME = np.arange(1, 4, dtype=np.uint64) * _KIND
 """What is added to a word for draws that are not of the text: what the draft gets right, how well it does, and names
 of KV entries."""
-DRIFT_TOKENS = 64
-"""Tokens over which the draft does equally well."""
-DRIFT_WIDTH = 0.3
-LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 0.02, 0.98
+CONCENTRATION = 2.3
+"""How little the draft's chance of being right varies from position to position: it follows a Beta distribution, of
+this concentration unless a recording says otherwise. The embedded pair's at temperature 0."""
+OVERCONFIDENCE = 2.0
+"""Power to which an uncalibrated draft raises the odds of its first choice: 0.7 is called 0.84, 0.4 is called 0.31."""
+MEANS, SHARES = 100, 1024
+"""Steps of the table of that distribution's quantiles."""
+LEAST_ACCEPTANCE, MOST_ACCEPTANCE = 0.001, 0.999
 
 
 def token_at(
@@ -42,8 +46,8 @@ def kv_name(seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """One step of drafting. target: i32[R, depth + 1], the target's tokens after the root. luck: f64[R, depth], uniform
-    in [0, 1), by level: what the draft gets right. mood: f64[R], uniform, the same for DRIFT_TOKENS tokens."""
+    """One step of drafting. target: i32[R, depth + 1], the target's tokens after the root. luck, mood: f64[R, depth],
+    uniform in [0, 1), by level: what the draft gets right, and how sure it can be."""
 
     target: np.ndarray
     luck: np.ndarray
@@ -52,37 +56,73 @@ class Draws:
     @classmethod
     def of(cls, seed: np.ndarray, choice: np.ndarray, root: np.ndarray, depth: int, vocab_size: int) -> Draws:
         """root: integers [R], the position of each row's root."""
-        word, position = _word(seed, choice), root.astype(np.uint64)
-        draws = np.empty((len(word), 2 * depth + 2), np.uint64)
-        np.add((word + position * _POSITION)[:, None], _columns(depth), out=draws[:, :-1])
-        draws[:, -1] = word + position // np.uint64(DRIFT_TOKENS) * _POSITION + _DRIFT
-        _mixed(draws)
+        word = _word(seed, choice) + root.astype(np.uint64) * _POSITION
+        draws = _mixed(word[:, None] + _columns(depth))
         uniform = _uniform(draws[:, depth + 1 :])
-        return cls(_token(draws[:, : depth + 1], vocab_size), uniform[:, :-1], uniform[:, -1])
+        return cls(_token(draws[:, : depth + 1], vocab_size), uniform[:, :depth], uniform[:, depth:])
 
 
-def acceptance_now(mean: np.ndarray | float, mood: np.ndarray) -> np.ndarray:
-    """a: f64[R], the chance that the draft's first choice is the target's, around a request's mean."""
-    return np.minimum(np.maximum(mean + DRIFT_WIDTH * (mood - 0.5), LEAST_ACCEPTANCE), MOST_ACCEPTANCE)
+def acceptance_at(mean: np.ndarray | float, mood: np.ndarray, concentration: float) -> np.ndarray:
+    """a: f64[R, depth], the chance at each position that the draft's first choice is the target's, around a request's
+    mean (f64[R] or one for all)."""
+    row = np.atleast_1d(np.asarray(mean) * MEANS + 0.5).astype(np.int64)[:, None]
+    return _quantiles(concentration)[row, (mood * SHARES).astype(np.int64)]
 
 
-def true_ranks(a: np.ndarray, luck: np.ndarray, width: int) -> np.ndarray:
-    """i64[R, depth]: the rank of the beam that carries the target's token at each level, `width` where none does.
+@dataclass(frozen=True, eq=False)
+class Beams:
+    """What a search finds. f: f64[R, depth, width], of each node, as the draft says; parent: i64[R, depth, width], rank
+    in the beam above; true: bool[R, depth, width], whether the path to the node is the target's text."""
 
-    A level's pick is r with chance a (1 - a)^r. The first lane goes on while the picks are 0, and where it ends the
-    pick is on a side branch (r >= 2); the second hangs from the root by a pick of 1 and goes on while the picks are 0.
+    f: np.ndarray
+    parent: np.ndarray
+    true: np.ndarray
+
+
+def search(a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = True) -> Beams:
+    """A beam search in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
+
+    a, luck: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
+    calibration the draft calls a likelier than it is, by OVERCONFIDENCE, and ranks its beams by that.
     """
+    said = a if calibrated else _overconfident(a)
+    rows, depth = a.shape
     if width == 1:
-        return 1 - np.logical_and.accumulate(luck < a[:, None], axis=1)
-    pick = np.minimum(np.log1p(-luck) / np.log1p(-a)[:, None], width).astype(np.int64)
-    hit = pick == 0
-    on_first = np.logical_and.accumulate(hit, axis=1)
-    reached = np.concatenate([np.ones((len(pick), 1), bool), on_first[:, :-1]], axis=1)
-    ranks = np.where(reached, pick, width)
-    ranks[:, 1:][pick[:, 1:] == 1] = width
-    hit[:, 0] = pick[:, 0] == 1
-    ranks[np.logical_and.accumulate(hit, axis=1)] = 1
-    return ranks
+        true = np.logical_and.accumulate(luck < a, axis=1)
+        shape = (rows, depth, 1)
+        return Beams(np.cumprod(said, axis=1).reshape(shape), np.zeros(shape, np.int64), true.reshape(shape))
+    rank = np.arange(width)
+    chance = said[:, :, None] * (1 - said)[:, :, None] ** rank
+    pick = np.minimum(np.log1p(-luck) / np.log1p(-a), width).astype(np.int64)
+    beams = Beams(*(np.empty((rows, depth, width), kind) for kind in (np.float64, np.int64, bool)))
+    beams.f[:, 0], beams.parent[:, 0], beams.true[:, 0] = chance[:, 0], 0, rank == pick[:, :1]
+    row = np.arange(rows)[:, None]
+    for level in range(1, depth):
+        paths = (beams.f[:, level - 1, :, None] * chance[:, level, None, :]).reshape(rows, width * width)
+        best = np.argsort(-paths, axis=1, kind="stable")[:, :width]
+        parent = best // width
+        beams.f[:, level], beams.parent[:, level] = paths[row, best], parent
+        beams.true[:, level] = beams.true[:, level - 1][row, parent] & (best % width == pick[:, level, None])
+    return beams
+
+
+@cache
+def _quantiles(concentration: float) -> np.ndarray:
+    """f64[MEANS + 1, SHARES], of Beta(k m, k (1 - m)) for k the concentration and m a mean, in its row."""
+    rng = np.random.default_rng(0)
+    middles = (np.arange(SHARES) + 0.5) / SHARES
+    table = np.empty((MEANS + 1, SHARES))
+    for index in range(MEANS + 1):
+        mean = min(max(index / MEANS, 0.5 / MEANS), 1 - 0.5 / MEANS)
+        drawn = np.quantile(rng.beta(concentration * mean, concentration * (1 - mean), 1 << 14), middles)
+        table[index] = np.clip(drawn + mean - drawn.mean(), LEAST_ACCEPTANCE, MOST_ACCEPTANCE)
+    return table
+
+
+def _overconfident(chance: np.ndarray) -> np.ndarray:
+    """The chance whose odds are those of `chance`, to the power OVERCONFIDENCE."""
+    raised = chance**OVERCONFIDENCE
+    return raised / (raised + (1 - chance) ** OVERCONFIDENCE)
 
 
 def _u64(value: np.ndarray | int) -> np.ndarray:
@@ -103,8 +143,8 @@ def _steps(count: int) -> np.ndarray:
 
 @cache
 def _columns(depth: int) -> np.ndarray:
-    """u64[2 depth + 1], of the text and of the draft's luck."""
-    return np.concatenate([_steps(depth + 1), _steps(depth) + _DRAFT])
+    """u64[3 depth + 1], of the text and of the draft's luck and mood."""
+    return np.concatenate([_steps(depth + 1), _steps(depth) + _DRAFT, _steps(depth) + _MOOD])
 
 
 def _mixed(value: np.ndarray) -> np.ndarray:

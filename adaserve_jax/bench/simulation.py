@@ -21,6 +21,7 @@ from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.replica import Replica
 from adaserve_jax.bench.routers import Assigned, find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
+from adaserve_jax.bench.sim_text import CONCENTRATION
 from adaserve_jax.bench.simulation_rows import result_rows
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
@@ -137,6 +138,7 @@ class _Simulation:
     ):  # fmt: skip
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
         self._run_id, self._recorder = run_id, recorder
+        self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
         self._limits = machine.limits(plan.max_requests)
         self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
@@ -163,7 +165,9 @@ class _Simulation:
     def _replica(self, index: int) -> Replica:
         """Replicas differ in what their policies draw at random, and in nothing else."""
         clock, plan = VirtualClock(), self._plan
-        executor = SimExecutor(self._limits, self._samples, self._acceptance, clock, strict=False)
+        executor = SimExecutor(
+            self._limits, self._samples, self._acceptance, clock, concentration=self._concentration, strict=False
+        )
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
             max_prefill_tokens=plan.max_prefill_tokens,

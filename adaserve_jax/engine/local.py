@@ -18,12 +18,14 @@ import jax
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.admission import check_room
+from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import Executor, Progress, SamplingParams, StepStats
@@ -64,6 +66,12 @@ class LocalEngine:
         return self._executor
 
     @property
+    def calibrator(self) -> Calibrator | None:
+        """What verifications taught, whatever the policy was; None without a draft. Only while the engine is idle."""
+        self.info  # noqa: B018  raises before start
+        return self._calibrator
+
+    @property
     def config(self) -> EngineConfig:
         """The configuration in force, without "auto"."""
         return self.executor.resolved.config
@@ -86,12 +94,15 @@ class LocalEngine:
         self._tokenizer = Tokenizer.from_folder(self._executor.target_folder)
         self._samples = self._executor.warm_up(self._progress)
         config = self._executor.resolved.config
+        chances = self._executor.chances
+        self._calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
+        self._calibration_file = CalibrationFile.of(config, self._calibrator)
         self._baseline_s = self._measure_baseline(config)
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
     def _build_core(self, config: EngineConfig) -> EngineCore:
-        scheduler = build_scheduler(config, self._executor.limits, self._samples)
+        scheduler = build_scheduler(config, self._executor.limits, self._samples, self._calibrator)
         eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
@@ -191,6 +202,8 @@ class LocalEngine:
                 return
             thread, self._thread = self._thread, None
         thread.join()
+        if self._calibration_file is not None:
+            self._calibration_file.save()
         self._executor.close()
 
     # ---- the engine thread ----
@@ -201,6 +214,8 @@ class LocalEngine:
             while self._take_inbox():
                 if self._core.has_work:
                     self._deliver(self._core.step())
+                    if self._calibration_file is not None:
+                        self._calibration_file.save_if_due()
         except Exception as cause:
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")

@@ -18,7 +18,8 @@ from adaserve_jax.types import CandidateTrees, StepPlan
 
 
 class LocalDrafter:
-    """Implements `types.Drafter` on this device. wait_s: seconds that the last call spent waiting for the device."""
+    """Implements `types.Drafter` on this device. table: the chances in force, from the last plan that brought some.
+    wait_s: seconds that the last call spent waiting for the device."""
 
     def __init__(self, model: DeviceModel, table: AcceptanceTable, *, max_depth: int, widths: tuple[int, ...]) -> None:
         self.model = model
@@ -44,6 +45,8 @@ class LocalDrafter:
         draft = plan.draft
         assert draft is not None
         self.wait_s = 0.0
+        if draft.chances is not None:
+            self.table = self.table.replaced(draft.chances)
         if not len(draft.catchup_tokens):
             return CandidateTrees.empty(plan.num_decode)
         model = self.model
@@ -62,7 +65,7 @@ class LocalDrafter:
         fill_rows(views, plan.page_table, plan.sampling)
         views["ctx_len"][: plan.num_rows] = plan.draft.draft_ctx + plan.draft.catchup_counts
         views["active"][: plan.num_decode] = plan.draft.speculates
-        views["shape"][:] = plan.draft.depth, plan.draft.width
+        views["shape"][:] = plan.draft.depth, plan.draft.width, plan.draft.calibrated
         return packed
 
     def _unpack(self, result: Any, plan: StepPlan) -> CandidateTrees:
@@ -73,8 +76,9 @@ class LocalDrafter:
         host = np.asarray(result)
         self.wait_s = time.perf_counter() - dispatched
         stride = host.shape[3]
-        token, parent, bits = host[:, :rows, :depth, :width].reshape(3, rows, depth * width)
+        token, parent, cell, *bits = host[:, :rows, :depth, :width].reshape(5, rows, depth * width)
         level, rank = parent // stride, parent % stride
         parent = np.where(parent < 0, -1, level * width + rank).astype(np.int32)
         levels = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
-        return CandidateTrees(token, parent, np.ascontiguousarray(bits).view(np.float32), levels)
+        log_f, log_q = (np.ascontiguousarray(part).view(np.float32) for part in bits)
+        return CandidateTrees(token, parent, log_f, levels, cell, log_q)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from adaserve_jax.runtime.packing import PackedStep, pack_verify
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.runtime.timing import measure
-from adaserve_jax.tree.acceptance import load_acceptance_table
+from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.tree.chances import ChanceTable, read_chances
 from adaserve_jax.types import CandidateTrees, CostSamples, Drafter, DraftTrees, Limits, Progress, StepOutcome, StepPlan
 
 CALIBRATION_FILE = "calibration.json"
@@ -41,13 +43,15 @@ class ModelExecutor:
 
     def __init__(
         self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None,
-        followers: hosts.Followers | None = None,
+        followers: hosts.Followers | None = None, chances: ChanceTable | None = None,
     ) -> None:  # fmt: skip
+        """chances: what the drafter begins with."""
         self.resolved = resolved
         self.target_folder = target_folder
         self.target = target
         self.local_drafter = drafter
         self.drafter: Drafter | None = drafter
+        self.chances = chances
         self._followers = followers
         self._counter = CompileCounter()
         self._draft_s = self._draft_wait_s = 0.0
@@ -138,11 +142,13 @@ def load_executor(config: EngineConfig, progress: Progress | None = None) -> Mod
 
 def _load(config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None) -> ModelExecutor:
     pair = find_pair(config)
+    chances = _find_chances(config, pair)
     resolved = resolve(config, pair.target, pair.draft)
     if followers is not None:
         followers.tell(resolved.config)
     target = load_target(pair, resolved, progress, None if followers is None else followers.announce)
-    return ModelExecutor(resolved, pair.target_folder, target, _load_drafter(pair, resolved, progress), followers)
+    drafter = _load_drafter(pair, resolved, chances, progress)
+    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances)
 
 
 @dataclass(frozen=True)
@@ -208,10 +214,12 @@ def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
     return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth))
 
 
-def _load_drafter(pair: Pair, resolved: Resolved, progress: Progress | None) -> LocalDrafter | None:
+def _load_drafter(
+    pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None
+) -> LocalDrafter | None:
     """The draft on the first device, wherever the target lies: it is small, and exchanges would cost more than they
     save."""
-    if pair.draft is None or pair.draft_folder is None:
+    if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
     model = DeviceModel(
@@ -224,11 +232,21 @@ def _load_drafter(pair: Pair, resolved: Resolved, progress: Progress | None) -> 
         page_size=limits.page_size,
         dtype=resolved.dtype,
     )
-    table = load_acceptance_table(_calibration_file(pair.draft_folder))
-    return LocalDrafter(model, table, max_depth=limits.max_depth, widths=resolved.search_widths)
+    return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)
 
 
-def _calibration_file(draft_folder: Path) -> Path:
-    """The pair's own table, or the embedded pair's, which is a fair start for any pair."""
-    own = draft_folder / CALIBRATION_FILE
-    return own if own.exists() else resolve_folder("demo", "draft").parent / CALIBRATION_FILE
+def _find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
+    """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
+    pair. Raises CheckpointError: the file is not a table. ConfigError: it could not be written."""
+    if pair.draft_folder is None:
+        if config.calibration is not None:
+            raise ConfigError("calibration is about a draft, but there is none; load a draft, or leave it out")
+        return None
+    if config.calibration is not None:
+        learned = Path(config.calibration)
+        if not os.access(learned.absolute().parent, os.W_OK):
+            raise ConfigError(f"calibration: cannot write into {learned.absolute().parent}; choose another file")
+        if learned.exists():
+            return read_chances(learned)
+    own = pair.draft_folder / CALIBRATION_FILE
+    return read_chances(own if own.exists() else resolve_folder("demo", "draft").parent / CALIBRATION_FILE)

@@ -64,8 +64,9 @@ def step_layout(bucket: Bucket, max_pages: int) -> Layout:
 
 
 def beam_layout(rows: int, max_pages: int) -> Layout:
-    """Inputs of a beam search. ctx_len is the draft's context, root included; shape: depth, width."""
-    return Layout((*_row_shapes(rows, max_pages), ("active", (rows,)), ("shape", (2,))))
+    """Inputs of a beam search. ctx_len is the draft's context, root included; shape: depth, width,
+    whether f is calibrated."""
+    return Layout((*_row_shapes(rows, max_pages), ("active", (rows,)), ("shape", (3,))))
 
 
 def sampler_of(fields: dict[str, jax.Array]) -> Sampler:

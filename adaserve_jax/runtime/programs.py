@@ -168,7 +168,8 @@ class ModelPrograms:
         max_depth: int,
         width: int,
     ) -> jax.Array:
-        """Beam search from the root logits. Returns i32[3, R, max_depth, width]: token, parent, log f (as bits)."""
+        """Beam search from the root logits. Returns i32[5, R, max_depth, width]: token, parent, cell, and the
+        bits of log f and log q."""
         rows = root_logits.shape[0]
         fields = beam_layout(rows, self.max_pages).split(packed)
         shape = (self.config.num_layers, rows, self.config.num_kv_heads, max_depth * width, self.config.head_dim)
@@ -177,9 +178,10 @@ class ModelPrograms:
         beam: Beam = beam_search(
             root_logits, sampler_of(fields), fields["ctx_len"] - 1, fields["active"] > 0, table,
             partial(self._beam_forward, params, pools, fields), buffers,
-            fields["shape"][0], fields["shape"][1], max_depth=max_depth, width=width,
+            fields["shape"][0], fields["shape"][1], fields["shape"][2] > 0, max_depth=max_depth, width=width,
         )  # fmt: skip
-        return jnp.stack([beam.token, beam.parent, lax.bitcast_convert_type(beam.log_f, jnp.int32)])
+        bits = [lax.bitcast_convert_type(part, jnp.int32) for part in (beam.log_f, beam.log_q)]
+        return jnp.stack([beam.token, beam.parent, beam.cell, *bits])
 
     def _beam_forward(
         self,

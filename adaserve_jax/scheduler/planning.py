@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.slo import need_rate
@@ -56,12 +57,12 @@ class Planner:
     """Plans one step after another.
 
     max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
-    tokens. uses_draft: whether plans have one.
+    tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
     """
 
     def __init__(
         self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
-        uses_draft: bool,
+        uses_draft: bool, calibrated: bool = True, calibrator: Calibrator | None = None,
     ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
@@ -71,6 +72,8 @@ class Planner:
         self._prefill_per_step = 0.0
         self._horizon = horizon
         self._uses_draft = uses_draft
+        self._calibrated = calibrated
+        self._calibrator = calibrator
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""
@@ -191,6 +194,8 @@ class Planner:
             catchup_counts=counts.astype(np.int32),
             draft_ctx=draft_ctx.astype(np.int32),
             speculates=speculates,
+            calibrated=self._calibrated,
+            chances=self._calibrator.unsent if self._calibrator is not None else None,
         )
 
     def _speculating(self, slots: np.ndarray, load: Load, depth: int) -> np.ndarray:

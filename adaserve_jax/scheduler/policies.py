@@ -53,8 +53,9 @@ class Policy:
     about: what it is, for the table of policies. selector: "slo" is Algorithm 2; "slo-equal" its SLO phase, then
     equal shares of the rest. need, slo_order: how the SLO phase counts and whom it serves first. tree_widths: nodes
     by level (selector "static" only). search_budget: whether the verify budget is chosen again, over the token
-    edges, once the candidates are known. uses_draft: whether the draft is fed and searched at all, when one is
-    loaded. needs_draft: whether it is refused without one.
+    edges, once the candidates are known. calibrated: whether f is made of calibrated chances, or of the draft's own
+    probabilities. uses_draft: whether the draft is fed and searched at all, when one is loaded. needs_draft: whether
+    it is refused without one.
     """
 
     about: str
@@ -65,6 +66,7 @@ class Policy:
     slo_order: SloOrder = "cheapest-first"
     tree_widths: tuple[int, ...] = ()
     search_budget: bool = False
+    calibrated: bool = True
     uses_draft: bool = True
     needs_draft: bool = False
 
@@ -122,11 +124,12 @@ POLICIES: dict[str, Policy] = {
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
-        _closed_form, selector="slo", need="step", slo_order="slowest-first", needs_draft=True,
+        _closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
     ),
     "adaserve-code": Policy(
         "the same as its authors' code has it: need 5 % up and at least 1, nodes capped, the least needy first",
-        _closed_form_of_the_code, selector="slo", need="code", slo_order="fastest-first", needs_draft=True,
+        _closed_form_of_the_code, selector="slo", need="code", slo_order="fastest-first", calibrated=False,
+        needs_draft=True,
     ),
     "spec:<k>": Policy("a chain of k for every request, always", _chain, selector="equal", needs_draft=True),
     "specinfer": Policy(
@@ -140,7 +143,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "tetris:<k>": Policy(
         "TETRIS: chains longer than k, of which the k n likeliest nodes of all requests are verified",
-        _over_drafting, selector="best", needs_draft=True,
+        _over_drafting, selector="best", calibrated=False, needs_draft=True,
     ),
     "ucbspec": Policy(
         "BanditSpec: chain length by UCB on emitted tokens", lambda parts: UcbSpec(parts.limits), selector="equal",

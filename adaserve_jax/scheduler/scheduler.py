@@ -14,6 +14,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Feedback
@@ -44,12 +45,16 @@ class Scheduler:
     """Continuous batching with one verification budget per step. Call plan, select and commit in turn; add and abort
     at any time between those calls."""
 
-    def __init__(self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig):
-        """policy: a name of `policies.POLICIES`. Raises ConfigError for an unknown one, or one that needs a draft."""
+    def __init__(
+        self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig, calibrator: Calibrator | None = None
+    ):
+        """policy: a name of `policies.POLICIES`. calibrator: what verifications teach; it may have learned from other
+        schedulers before. Raises ConfigError for an unknown one, or one that needs a draft."""
         self._policy, parameter = find_policy(policy, limits.max_depth)
         self._limits = limits
         self._cost = costs
         self._config = config
+        self._calibrator = calibrator
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
         parts = Parts(limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.seed)
@@ -65,6 +70,8 @@ class Scheduler:
             max_prefill=max_prefill,
             horizon=objective.horizon,
             uses_draft=self._policy.uses_draft and limits.max_depth > 0,
+            calibrated=self._policy.calibrated,
+            calibrator=calibrator,
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -91,6 +98,8 @@ class Scheduler:
             preemptions=self._batch.preemptions,
             accepted_per_position=list(self._stats.accepted_per_position),
             finished=dict(self._stats.finished),
+            calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
+            calibration_error=self._calibrator.errors if self._calibrator is not None else {},
         )
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
@@ -202,6 +211,10 @@ class Scheduler:
         self._cost.observe(plan, outcome, now - planned.made_s)
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
             self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
+            if self._calibrator is not None:
+                if plan.draft.chances is not None:
+                    self._calibrator.mark_sent()
+                self._calibrator.observe(candidates, trees, outcome.accepted, plan.sampling.temperature)
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
@@ -223,9 +236,11 @@ class Scheduler:
         return self._in_flight
 
 
-def build_scheduler(config: EngineConfig, limits: Limits, samples: CostSamples) -> Scheduler:
+def build_scheduler(
+    config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None
+) -> Scheduler:
     """The scheduler of a configured engine whose executor has warmed up."""
-    return Scheduler(limits, config.policy, CostTable(samples, limits), config)
+    return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator)
 
 
 def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome) -> Feedback:

@@ -118,6 +118,14 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     pages.add_metric(("base", "used"), steps.pages_used)
     pages.add_metric(("base", "free"), steps.pages_total - steps.pages_used)
     yield pages
+    errors = GaugeMetricFamily(
+        "adaserve_calibration_error", "Expected calibration error of acceptance since start.",
+        labels=("rows", "prediction"),
+    )  # fmt: skip
+    for rows, by_prediction in steps.calibration_error.items():
+        for prediction, error in by_prediction.items():
+            errors.add_metric((rows, prediction), error)
+    yield errors
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
@@ -137,6 +145,9 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "spec_accepted_tokens_per_position", "Draft tokens accepted, by depth in the tree from 1.", "position",
         {str(i): n for i, n in enumerate(steps.accepted_per_position, 1)},
     )  # fmt: skip
+    yield _by_label(
+        "calibration_outcomes", "Verified nodes behind an accepted parent.", "rows", steps.calibration_outcomes
+    )
     yield _by_label("requests_finished", "Choices that ended, by finish_reason.", "reason", steps.finished)
     phases = ("plan", "draft", "select", "verify", "commit", "wait")
     yield _by_label(

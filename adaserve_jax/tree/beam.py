@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.sampling import Sampler, perturbed_scores
+from adaserve_jax.tree.sampling import Sampler, add_noise, scaled_scores
 
 # forward(carry, level, token i32[R, W], position i32[R, W], visible bool[R, W, D * W]) -> (logits f32[R, W, V], carry);
 # node w of that level is key level * W + w of `visible`.
@@ -23,11 +23,23 @@ Forward = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array], tuple[jax.
 
 class Beam(NamedTuple):
     """Candidates in beam order, index (depth - 1) * W + rank. token, parent: i32[R, D, W]; log_f: f32[R, D, W], -inf
-    where absent. parent is a candidate index, -1 for the root."""
+    where absent. parent is a candidate index, -1 for the root. cell: i32[R, D, W], of the acceptance table, -1 where
+    absent; log_q: f32[R, D, W], the draft's own log probability of the child under the request's sampling."""
 
     token: jax.Array
     parent: jax.Array
     log_f: jax.Array
+    cell: jax.Array
+    log_q: jax.Array
+
+
+class _Children(NamedTuple):
+    """The best children of N nodes: token, cell i32[R, N, W]; log_chance, log_q f32[R, N, W]."""
+
+    token: jax.Array
+    log_chance: jax.Array
+    cell: jax.Array
+    log_q: jax.Array
 
 
 class _State(NamedTuple):
@@ -37,21 +49,25 @@ class _State(NamedTuple):
 
 
 def _children(
-    logits: jax.Array, sampler: Sampler, position: jax.Array, table: AcceptanceTable, level: jax.Array, width: int
-) -> tuple[jax.Array, jax.Array]:
-    """The `width` best children of the nodes of a level. logits: f32[R, N, V]; position: i32[R], of the children.
-    Returns tokens i32[R, N, width] and log chances f32[R, N, width]."""
-    scores = perturbed_scores(logits, sampler, position)
+    logits: jax.Array, sampler: Sampler, position: jax.Array, table: AcceptanceTable, calibrated: jax.Array,
+    level: jax.Array, width: int,
+) -> _Children:  # fmt: skip
+    """The `width` best children of the nodes of a level. logits: f32[R, N, V]; position: i32[R], of the children."""
+    scaled = scaled_scores(logits, sampler)
+    scores = add_noise(scaled, sampler, position)
     # XLA on CPU has a fast top-k for matrices only; with more axes it sorts the whole vocabulary.
     best, token = lax.top_k(scores.reshape(-1, scores.shape[-1]), width + 1)
     best, token = (x.reshape(*scores.shape[:2], width + 1) for x in (best, token))
     first, others = best[..., :1], best[..., 1:width]
     gap = jnp.concatenate([first - best[..., 1:2], others - first], axis=-1)
-    log_q = best[..., :width] - jax.nn.logsumexp(logits, axis=-1)[..., None]
+    token = token[..., :width].astype(jnp.int32)
+    log_q = jnp.take_along_axis(scaled, token, axis=-1) - jax.nn.logsumexp(scaled, axis=-1)[..., None]
+    log_q = jnp.minimum(log_q, 0.0)
     coupled = jnp.broadcast_to((sampler.temperature > 0)[:, None], logits.shape[:2])
     feature = jnp.where(coupled[..., None], gap, log_q)
-    chance = table.log_chance_of(feature, coupled, level)
-    return token[..., :width].astype(jnp.int32), jnp.where(jnp.isfinite(best[..., :width]), chance, -jnp.inf)
+    cell = table.cell_of(feature, coupled, level)
+    chance = jnp.where(calibrated, table.log_chance_of(cell, coupled), log_q)
+    return _Children(token, jnp.where(jnp.isfinite(best[..., :width]), chance, -jnp.inf), cell, log_q)
 
 
 def beam_search(
@@ -64,6 +80,7 @@ def beam_search(
     carry: Any,
     depth: jax.Array,
     width_limit: jax.Array,
+    calibrated: jax.Array,
     *,
     max_depth: int,
     width: int,
@@ -71,16 +88,15 @@ def beam_search(
     """Search `depth` <= max_depth levels, keeping the min(width, width_limit) likeliest paths of each.
 
     root_logits: f32[R, V]; root_position: i32[R]; active: bool[R], other rows get no candidates. depth, width_limit:
-    i32 scalars, traced, so that one program serves every shape up to (max_depth, width).
+    i32 scalars, calibrated: a bool scalar (a path's f is the product of the table's chances, or else of the draft's own
+    probabilities); traced, so that one program serves every shape up to (max_depth, width), and both.
     """
     num_rows = root_logits.shape[0]
     rank = jnp.arange(width)
-    token, log_f = _children(root_logits[:, None], sampler, root_position + 1, table, jnp.int32(1), width)
-    token, log_f = token[:, 0], log_f[:, 0]
-    log_f = jnp.where(active[:, None] & (rank < width_limit)[None, :], log_f, -jnp.inf)
-    shape = (num_rows, max_depth, width)
-    beam = Beam(jnp.zeros(shape, jnp.int32), jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32))
-    beam = Beam(beam.token.at[:, 0].set(token), beam.parent, beam.log_f.at[:, 0].set(log_f))
+    first = _children(root_logits[:, None], sampler, root_position + 1, table, calibrated, jnp.int32(1), width)
+    log_f, _, first = _best(first, jnp.where(active, 0.0, -jnp.inf)[:, None], width_limit)
+    no_parent = jnp.full((num_rows, width), -1, jnp.int32)
+    beam = _grown(_empty((num_rows, max_depth, width)), jnp.int32(0), first, no_parent, log_f)
     keys = jnp.arange(max_depth * width)
     own = jnp.broadcast_to(keys[None, None, :] == rank[None, :, None], (num_rows, width, max_depth * width))
 
@@ -90,19 +106,35 @@ def beam_search(
         above_f = lax.dynamic_index_in_dim(state.beam.log_f, index - 1, axis=1, keepdims=False)
         position = jnp.broadcast_to((root_position + index)[:, None], (num_rows, width))
         logits, new_carry = forward(state.carry, index - 1, above, position, state.visible)
-        tokens, chances = _children(logits, sampler, root_position + index + 1, table, index + 1, width)
-        paths = (above_f[..., None] + chances).reshape(num_rows, width * width)
-        best, choice = lax.top_k(paths, width)
-        best = jnp.where((rank < width_limit)[None, :], best, -jnp.inf)
-        parent_rank = choice // width
-        chosen = jnp.take_along_axis(tokens.reshape(num_rows, width * width), choice, axis=1)
-        grown = Beam(
-            lax.dynamic_update_index_in_dim(state.beam.token, chosen, index, axis=1),
-            lax.dynamic_update_index_in_dim(state.beam.parent, (index - 1) * width + parent_rank, index, axis=1),
-            lax.dynamic_update_index_in_dim(state.beam.log_f, best, index, axis=1),
-        )
+        children = _children(logits, sampler, root_position + index + 1, table, calibrated, index + 1, width)
+        log_f, parent_rank, chosen = _best(children, above_f, width_limit)
+        grown = _grown(state.beam, index, chosen, (index - 1) * width + parent_rank, log_f)
         inherited = jnp.take_along_axis(state.visible, parent_rank[:, :, None], axis=1)
         visible = inherited | (keys[None, None, :] == (index * width + rank)[None, :, None])
         return _State(grown, visible, new_carry)
 
     return lax.fori_loop(1, depth, level, _State(beam, own, carry)).beam
+
+
+def _best(children: _Children, above_f: jax.Array, width_limit: jax.Array) -> tuple[jax.Array, jax.Array, _Children]:
+    """The likeliest paths that end in children [R, N, W] of nodes of log f above_f f32[R, N]: log f [R, W], falling,
+    -inf from width_limit on; rank of the parent [R, W]; and the children themselves, [R, W]."""
+    num_rows, _, width = children.token.shape
+    log_f, choice = lax.top_k((above_f[..., None] + children.log_chance).reshape(num_rows, -1), width)
+    log_f = jnp.where(jnp.arange(width) < width_limit, log_f, -jnp.inf)
+    chosen = (jnp.take_along_axis(values.reshape(num_rows, -1), choice, axis=1) for values in children)
+    return log_f, choice // width, _Children(*chosen)
+
+
+def _empty(shape: tuple[int, int, int]) -> Beam:
+    none, absent = jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
+    return Beam(jnp.zeros(shape, jnp.int32), none, absent, none, absent)
+
+
+def _grown(beam: Beam, index: jax.Array, chosen: _Children, parent: jax.Array, log_f: jax.Array) -> Beam:
+    """The beam with level `index` set, all [R, W]; absent candidates get no cell."""
+    cell = jnp.where(jnp.isfinite(log_f), chosen.cell, -1)
+    level = Beam(chosen.token, parent, log_f, cell, chosen.log_q)
+    return Beam(
+        *(lax.dynamic_update_index_in_dim(all_, one, index, axis=1) for all_, one in zip(beam, level, strict=True))
+    )

@@ -47,13 +47,9 @@ def _filtered(scaled: jax.Array, sampler: Sampler) -> jax.Array:
     return jnp.where(scaled >= floor[..., None], scaled, MASKED)
 
 
-def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
-    """Scores whose argmax is the drawn token: log p' + g up to a constant per distribution.
-
-    logits: f32[R, W, V], W distributions of one row for the same position i32[R] (that of the token drawn), which
-    share one noise vector. At temperature 0 the scores are the logits. Steps in which no row filters, or none
-    samples, skip that work.
-    """
+def scaled_scores(logits: jax.Array, sampler: Sampler) -> jax.Array:
+    """log p' up to a constant per distribution, f32[R, W, V]; at temperature 0 the logits. Steps in which no row
+    filters skip that work. logits: f32[R, W, V], W distributions of one row."""
     greedy = (sampler.temperature <= 0)[:, None, None]
     scaled = jnp.where(greedy, logits, logits / jnp.maximum(sampler.temperature, 1e-6)[:, None, None])
     filters = (sampler.top_k > 0) | (sampler.top_p < 1) | (sampler.min_p > 0)
@@ -63,15 +59,26 @@ def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -
         top_p=jnp.where(filters, sampler.top_p, 1.0),
         min_p=jnp.where(filters, sampler.min_p, 0.0),
     )
-    filtered = lax.cond(
+    return lax.cond(
         jnp.any(filters), lambda s: jnp.where(filters[:, None, None], _filtered(s, exact), s), lambda s: s, scaled
     )
+
+
+def add_noise(scores: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
+    """scores + g for the token at position i32[R], which the W distributions of a row share, f32[R, W, V]; greedy rows
+    as they are. Steps in which no row samples skip that work."""
+    greedy = (sampler.temperature <= 0)[:, None, None]
 
     def with_noise(scores: jax.Array) -> jax.Array:
         noise = gumbel_noise(sampler.seed, sampler.choice, position, scores.shape[-1])
         return jnp.where(greedy, scores, scores + noise[:, None, :])
 
-    return lax.cond(jnp.any(~greedy), with_noise, lambda scores: scores, filtered)
+    return lax.cond(jnp.any(~greedy), with_noise, lambda scores: scores, scores)
+
+
+def perturbed_scores(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:
+    """Scores whose argmax is the drawn token, log p' + g up to a constant per distribution, f32[R, W, V]."""
+    return add_noise(scaled_scores(logits, sampler), sampler, position)
 
 
 def draw(logits: jax.Array, sampler: Sampler, position: jax.Array) -> jax.Array:

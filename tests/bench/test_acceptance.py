@@ -93,7 +93,7 @@ def accepted_per_verification(simulated: Simulated) -> float:
 def test_a_fit_to_a_recorded_simulation_finds_its_truth_and_repeats_its_run() -> None:
     trace = short_trace(50, rate=4.0, output=100)
     trace = replace(trace, requests=tuple(replace(r, slo_class="code") for r in trace.requests))
-    truth = AcceptanceModel({"code": 0.62}, {"code": 0.12})
+    truth = AcceptanceModel({"code": 0.62}, {"code": 0.12}, 4.0)
     plan, recorder = SimulationPlan((), seed=2, acceptance=truth), AcceptanceRecorder()
     recorded = simulate("spec:4", plan, MACHINE, trace, recorder=recorder)
     seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests)).tolist()
@@ -104,6 +104,7 @@ def test_a_fit_to_a_recorded_simulation_finds_its_truth_and_repeats_its_run() ->
     of_requests = truth.draw(["code"] * 50, plan.seed)
     assert fit.mean["code"] == pytest.approx(of_requests.mean(), abs=0.025)
     assert fit.spread["code"] == pytest.approx(of_requests.std(), abs=0.05)
+    assert fit.concentration == pytest.approx(4.0, rel=0.1)
     again = simulate("spec:4", replace(plan, acceptance=fit), MACHINE, trace)
     # each of so short runs is a draw with a standard deviation of 2.5 %
     assert accepted_per_verification(again) == pytest.approx(accepted_per_verification(recorded), rel=0.08)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.bench.sim_text import Draws, acceptance_now, kv_name, tokens_after, true_ranks
+from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, kv_name, search, tokens_after
 from adaserve_jax.bench.token_times import TokenTimes
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, RowSampling, StepPlan
 
 VOCAB = 97
 LIMITS = Limits(64, (1, 64, 1024), 1024, 4096, 16, 4096, 5, 3)
@@ -32,6 +32,11 @@ def plan_of(seed: np.ndarray, ctx: np.ndarray) -> StepPlan:
     )  # fmt: skip
 
 
+def draft_of(depth: int, width: int, rows: int) -> DraftPlan:
+    none = np.zeros(0, np.int32)
+    return DraftPlan(depth, width, none, none, none, np.ones(rows, bool))
+
+
 def test_a_token_is_the_same_however_it_is_drawn() -> None:
     rng = np.random.default_rng(0)
     seed, choice = rng.integers(0, 2**64, 9, dtype=np.uint64), rng.integers(0, 4, 9).astype(np.int32)
@@ -45,8 +50,8 @@ def test_a_token_is_the_same_however_it_is_drawn() -> None:
     assert draws.target.tolist() == one_by_one
     later = Draws.of(seed, choice, root + 1, 4, VOCAB)
     np.testing.assert_array_equal(later.luck[:, :-1], draws.luck[:, 1:])
-    same_block = (root + 1) // 64 == root // 64
-    np.testing.assert_array_equal((later.mood == draws.mood), same_block)
+    np.testing.assert_array_equal(later.mood[:, :-1], draws.mood[:, 1:])
+    assert len(np.unique([draws.luck, draws.mood])) == 2 * draws.luck.size
 
 
 def test_tokens_are_spread_evenly_and_kv_names_are_unique() -> None:
@@ -65,49 +70,67 @@ def test_tokens_are_spread_evenly_and_kv_names_are_unique() -> None:
 
 @pytest.mark.parametrize(("depth", "width"), [(4, 1), (3, 2), (4, 3)])
 def test_f_is_the_true_chance_of_each_node(depth: int, width: int) -> None:
-    """60,000 searches at one acceptance: every node's target path comes as often as its f says, within 4 sigma."""
-    rows, a = 60_000, 0.6
-    luck = np.random.default_rng(1).random((rows, depth))
-    ranks = true_ranks(np.full(rows, a), luck, width)
-    parent = {1: [-1, 0, 1, 2], 2: [-1, -1, 0, 1, 2, 3], 3: [-1, -1, -1, 0, 1, 0, 3, 4, 3, 6, 7, 6]}[width]
-    on_path = np.ones((rows, depth * width), bool)
-    for node in range(depth * width):
-        level, rank = divmod(node, width)
-        on_path[:, node] = (ranks[:, level] == rank) & (parent[node] < 0 or on_path[:, parent[node]])
-        f = a ** (level + 1) * (1 - a) ** rank
-        assert on_path[:, node].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
-    plain = [[rank_by_rules(a, row, width)[level] for level in range(depth)] for row in luck[:2000]]
-    np.testing.assert_array_equal(ranks[:2000], plain)
+    """60,000 searches at the same chances: every node's path is the text as often as its f says, within 4 sigma."""
+    rows = 60_000
+    a = np.broadcast_to(np.array([0.6, 0.9, 0.35, 0.75])[:depth], (rows, depth))
+    beams = search(a, np.random.default_rng(1).random((rows, depth)), width)
+    assert (beams.true.sum(axis=2) <= 1).all()
+    for level, rank in np.ndindex(depth, width):
+        f = beams.f[0, level, rank]
+        assert beams.true[:, level, rank].mean() == pytest.approx(f, abs=4 * np.sqrt(f * (1 - f) / rows))
 
 
-def rank_by_rules(a: float, luck: np.ndarray, width: int) -> list[int]:
-    """A level at a time: on the first lane until it ends, on the second only from the root on."""
-    ranks, lane = [], 0
-    for level, draw in enumerate(luck):
-        pick = next((r for r in range(width) if draw < 1 - (1 - a) ** (r + 1)), width)
-        goes_on = lane == 1 and pick == 0
-        branches = lane == 0 and (level == 0 or pick != 1)
-        lane = pick if branches else 1 if goes_on else width
-        ranks.append(lane)
-    return ranks
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_searches_keep_the_likeliest_paths_that_are_said(calibrated: bool) -> None:
+    """Beside a search that keeps whole paths of picks, and knows the text as picks too."""
+    rng, rows, depth, width = np.random.default_rng(2), 200, 4, 3
+    a, luck = rng.uniform(0.05, 0.95, (rows, depth)), rng.random((rows, depth))
+    beams = search(a, luck, width, calibrated=calibrated)
+    for row in range(rows):
+        said = [x if calibrated else x**2 / (x**2 + (1 - x) ** 2) for x in a[row]]
+        text = [
+            next((r for r in range(width) if luck[row, t] < 1 - (1 - a[row, t]) ** (r + 1)), width) for t in range(4)
+        ]
+        kept: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+        for level in range(depth):
+            grown = [
+                ((*path, r), f * said[level] * (1 - said[level]) ** r) for path, f in kept for r in range(width)
+            ]  # fmt: skip
+            above, kept = kept, sorted(grown, key=lambda each: -each[1])[:width]
+            np.testing.assert_allclose(beams.f[row, level], [f for _, f in kept])
+            parents = [next(i for i, (path, _) in enumerate(above) if path == grown[:-1]) for grown, _ in kept]
+            assert beams.parent[row, level].tolist() == parents
+            assert beams.true[row, level].tolist() == [list(path) == text[: level + 1] for path, _ in kept]
 
 
-def test_candidates_say_what_true_ranks_do() -> None:
+def test_acceptance_varies_from_position_to_position_around_the_mean() -> None:
+    mood = np.random.default_rng(4).random((3, 20_000))
+    mean = np.array([0.3, 0.58, 0.8])
+    for concentration in (CONCENTRATION, 20.0):
+        a = acceptance_at(mean, mood, concentration)
+        np.testing.assert_allclose(a.mean(axis=1), mean, atol=0.01)
+        np.testing.assert_allclose(a.var(axis=1), mean * (1 - mean) / (1 + concentration), rtol=0.05)
+    np.testing.assert_array_equal(acceptance_at(0.58, mood[1:2], 20.0), a[1:2])
+
+
+def test_candidates_say_what_the_search_found() -> None:
     simulated, rows = executor(), 50
     plan = plan_of(np.arange(rows), np.full(rows, 30))
-    speculates = np.arange(rows) != 7
-    found = simulated._candidates(plan, 4, 3, speculates)
+    draft = draft_of(4, 3, rows)
+    draft.speculates[7] = False
+    found = simulated._candidates(plan, draft)
     draws = Draws.of(plan.sampling.seed, plan.sampling.choice, plan.ctx_len, 4, VOCAB)
-    a = acceptance_now(0.7, draws.mood)
-    assert (a >= 0.55).all() and (a <= 0.85).all() and np.ptp(a) > 0.2
-    ranks = true_ranks(a, draws.luck, 3)
-    for row in range(rows):
-        for node in range(12):
-            level, rank = divmod(node, 3)
-            assert (found.token[row, node] == draws.target[row, level]) == (ranks[row, level] == rank)
-            expected = (level + 1) * np.log(a[row]) + rank * np.log(1 - a[row]) if row != 7 else -np.inf
-            assert found.log_f[row, node] == pytest.approx(expected, rel=1e-5)
-    assert found.parent[3].tolist() == [-1, -1, -1, 0, 1, 0, 3, 4, 3, 6, 7, 6]
+    beams = search(acceptance_at(0.7, draws.mood, CONCENTRATION), draws.luck, 3)
+    assert beams.true.any(axis=(0, 1)).all()
+    for row, node in np.ndindex(rows, 12):
+        level, rank = divmod(node, 3)
+        assert (found.token[row, node] == draws.target[row, level]) == beams.true[row, level, rank]
+        expected = np.log(beams.f[row, level, rank]) if row != 7 else -np.inf
+        assert found.log_f[row, node] == pytest.approx(expected, rel=1e-5)
+        parent = -1 if level == 0 else 3 * (level - 1) + beams.parent[row, level, rank]
+        assert found.parent[row, node] == parent
+        siblings = [each for each in range(12) if found.parent[row, each] == parent and each // 3 == level]
+        assert len({int(found.token[row, each]) for each in siblings}) == len(siblings)
     assert found.depth.tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
 
 
@@ -150,7 +173,7 @@ def test_walks_follow_the_text_down_the_tree(max_depth: int) -> None:
 def test_one_draft_and_one_verification_share_their_draws() -> None:
     simulated = executor()
     plan = plan_of(np.arange(4), np.full(4, 10))
-    candidates: CandidateTrees = simulated._candidates(plan, 3, 1, np.ones(4, bool))
+    candidates: CandidateTrees = simulated._candidates(plan, draft_of(3, 1, 4))
     assert simulated._target(plan, 3) is simulated._target(plan, 2)
     fresh = plan_of(np.arange(4), np.full(4, 10))
     np.testing.assert_array_equal(simulated._target(fresh, 3), simulated._target(plan, 3))

@@ -53,6 +53,7 @@ class Machine(SimExecutor):
         self.target = SimpleNamespace(config=SimpleNamespace(eos_token_ids=(EOS,), vocab_size=VOCAB))
         self.target_folder = Path("no checkpoint")
         self.drafter = None
+        self.chances = None
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         self.before_step()

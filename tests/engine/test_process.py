@@ -330,7 +330,8 @@ def test_the_child_follows_a_killed_parent_and_the_parent_never_imports_jax():
 
 
 def test_the_wire_is_typed():
-    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(StepStats(finished={"stop": 3})), 5)
+    stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
+    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats), 5)
     assert wire.decode_from_engine(wire.encode(step)) == step
     submit = wire.Submit(GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4)))
     assert wire.decode_to_engine(wire.encode(submit)) == submit

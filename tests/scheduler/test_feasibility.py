@@ -83,7 +83,9 @@ def test_one_request_alone_gets_what_is_estimated_and_hardly_more(policy):
     run.serve([request_of("alone", prompt=40, tokens=250)])
     measured = run.last["alone"].metrics
     assert measured.tpot_s > (1 - TOLERANCE) * of(run).least_tpot_s()
-    assert measured.tpot_s < 1.5 * of(run).least_tpot_s()
+    # a static tree is cut where its parents were not drafted, which the estimate does not know
+    most = 2.0 if policy == "specinfer" else 1.25
+    assert measured.tpot_s < most * of(run).least_tpot_s()
     assert measured.ttft_s > (1 - TOLERANCE) * of(run).least_ttft_s(40)
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
@@ -16,7 +17,7 @@ from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES, find_poli
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.slo import need_of_the_code
 from adaserve_jax.types import CandidateTrees, CostSamples
-from tests.scheduler.harness import Run, limits_of, request_of
+from tests.scheduler.harness import Run, costs_of, limits_of, request_of
 from tests.scheduler.test_controllers import load_of
 
 
@@ -207,6 +208,31 @@ class TestAdaServePaper:
             by_hand = (now - state.first_token_s + 0.016 + 4 * 0.001) / 0.018 - (state.num_output - 1)
             found = float(run.scheduler._selector._in_one_step(planned, now)[0])
             assert found == pytest.approx(by_hand if expected is None else expected)
+
+
+def test_f_is_uncalibrated_where_it_is_published_so():
+    """Others' is calibrated. Uncalibrated, the simulated draft squares the odds of its first choice, and what the
+    target accepts stays the same."""
+    seen = {}
+    for name in ("adaserve-paper", "adaserve-code", "tetris:2", "adaserve", "spec:2"):
+        run = Run.of(limits_of(max_depth=4), policy=name)
+        run.scheduler.add(request_of("one"))
+        while (plan := run.step()[0]).draft is None or not plan.draft.depth:
+            pass
+        assert plan.draft.calibrated == (name in ("adaserve", "spec:2")), name
+        seen[name] = plan
+    plan = seen["adaserve"]
+    draft = replace(plan.draft, depth=3, width=1)
+    executor = SimExecutor(limits_of(), costs_of(limits_of()), 0.6, VirtualClock(), strict=False)
+    found = {
+        calibrated: executor.speculate(replace(plan, draft=replace(draft, calibrated=calibrated)))
+        for calibrated in (True, False)
+    }
+    logs = [np.diff(found[calibrated].log_f[0].astype(np.float64), prepend=0.0) for calibrated in (True, False)]
+    honest, said = (np.exp(log) for log in logs)
+    odds = honest / (1 - honest)
+    np.testing.assert_allclose(said, odds**2 / (1 + odds**2), rtol=1e-4)
+    np.testing.assert_array_equal(found[True].token, found[False].token)
 
 
 class TestSarathi:

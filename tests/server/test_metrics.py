@@ -24,6 +24,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         steps=9, running=2, waiting=3, pages_used=4, pages_total=16, prompt_tokens=100, generation_tokens=50,
         preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
         finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
+        calibration_outcomes={"greedy": 70}, calibration_error={"greedy": {"raw": 0.2, "online": 0.01}},
     )  # fmt: skip
     engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, draft_resident=True, step_age_s=0.5)
     found = samples(ServerMetrics(engine))
@@ -41,6 +42,8 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         ("adaserve_spec_accepted_tokens_total",): 30,
         ("adaserve_spec_accepted_tokens_per_position_total", ("position", "2")): 10,
         ("adaserve_requests_finished_total", ("reason", "length")): 6,
+        ("adaserve_calibration_outcomes_total", ("rows", "greedy")): 70,
+        ("adaserve_calibration_error", ("prediction", "online"), ("rows", "greedy")): 0.01,
         ("adaserve_step_seconds_total", ("phase", "verify")): 1.5,
         ("adaserve_step_seconds_total", ("phase", "wait")): 1.25,
         ("adaserve_compiles_after_ready_total",): 0,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,20 @@ def table_forward(logits, carry, level, token, position, visible):
     return jnp.asarray(logits)[token], carry
 
 
-def oracle_level(parents: list[tuple[tuple[int, ...], float]], width: int, seed: int, temperature: float, level: int):
-    """The `width` likeliest extensions of the paths above, each with its log f."""
+class Candidate(NamedTuple):
+    """A path of tokens with what the beam says of its last one."""
+
+    path: tuple[int, ...]
+    log_f: float
+    cell: int = -1
+    log_q: float = 0.0
+
+
+def oracle_level(
+    parents: list[Candidate], width: int, seed: int, temperature: float, level: int, calibrated: bool
+) -> list[Candidate]:
+    """All extensions of the paths above by their `width` best children, f falling; f by the table's chances, or by the
+    draft's probabilities in float64."""
     table = acceptance_table()
     chance, edges = np.asarray(table.log_chance), np.asarray(table.edges)
     words = jnp.asarray([[seed, 0]], jnp.uint32)
@@ -45,7 +59,7 @@ def oracle_level(parents: list[tuple[tuple[int, ...], float]], width: int, seed:
     noise = np.asarray(gumbel_noise(words, zero, jnp.asarray([ROOT + level]), VOCAB))[0]
     logits = model_logits()
     extensions = []
-    for path, log_f in parents:
+    for path, log_f, _, _ in parents:
         row = logits[path[-1] if path else 0]
         mode = int(temperature > 0)
         scores = row / temperature + noise if mode else row
@@ -55,26 +69,35 @@ def oracle_level(parents: list[tuple[tuple[int, ...], float]], width: int, seed:
             gap = scores[order[0]] - scores[order[1]] if rank == 0 else scores[token] - scores[order[0]]
             feature = gap if mode else log_q[token]
             column = int((feature >= edges[mode]).sum())
-            extensions.append(((*path, int(token)), log_f + chance[mode, min(level - 1, 1), min(rank, 2), column]))
-    return sorted(extensions, key=lambda item: -item[1])[:width]
+            cell = (min(level - 1, 1), min(rank, 2), column)
+            scaled = row.astype(np.float64) / (temperature if mode else 1.0)
+            own = scaled[token] - np.log(np.exp(scaled).sum())
+            worth = chance[(mode, *cell)] if calibrated else own
+            index = int(np.ravel_multi_index(cell, chance.shape[1:]))
+            extensions.append(Candidate((*path, int(token)), log_f + worth, index, own))
+    return sorted(extensions, key=lambda item: -item.log_f)
 
 
-def paths_of(beam: Beam, row: int, depth: int, width: int) -> list[list[tuple[tuple[int, ...], float]]]:
-    tokens, parents, log_f = (np.asarray(x[row]) for x in beam)
-    levels: list[list[tuple[tuple[int, ...], float]]] = []
+def paths_of(beam: Beam, row: int, depth: int, width: int) -> list[list[Candidate]]:
+    tokens, parents, log_f, cell, log_q = (np.asarray(x[row]) for x in beam)
+    assert ((cell >= 0) == np.isfinite(log_f)).all()
+    levels: list[list[Candidate]] = []
     for level in range(depth):
         current = []
         for rank in range(width):
             if np.isfinite(log_f[level, rank]):
                 parent = parents[level, rank]
-                above = () if parent < 0 else levels[parent // width][parent % width][0]
-                current.append(((*above, int(tokens[level, rank])), float(log_f[level, rank])))
+                above = () if parent < 0 else levels[parent // width][parent % width].path
+                here = (level, rank)
+                path = (*above, int(tokens[here]))
+                current.append(Candidate(path, float(log_f[here]), int(cell[here]), float(log_q[here])))
         levels.append(current)
     return levels
 
 
 @pytest.mark.parametrize(("width", "limit"), [(3, 3), (3, 2), (1, 1)])
 def test_equals_the_enumeration(width: int, limit: int) -> None:
+    """Calibrated, and with f the product of the draft's own probabilities, in one compiled program."""
     search = jax.jit(
         partial(beam_search, forward=partial(table_forward, model_logits()), max_depth=DEPTH, width=width),
     )
@@ -84,18 +107,23 @@ def test_equals_the_enumeration(width: int, limit: int) -> None:
         jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2),
     )  # fmt: skip
     root_logits = np.tile(model_logits()[0], (ROWS, 1))
-    for depth in (1, DEPTH):
+    for depth, calibrated in itertools.product((1, DEPTH), (True, False)):
         beam = search(
             root_logits, sampler, jnp.full(ROWS, ROOT), jnp.ones(ROWS, bool), acceptance_table(),
             carry=jnp.int32(0), depth=jnp.int32(depth), width_limit=jnp.int32(limit),
+            calibrated=jnp.bool_(calibrated),
         )  # fmt: skip
         assert np.isneginf(np.asarray(beam.log_f)[:, depth:]).all()
         for row in range(ROWS):
-            expected: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+            expected = [Candidate((), 0.0)]
             for level, found in enumerate(paths_of(beam, row, depth, width), 1):
-                expected = oracle_level(expected, limit, int(seeds[row]), float(temperatures[row]), level)
-                assert [path for path, _ in found] == [path for path, _ in expected]
-                np.testing.assert_allclose([f for _, f in found], [f for _, f in expected], atol=1e-5)
+                seed, temperature = int(seeds[row]), float(temperatures[row])
+                expected = oracle_level(expected, width, seed, temperature, level, calibrated)[:limit]
+                assert [(node.path, node.cell) for node in found] == [(node.path, node.cell) for node in expected]
+                for name in ("log_f", "log_q"):
+                    values = ([getattr(node, name) for node in nodes] for nodes in (found, expected))
+                    np.testing.assert_allclose(*values, atol=1e-5)
+    assert search._cache_size() == 1
 
 
 def test_rows_that_do_not_speculate_get_no_candidates() -> None:
@@ -107,6 +135,7 @@ def test_rows_that_do_not_speculate_get_no_candidates() -> None:
     beam = search(
         np.tile(model_logits()[0], (2, 1)), sampler, jnp.full(2, ROOT), jnp.array([True, False]), acceptance_table(),
         carry=jnp.int32(0), depth=jnp.int32(2), width_limit=jnp.int32(2),
+        calibrated=jnp.bool_(True),
     )  # fmt: skip
     assert np.isfinite(np.asarray(beam.log_f)[0]).all()
     assert np.isneginf(np.asarray(beam.log_f)[1]).all()
