@@ -12,7 +12,17 @@ from collections.abc import Callable
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.types import CandidateTrees, CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
+from adaserve_jax.scheduler.cost_grid import CostGrid
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    DraftTrees,
+    Limits,
+    Progress,
+    StepOutcome,
+    StepPlan,
+    context_load,
+)
 
 _TOKEN_SALT, _DRAFT_SALT = 1, 2
 
@@ -53,6 +63,7 @@ class SimExecutor:
     ):
         self._limits = limits
         self._cost = cost
+        self._grid = CostGrid(cost, limits)
         self._acceptance = acceptance
         self._clock = clock
         self._vocab_size = vocab_size
@@ -83,8 +94,9 @@ class SimExecutor:
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
                 raise IntegrityError("a row that speculates does not end its catch-up with the root")
-        levels = _lookup(self._cost.draft_level_s, plan.num_decode, draft.width) * draft.depth
-        self._draft_s = levels + _lookup_tokens(self._cost.catchup_s, int(draft.catchup_counts.sum()))
+        self._draft_s = self._grid.catchup_s(int(draft.catchup_counts.sum()), self._load(plan))
+        if draft.depth:
+            self._draft_s += draft.depth * float(self._grid.level_s(plan.num_decode, self._load(plan))[draft.width - 1])
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)
@@ -107,13 +119,17 @@ class SimExecutor:
         if self._target_kv is not None:
             written = np.concatenate([counts[:rows], plan.prefill_counts])
             self._target_kv.extend(plan, plan.ctx_len, written)
-        verify_s = _lookup(self._cost.verify_s, bucket, plan.num_rows)
+        verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s)
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
 
     def close(self) -> None:
         return None
+
+    def _load(self, plan: StepPlan) -> float:
+        """Where context costs nothing, it is not counted."""
+        return context_load(plan.ctx_len, self._cost.context_rows) if self._cost.context else 0.0
 
     def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Follow the target's tokens down every tree, level by level for all rows at once; bool[N], nodes walked."""
@@ -221,20 +237,3 @@ def _mix(*parts: np.ndarray | int) -> np.ndarray:
 
 def _uniform(*parts: np.ndarray | int) -> np.ndarray:
     return (_mix(*parts) >> np.uint64(11)).astype(np.float64) / 2.0**53
-
-
-def _lookup(samples: dict[tuple[int, int], float], first: int, second: int) -> float:
-    """The sample of the smallest keys not below `first` and `second`, else of the largest; 0 without samples."""
-    if not samples:
-        return 0.0
-    firsts = sorted({key[0] for key in samples})
-    chosen = next((value for value in firsts if value >= first), firsts[-1])
-    seconds = sorted(key[1] for key in samples if key[0] == chosen)
-    return samples[chosen, next((value for value in seconds if value >= second), seconds[-1])]
-
-
-def _lookup_tokens(samples: dict[int, float], tokens: int) -> float:
-    if not samples or tokens == 0:
-        return 0.0
-    sizes = sorted(samples)
-    return samples[next((size for size in sizes if size >= tokens), sizes[-1])]

@@ -125,24 +125,25 @@ class JointController(Controller):
         high = min(int(high), len(self._edges) - 1)
         edges = self._edges[low : high + 1]
         all_rows = rows + load.num_prefill
-        verify_s = self._cost.verify_s(all_rows)[low : high + 1]
-        draft_s = self._draft_s(options, all_rows, self._catchup_s(load, int(edges[-1])))
+        context = self._cost.context_load(load.context)
+        verify_s = self._cost.verify_s(all_rows, context)[low : high + 1]
+        draft_s = self._draft_s(options, all_rows, self._catchup_s(load, int(edges[-1]), context), context)
         return edges, draft_s[:, None] + verify_s[None, :]
 
-    def _draft_s(self, options: int, rows: int, catchup_s: float) -> np.ndarray:
+    def _draft_s(self, options: int, rows: int, catchup_s: float, context: float | None = None) -> np.ndarray:
         """f64[O], seconds of a step outside verification."""
         depth, width = self._shapes.depth[:options], self._shapes.width[:options]
-        draft_s = depth * self._cost.level_s(rows)[np.maximum(width, 1) - 1]
+        draft_s = depth * self._cost.level_s(rows, context)[np.maximum(width, 1) - 1]
         draft_s = draft_s + np.where(depth > 0, catchup_s, 0.0)
         return draft_s + np.where(depth > 0, self._cost.overhead_s(True), self._cost.overhead_s(False))
 
-    def _catchup_s(self, load: Load, most_tokens: int) -> float:
+    def _catchup_s(self, load: Load, most_tokens: int, context: float | None) -> float:
         """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         usual += min(load.prefill_tokens, max(most_tokens - load.num_decode, 0))
         missing = int(lag.sum()) - int(np.minimum(lag, self._limits.max_depth + 1).sum())
-        return self._cost.catchup_s(usual) + self._cost.catchup_s(missing) / CATCHUP_STEPS
+        return self._cost.catchup_s(usual, context) + self._cost.catchup_s(missing, context) / CATCHUP_STEPS
 
     def _chunks(self, load: Load, edges: np.ndarray) -> np.ndarray:
         """i64[E, F], prefill tokens of every edge and share."""
