@@ -101,8 +101,9 @@ class _Simulation:
 
         self._executor = SimExecutor(limits, samples, acceptance, self._clock, strict=False)
         config = EngineConfig(
-            policy=policy, seed=plan.seed, max_waiting=ALWAYS_WAITS, max_prefill_tokens=plan.max_prefill_tokens
-        )
+            policy=policy, seed=plan.seed, max_waiting=ALWAYS_WAITS, max_prefill_tokens=plan.max_prefill_tokens,
+            eq8_c1=machine.offsets[0], eq9_c2=machine.offsets[1],
+        )  # fmt: skip
         self._scheduler: Scheduler = build_scheduler(config, limits, samples)
         self._open: dict[str, _Open] = {}
         self._records: list[RequestRecord] = []

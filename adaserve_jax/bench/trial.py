@@ -27,10 +27,10 @@ LEAST_PROMPT, MOST_NEW_TOKENS = 16, 96
 
 @dataclass(frozen=True)
 class Trial:
-    """errors: of the predictions, by kind. acceptance: chance that the target takes the draft's first choice, such that
-    chains are accepted as often as they were; None without a draft, or where too little was drafted."""
+    """errors: of the predictions, by kind; None: nothing was tried. acceptance: chance that the target takes the
+    draft's first choice, such that chains are accepted as often as they were; None: without a draft."""
 
-    errors: dict[str, PredictionError]
+    errors: dict[str, PredictionError] | None
     acceptance: float | None
 
 
@@ -42,7 +42,8 @@ def run_trial(
     few, some and as many requests open as can run. Every part starts from `samples` and learns anew."""
     config = executor.resolved.config
     depth = executor.limits.max_depth
-    policies = dict.fromkeys([config.policy, *([f"spec:{depth}"] if depth else []), "ar"])
+    chains = f"spec:{depth}"
+    policies = list(dict.fromkeys([config.policy, chains, "ar"] if depth else [config.policy, "ar"]))
     most = config.max_requests
     levels = sorted({1, -(-most // 4), most})
     tokenizer = Tokenizer.from_folder(executor.target_folder)
@@ -53,7 +54,7 @@ def run_trial(
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
         predicted.append(scheduler.predictions.seconds())
-        if policy.startswith("spec:"):
+        if policy == chains:
             acceptance = acceptance_of_chains(ended, depth)
         if progress is not None:
             progress("serving", done, len(policies))

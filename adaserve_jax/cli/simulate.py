@@ -25,7 +25,7 @@ def simulate(
     policies: Annotated[str, typer.Option(help="policies to compare, separated by commas")],
     out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
     machine: Annotated[
-        str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file")
+        str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
     ttft_slo: Annotated[float, typer.Option(help="TTFT target of every request, seconds; 0: none")] = 4.0,
     time_scale: Annotated[float, typer.Option(help="what the times of the traces are multiplied by")] = 1.0,

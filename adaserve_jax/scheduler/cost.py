@@ -10,7 +10,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from adaserve_jax.scheduler.cost_grid import CostGrid
+from adaserve_jax.scheduler.cost_grid import CostGrid, bucket_of
 from adaserve_jax.scheduler.prediction import PredictionLog
 from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, context_load
 
@@ -22,6 +22,30 @@ FRESH_STEPS = 200
 """Steps after which an entry's own average counts for half, and the drift ratio for the other half."""
 OUTLIER = 4.0
 """A measurement further than this factor from the prediction is taken at this factor."""
+
+
+class Ratios:
+    """Measured over sample of some entries, each an average of its own while it is fresh, and a common drift else."""
+
+    def __init__(self, size: int):
+        self._average = np.ones(size)
+        self._seen = np.full(size, -np.inf)
+        self._blended = self._average
+        self._blended_at = -1
+
+    def blend(self, drift: float, step: int) -> np.ndarray:
+        """f64[size], made once per step."""
+        if self._blended_at != step:
+            fresh = np.exp2((self._seen - step) / FRESH_STEPS)
+            self._blended = fresh * self._average + (1 - fresh) * drift
+            self._blended_at = step
+        return self._blended
+
+    def learn(self, entry: int, ratio: float, drift: float, step: int) -> None:
+        before = self.blend(drift, step)[entry]
+        self._average[entry] = before + ENTRY_RATE * (ratio - before)
+        self._seen[entry] = step
+        self._blended_at = -1
 
 
 class CostTable:
@@ -37,10 +61,8 @@ class CostTable:
         self.grid = CostGrid(samples, limits)
         self.predictions = PredictionLog()
         self._edges = limits.token_edges
-        shape = self.grid.verify.base.shape
-        self._ratio = np.ones(shape)
-        self._seen = np.full(shape, -np.inf)
-        self._blended: list[tuple[int, np.ndarray]] = [(-1, self._ratio[:, 0])] * shape[1]
+        self._verify_ratios = [Ratios(len(self._edges)) for _ in self.grid.row_buckets]
+        self._draft_ratios = Ratios(max(len(self.grid.level_rows), 1))
         self._steps = 0
         self._verify_drift = 1.0
         self._draft_drift = 1.0
@@ -75,7 +97,7 @@ class CostTable:
         column = self.grid.row_bucket(rows)
         lines = self.grid.verify
         seconds = lines.base[:, column] + lines.slope[:, column] * self._or_typical(load, rows)
-        seconds *= self._blend(column)
+        seconds *= self._verify_ratios[column].blend(self._verify_drift, self._steps)
         return np.maximum.accumulate(seconds, out=seconds)
 
     def step_at_warm_up_s(self, tokens: int, rows: int, depth: int, width: int, load: float | None = None) -> float:
@@ -88,7 +110,8 @@ class CostTable:
 
     def level_s(self, rows: int, load: float | None = None) -> np.ndarray:
         """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
-        return self.grid.level_s(rows, self._or_typical(load, rows)) * self._draft_drift
+        ratio = self._draft_ratios.blend(self._draft_drift, self._steps)[bucket_of(self.grid.level_rows, rows)]
+        return self.grid.level_s(rows, self._or_typical(load, rows)) * ratio
 
     def catchup_s(self, tokens: int, load: float | None = None) -> float:
         """Seconds to feed `tokens` tokens to the draft. Without a load: as of so many rows, with contexts as lately."""
@@ -126,31 +149,23 @@ class CostTable:
         predicted = self.catchup_s(int(draft.catchup_counts.sum()), load)
         predicted += draft.depth * float(self.level_s(rows, load)[draft.width - 1])
         if seconds > 0 and predicted > 0:
-            ratio = min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)
-            self._draft_drift *= 1 + ENTRY_RATE * (ratio - 1)
+            factor = min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)
+            row = bucket_of(self.grid.level_rows, rows)
+            before = float(self._draft_ratios.blend(self._draft_drift, self._steps)[row])
+            self._draft_ratios.learn(row, before * factor, self._draft_drift, self._steps)
+            self._draft_drift *= 1 + ENTRY_RATE * (factor - 1)
         return predicted
 
     def _observe_verify(self, edge: int, rows: int, load: float, seconds: float) -> float:
         """Seconds as they were predicted."""
         column = self.grid.row_bucket(rows)
-        before = float(self._blend(column)[edge])
+        ratios = self._verify_ratios[column]
+        before = float(ratios.blend(self._verify_drift, self._steps)[edge])
         sample_s = float(self.grid.verify.base[edge, column] + self.grid.verify.slope[edge, column] * load)
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
-        self._ratio[edge, column] = before + ENTRY_RATE * (ratio - before)
-        self._seen[edge, column] = self._steps
+        ratios.learn(edge, ratio, self._verify_drift, self._steps)
         self._verify_drift += DRIFT_RATE * (ratio - self._verify_drift)
-        self._blended[column] = (-1, self._blended[column][1])
         return before * sample_s
 
     def _or_typical(self, load: float | None, rows: int) -> float:
         return self._typical_context * self.grid.groups(rows) if load is None else load
-
-    def _blend(self, column: int) -> np.ndarray:
-        """f64[E], measured over sample: an entry's own average while it is fresh, the drift ratio for the others.
-        Made once per step and column."""
-        step, ratio = self._blended[column]
-        if step != self._steps:
-            fresh = np.exp2((self._seen[:, column] - self._steps) / FRESH_STEPS)
-            ratio = fresh * self._ratio[:, column] + (1 - fresh) * self._verify_drift
-            self._blended[column] = (self._steps, ratio)
-        return ratio
