@@ -47,6 +47,8 @@ def plot_profile(profile: Profile, path: Path) -> None:
 
 def _plot_verify(profile: Profile, whole: Any, each: Any) -> None:
     """With the most rows that were timed at each size, a line per context."""
+    from matplotlib.ticker import FormatStrFormatter, LogLocator
+
     timed = profile.timings.verify
     rows = {tokens: max(r for t, r, _ in timed if t == tokens) for tokens in sorted({t for t, _, _ in timed})}
     edges = list(rows)
@@ -58,9 +60,11 @@ def _plot_verify(profile: Profile, whole: Any, each: Any) -> None:
         bend = knee(edges, milliseconds)
         whole.plot([bend], [np.interp(bend, edges, milliseconds)], "*", color=style["color"], markersize=13)
     for axis, label in ((whole, "verify, ms"), (each, "verify, ms per token")):
-        axis.set(xscale="log", yscale="log", xlabel="packed tokens", ylabel=label)
-        axis.set_xticks(edges, [f"{tokens}\n{rows[tokens]} rows" for tokens in edges], fontsize=7)
+        axis.set(xscale="log", yscale="log", xlabel="packed tokens and rows", ylabel=label)
+        axis.set_xticks(edges, [f"{tokens}\n{rows[tokens]}" for tokens in edges], fontsize=7)
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FormatStrFormatter("%g"))
         axis.grid(alpha=0.3)
     whole.plot([], [], "*", color="grey", markersize=11, linestyle="none", label="knee")
     whole.legend(fontsize=8)
@@ -69,7 +73,7 @@ def _plot_verify(profile: Profile, whole: Any, each: Any) -> None:
 def _plot_draft(profile: Profile, axis: Any) -> None:
     """At the context nearest to the typical one, a line per rows and width."""
     timed = profile.timings.search
-    axis.set(xlabel="depth", ylabel="draft search, ms", yscale="log" if timed else "linear")
+    axis.set(xlabel="depth", ylabel="draft search, ms")
     axis.grid(alpha=0.3)
     if not timed:
         axis.set_title("no draft", fontsize=9)
@@ -78,7 +82,8 @@ def _plot_draft(profile: Profile, axis: Any) -> None:
     for index, (rows, width) in enumerate(sorted({(r, w) for r, w, _, _ in timed})):
         depths = sorted(d for r, w, d, c in timed if (r, w, c) == (rows, width, context))
         milliseconds = [timed[rows, width, depth, context] * 1e3 for depth in depths]
-        axis.plot(depths, milliseconds, label=f"{rows} rows, width {width}", color=COLOURS[index % len(COLOURS)],
+        axis.plot(depths, milliseconds, label=f"rows {rows}, width {width}", color=COLOURS[index % len(COLOURS)],
                   marker=MARKERS[index % len(MARKERS)], markersize=4)  # fmt: skip
+    axis.set_ylim(0)
     axis.set_title(f"context {context}", fontsize=9)
     axis.legend(fontsize=8)

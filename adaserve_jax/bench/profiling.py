@@ -48,7 +48,7 @@ def measure_profile(
         acceptance = trial.acceptance if acceptance is None else acceptance
         draft_folder = None if used.draft is None else resolve_folder(used.draft, "draft")
         return Profile(
-            name=name or executor.target_folder.name,
+            name=name or Path(used.target).name,
             made_at=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=source_commit(),
             package_version=adaserve_jax.__version__,
