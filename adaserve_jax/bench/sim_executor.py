@@ -96,7 +96,7 @@ class SimExecutor:
                 raise IntegrityError("a row that speculates does not end its catch-up with the root")
         self._draft_s = self._grid.catchup_s(int(draft.catchup_counts.sum()), self._load(plan))
         if draft.depth:
-            self._draft_s += draft.depth * float(self._grid.level_s(plan.num_decode, self._load(plan))[draft.width - 1])
+            self._draft_s += draft.depth * self._grid.level_of(plan.num_decode, draft.width, self._load(plan))
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)

@@ -41,8 +41,13 @@ class Ratios:
             self._blended_at = step
         return self._blended
 
-    def learn(self, entry: int, ratio: float, drift: float, step: int) -> None:
-        before = self.blend(drift, step)[entry]
+    def of(self, entry: int, drift: float, step: int) -> float:
+        """One entry of `blend`."""
+        fresh = 2.0 ** ((self._seen.item(entry) - step) / FRESH_STEPS)
+        return fresh * self._average.item(entry) + (1 - fresh) * drift
+
+    def learn(self, entry: int, before: float, ratio: float, step: int) -> None:
+        """before: the entry as it was blended until now."""
         self._average[entry] = before + ENTRY_RATE * (ratio - before)
         self._seen[entry] = step
         self._blended_at = -1
@@ -106,7 +111,7 @@ class CostTable:
         verify_s = self.grid.verify_s(tokens, rows, load)
         if not depth or not self.grid.level_rows:
             return verify_s
-        return verify_s + depth * float(self.grid.level_s(rows, load)[width - 1])
+        return verify_s + depth * self.grid.level_of(rows, width, load)
 
     def level_s(self, rows: int, load: float | None = None) -> np.ndarray:
         """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
@@ -144,15 +149,15 @@ class CostTable:
 
     def _observe_draft(self, plan: StepPlan, seconds: float, load: float) -> float:
         """Seconds as they were predicted."""
-        draft, rows = plan.draft, plan.num_rows
+        draft = plan.draft
         assert draft is not None
+        row = bucket_of(self.grid.level_rows, plan.num_rows)
+        before = self._draft_ratios.of(row, self._draft_drift, self._steps)
         predicted = self.catchup_s(int(draft.catchup_counts.sum()), load)
-        predicted += draft.depth * float(self.level_s(rows, load)[draft.width - 1])
+        predicted += draft.depth * self.grid.level_of(plan.num_rows, draft.width, load) * before
         if seconds > 0 and predicted > 0:
             factor = min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)
-            row = bucket_of(self.grid.level_rows, rows)
-            before = float(self._draft_ratios.blend(self._draft_drift, self._steps)[row])
-            self._draft_ratios.learn(row, before * factor, self._draft_drift, self._steps)
+            self._draft_ratios.learn(row, before, before * factor, self._steps)
             self._draft_drift *= 1 + ENTRY_RATE * (factor - 1)
         return predicted
 
@@ -160,10 +165,10 @@ class CostTable:
         """Seconds as they were predicted."""
         column = self.grid.row_bucket(rows)
         ratios = self._verify_ratios[column]
-        before = float(ratios.blend(self._verify_drift, self._steps)[edge])
-        sample_s = float(self.grid.verify.base[edge, column] + self.grid.verify.slope[edge, column] * load)
+        before = ratios.of(edge, self._verify_drift, self._steps)
+        sample_s = self.grid.verify.at(edge, column, load)
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
-        ratios.learn(edge, ratio, self._verify_drift, self._steps)
+        ratios.learn(edge, before, ratio, self._steps)
         self._verify_drift += DRIFT_RATE * (ratio - self._verify_drift)
         return before * sample_s
 

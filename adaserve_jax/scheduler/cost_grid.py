@@ -23,6 +23,10 @@ class Lines:
     base: np.ndarray
     slope: np.ndarray
 
+    def at(self, row: int, column: int, load: float) -> float:
+        """Seconds of one line; both arrays have two axes."""
+        return self.base.item(row, column) + self.slope.item(row, column) * load
+
 
 class CostGrid:
     """The samples' seconds by token edge, rows, width and context load. E: limits.token_edges."""
@@ -54,12 +58,16 @@ class CostGrid:
     def verify_s(self, tokens: int, rows: int, load: float) -> float:
         """Seconds to verify a step of so many packed tokens."""
         edge, column = min(bisect_left(self._edges, tokens), len(self._edges) - 1), self.row_bucket(rows)
-        return float(self.verify.base[edge, column] + self.verify.slope[edge, column] * load)
+        return self.verify.at(edge, column, load)
 
     def level_s(self, rows: int, load: float) -> np.ndarray:
         """f64[max_width], seconds of one level of the beam search of width 1, 2, ..."""
         row = bucket_of(self.level_rows, rows)
         return self._levels.base[row] + self._levels.slope[row] * load
+
+    def level_of(self, rows: int, width: int, load: float) -> float:
+        """Seconds of one level of that width."""
+        return self._levels.at(bucket_of(self.level_rows, rows), width - 1, load)
 
     def catchup_s(self, tokens: int, load: float) -> float:
         """Seconds to feed `tokens` tokens to the draft; beyond the largest size that was timed, in proportion."""

@@ -5,6 +5,7 @@ Knows no cost table; imports no jax.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,17 +37,15 @@ class PredictionLog:
     """Predicted and measured seconds of the last LATEST steps, as they were before the step was learned from."""
 
     def __init__(self) -> None:
-        self._seconds = np.zeros((LATEST, len(KINDS), 2))
-        self._count = 0
+        self._steps: deque[tuple[tuple[float, float], ...]] = deque(maxlen=LATEST)
 
     def add(self, *, verify: tuple[float, float], draft: tuple[float, float], step: tuple[float, float]) -> None:
         """One step: (predicted, measured) of each kind; measured 0: there was none."""
-        self._seconds[self._count % LATEST] = verify, draft, step
-        self._count += 1
+        self._steps.append((verify, draft, step))
 
     def seconds(self) -> np.ndarray:
-        """f64[steps, KINDS, 2], predicted and measured, in no order."""
-        return self._seconds[: min(self._count, LATEST)].copy()
+        """f64[steps, KINDS, 2], predicted and measured, oldest first."""
+        return np.array(self._steps, np.float64).reshape(-1, len(KINDS), 2)
 
     def errors(self) -> dict[str, PredictionError]:
         """By kind."""
