@@ -444,7 +444,7 @@ class CostSamples:
 
     *_per_context_s: by the same keys, what one token more of context load costs; keys that are not there: nothing.
     The load is what `context_load` makes of the rows' contexts: rows are read in groups of `context_rows`, in order,
-    and each group waits for its longest.
+    and each group waits for its longest. context 0: nothing depends on it.
     """
 
     verify_s: dict[tuple[int, int], float]
