@@ -18,6 +18,9 @@ ENTRY_RATE = 0.2
 """Weight of a new ratio (measured over sample) in its entry's moving average."""
 DRIFT_RATE = 0.05
 """Weight of a new ratio in the ratio that stands in for entries not seen lately, and of a new typical context."""
+FIRST_STEPS = 4
+"""Steps that the samples count for in that ratio, while fewer than 1 / DRIFT_RATE were seen: it is a plain average at
+first, so that an engine on a machine busier than when it was timed does not plan long by times that are gone."""
 FRESH_STEPS = 200
 """Steps after which an entry's own average counts for half, and the drift ratio for the other half."""
 OUTLIER = 4.0
@@ -169,7 +172,8 @@ class CostTable:
         sample_s = self.grid.verify.at(edge, column, load)
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
         ratios.learn(edge, before, ratio, self._steps)
-        self._verify_drift += DRIFT_RATE * (ratio - self._verify_drift)
+        rate = max(DRIFT_RATE, 1 / (FIRST_STEPS + self._steps))
+        self._verify_drift += rate * (ratio - self._verify_drift)
         return before * sample_s
 
     def _or_typical(self, load: float | None, rows: int) -> float:
