@@ -21,6 +21,8 @@ LEAST = {
     "max_tree_tokens": 0,
     "max_slo_nodes": 0,
     "max_prefill_tokens": 0,
+    "eq8_c1": 0,
+    "eq9_c2": -16,
     "seed": 0,
     "tp": 1,
     "num_processes": 1,
@@ -62,10 +64,13 @@ class EngineConfig:
     max_slo_nodes: int = 0
     max_prefill_tokens: int = 0
     eq8_eq9: bool = False
+    eq8_c1: int = 0
+    eq9_c2: int = 0
     infeasible_slo: str = "best_effort"
     dtype: str = "auto"
     quantize: str = "none"
     attention: str = "auto"
+    profile: str | None = None
     calibrate: bool = True
     calibration: str | None = None
     compile_cache: str | None = None
@@ -76,7 +81,7 @@ class EngineConfig:
     process_id: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("target", "draft", "calibration", "compile_cache", "coordinator"):
+        for name in ("target", "draft", "profile", "calibration", "compile_cache", "coordinator"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
@@ -154,12 +159,15 @@ FIELD_HELP: dict[str, str] = {
     "max_slo_nodes": "cap on nodes added to one request in the SLO phase; 0: no cap",
     "max_prefill_tokens": "most prompt tokens that one step computes; 0: what the policy finds room for",
     "eq8_eq9": "choose depth and width by AdaServe's eq. 8 and 9 instead of predicted cost",
+    "eq8_c1": "c1 of AdaServe's eq. 8; 0: the profile's, where there is one that has it",
+    "eq9_c2": "c2 of AdaServe's eq. 9; 0: the profile's, where there is one that has it",
     "infeasible_slo": "a target below what one request alone would get: best_effort (serve the request, and say so) or "
     "refuse (an error that names the least feasible target)",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "attention": "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "
     "algorithm in an interpreter, to check it), or auto (xla)",
+    "profile": "file that `adaserve profile` wrote for these models and options here: start from its times; none: time",
     "calibrate": "learn the chances that drafted tokens are accepted from verifications, while serving",
     "calibration": "file of learned chances: read at the start where it exists, written every few minutes and at the "
     "end; none: the draft's own calibration.json, and what is learned is lost",

@@ -455,9 +455,26 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class CostSamples:
-    """Times measured at warm-up. verify: (bucket tokens, rows) -> seconds; catchup: packed catch-up tokens -> seconds;
-    draft_level: (rows, width) -> seconds of one beam level."""
+    """Times with `context` committed tokens in every row. verify: (bucket tokens, rows) -> seconds; catchup: packed
+    catch-up tokens -> seconds; draft_level: (rows, width) -> seconds of one beam level.
+
+    *_per_context_s: by the same keys, what one token more of context load costs; keys that are not there: nothing.
+    The load is what `context_load` makes of the rows' contexts: rows are read in groups of `context_rows`, in order,
+    and each group waits for its longest. context 0: nothing depends on it.
+    """
 
     verify_s: dict[tuple[int, int], float]
     catchup_s: dict[int, float]
     draft_level_s: dict[tuple[int, int], float]
+    context: int = 0
+    context_rows: int = 1
+    verify_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    catchup_per_context_s: dict[int, float] = field(default_factory=dict)
+    level_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+def context_load(context: np.ndarray, context_rows: int) -> float:
+    """Tokens: the longest context of each group of `context_rows` rows, summed. context: i64[R], committed tokens."""
+    if len(context) <= context_rows:
+        return float(context.max()) if len(context) else 0.0
+    return float(np.maximum.reduceat(context, np.arange(0, len(context), context_rows)).sum())

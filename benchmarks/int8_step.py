@@ -61,7 +61,7 @@ def take_turns(executors: dict[str, ModelExecutor], edges: tuple[int, ...], roun
     times: dict[tuple[str, int], float] = {}
     for _ in range(rounds):
         for kind, executor in executors.items():
-            for (tokens, _), seconds in measure(executor).verify_s.items():
+            for (tokens, _), seconds in measure(executor).samples().verify_s.items():
                 times[kind, tokens] = min(seconds, times.get((kind, tokens), seconds))
     return [Step(tokens, {kind: times[kind, tokens] for kind in executors}) for tokens in edges]
 

@@ -31,9 +31,7 @@ class LocalBenchEngine:
 
     def encode(self, item: WorkloadItem) -> list[int]:
         """Token ids of the item's prompt, or of its messages through the model's chat template."""
-        if item.prompt is not None:
-            return self.tokenizer.encode(item.prompt)
-        return self.tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in item.messages])
+        return encode_item(self.tokenizer, item)
 
     def set_policy(self, name: str) -> None:
         """Serve by `name` from now on, without compiling; only while idle."""
@@ -46,3 +44,10 @@ class LocalBenchEngine:
             count_parameters(resolve_folder(self.config.target, "target")),
             None if draft is None else count_parameters(resolve_folder(draft, "draft")),
         )
+
+
+def encode_item(tokenizer: Tokenizer, item: WorkloadItem) -> list[int]:
+    """Token ids of the item's prompt, or of its messages through the model's chat template."""
+    if item.prompt is not None:
+        return tokenizer.encode(item.prompt)
+    return tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in item.messages])

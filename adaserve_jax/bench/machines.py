@@ -1,6 +1,7 @@
 """Machines to simulate: what verification and drafting cost there, and how often the target agrees with the draft.
 
-A machine is a JSON file; two are packaged, shaped by the settings that AdaServe published. Imports no jax.
+A machine is a JSON file; two are packaged, shaped by the settings that AdaServe published. A measured profile is one
+too (`profiled_machine.py`). Imports no jax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.profile import is_profile
 from adaserve_jax.types import CostSamples, Limits
 
 VERSION = 1
@@ -45,6 +47,11 @@ class Machine:
         """Seconds of one token of one request alone."""
         return self.verify_ms[min(self.verify_ms)] / 1e3
 
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """c1 and c2 of AdaServe's eq. 8 and 9."""
+        return 0, 0
+
     def acceptance_of(self, slo_class: str) -> float:
         return self.acceptance.get(slo_class, sum(self.acceptance.values()) / len(self.acceptance))
 
@@ -74,7 +81,10 @@ def packaged_machines() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """A packaged machine by name, or a JSON file by path. Raises ConfigError saying what is wrong with it."""
+    """A packaged machine by name, or by path a JSON file: a machine, or a profile that `adaserve profile` wrote.
+
+    Raises ConfigError saying what is wrong with it.
+    """
     if name in packaged_machines():
         text, where = _folder().joinpath(f"{name}.json").read_text(), name
     else:
@@ -88,6 +98,10 @@ def load_machine(name: str) -> Machine:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"machine {where}: invalid JSON: {error}") from error
+    if is_profile(values):
+        from adaserve_jax.bench.profiled_machine import profiled_machine  # which is a Machine
+
+        return profiled_machine(values, where)
     return _machine(values, where)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from adaserve_jax.bench.sim_kv import KVRecord
 from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.scheduler.cost_grid import CostGrid
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -25,6 +26,7 @@ from adaserve_jax.types import (
     Progress,
     StepOutcome,
     StepPlan,
+    context_load,
 )
 
 __all__ = ["SimExecutor", "VirtualClock", "token_at"]
@@ -62,9 +64,7 @@ class SimExecutor:
     ):
         self._limits = limits
         self._cost = cost
-        self._verify_s = _Times(cost.verify_s)
-        self._level_s = _Times(cost.draft_level_s)
-        self._catchup_s = _Times({(tokens, 0): seconds for tokens, seconds in cost.catchup_s.items()})
+        self._grid = CostGrid(cost, limits)
         self._acceptance = acceptance
         self._concentration = concentration
         self._clock = clock
@@ -97,9 +97,10 @@ class SimExecutor:
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
                 raise IntegrityError("a row that speculates does not end its catch-up with the root")
-        fed = len(draft.catchup_tokens)
-        self._draft_s = self._level_s.at(plan.num_decode, draft.width) * draft.depth
-        self._draft_s += self._catchup_s.at(fed, 0) if fed else 0.0
+        load, depth = self._load(plan), draft.depth
+        self._draft_s = self._grid.catchup_s(len(draft.catchup_tokens), load)
+        if depth:
+            self._draft_s += depth * self._grid.level_of(plan.num_decode, draft.width, load)
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)
@@ -123,13 +124,17 @@ class SimExecutor:
         if self._target_kv is not None:
             written = np.concatenate([counts[:rows], plan.prefill_counts])
             self._target_kv.extend(plan, plan.ctx_len, written)
-        verify_s = self._verify_s.at(bucket, plan.num_rows)
+        verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s)
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
 
     def close(self) -> None:
         return None
+
+    def _load(self, plan: StepPlan) -> float:
+        """Where context costs nothing, it is not counted."""
+        return context_load(plan.ctx_len, self._cost.context_rows) if self._cost.context else 0.0
 
     def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Follow the target's tokens down every tree; bool[N], nodes walked.
@@ -189,24 +194,6 @@ class SimExecutor:
             log_f=log_f.astype(np.float32),
             depth=level,
         )
-
-
-class _Times:
-    """Seconds by a pair of sizes."""
-
-    def __init__(self, samples: dict[tuple[int, int], float]):
-        self._firsts = sorted({first for first, _ in samples})
-        by_first = [sorted((key[1], seconds) for key, seconds in samples.items() if key[0] == f) for f in self._firsts]
-        self._seconds = [[second for second, _ in row] for row in by_first]
-        self._values = [[value for _, value in row] for row in by_first]
-
-    def at(self, first: int, second: int) -> float:
-        """The sample of the smallest sizes not below `first` and `second`, else of the largest; 0 without samples."""
-        if not self._firsts:
-            return 0.0
-        row = min(bisect_left(self._firsts, first), len(self._firsts) - 1)
-        seconds = self._seconds[row]
-        return self._values[row][min(bisect_left(seconds, second), len(seconds) - 1)]
 
 
 @cache

@@ -170,7 +170,8 @@ class _Simulation:
         )
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
-            max_prefill_tokens=plan.max_prefill_tokens,
+            max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],
+            eq9_c2=self._machine.offsets[1],
         )  # fmt: skip
         scheduler = build_scheduler(config, self._limits, self._samples)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)

@@ -16,6 +16,7 @@ from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.perplexity import perplexity
+from adaserve_jax.cli.profile import profile
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.cli.simulate import simulate
 from adaserve_jax.errors import AdaServeError
@@ -46,6 +47,7 @@ def _jax_version() -> str:
 app.command()(serve)
 app.command()(generate)
 app.command()(bench)
+app.command()(profile)
 app.command()(simulate)
 app.command()(grow)
 app.command()(convert)

@@ -37,7 +37,7 @@ def simulate(
         ),
     ] = False,
     machine: Annotated[
-        str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file")
+        str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
     replicas: Annotated[str, typer.Option(help="numbers of replicas to compare, separated by commas")] = "1",
     router: Annotated[str, typer.Option(help=f"what assigns requests to replicas: {', '.join(ROUTERS)}")] = "slo-aware",

@@ -5,9 +5,7 @@ For tests, notebooks, offline work, and as what the engine process runs.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import statistics
 import threading
 import time
 from collections import deque
@@ -18,6 +16,7 @@ import jax
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.admission import check_room
+from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
@@ -25,13 +24,13 @@ from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, Req
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import Executor, Progress, SamplingParams, StepStats
+from adaserve_jax.types import Executor, Progress, StepStats
 
 _log = logging.getLogger(__name__)
-BASELINE_TOKENS = 33  # measured to find the baseline latency
 Observe = Callable[[Executor], Executor]
 
 
@@ -97,7 +96,7 @@ class LocalEngine:
         chances = self._executor.chances
         self._calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self._calibration_file = CalibrationFile.of(config, self._calibrator)
-        self._baseline_s = self._measure_baseline(config)
+        self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
@@ -110,26 +109,12 @@ class LocalEngine:
             eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed,
         )  # fmt: skip
 
-    def _measure_baseline(self, config: EngineConfig) -> float:
-        """Median seconds per token of one request, alone, without speculation, through the whole step."""
-        scheduler = build_scheduler(replace(config, policy="ar"), self._executor.limits, self._samples)
-        core = EngineCore(self._executor, scheduler, self._tokenizer, eos_ids=(), baseline_s=1.0)
-        room = min(config.max_context, config.num_pages * config.page_size) - 1
-        sampling = SamplingParams(max_tokens=min(BASELINE_TOKENS, room), seed=0, ignore_eos=True)
-        core.add(GenerateRequest("baseline", [0], sampling), core.clock())
-        times = []
-        while core.has_work:
-            core.step()
-            times.append(core.clock())
-        return statistics.median(after - before for before, after in itertools.pairwise(times))
-
     def _describe(self, config: EngineConfig) -> EngineInfo:
-        device = jax.local_devices()[0]
         return EngineInfo(
             target=config.target,
             draft=config.draft,
             policy=config.policy,
-            device=f"{device.platform}: {device.device_kind}{f', {config.tp} devices' if config.tp > 1 else ''}",
+            device=device_name(config.tp),
             jax_version=jax.__version__,
             max_context=config.max_context,
             max_requests=config.max_requests,

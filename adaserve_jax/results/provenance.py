@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import platform
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 UNKNOWN = "unknown"
 
@@ -44,14 +46,31 @@ def count_parameters(folder: Path) -> int | None:
         return None
 
 
+def model_hash(folder: Path) -> str:
+    """SHA-256, in hex, of what a checkpoint's times depend on: its config.json, and the names, sizes and headers
+    (names, shapes and types of all tensors) of its weights. The weights are not read. Raises OSError, ValueError."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        digest.update(json.dumps(_header(path), sort_keys=True).encode())
+    for path in sorted(folder.glob("weights/*/zarr.json")):
+        digest.update(f"{path.parent.name} ".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def _tensor_sizes(path: Path) -> int:
-    """Elements of all tensors of one file. The header: u64 little-endian length, then JSON."""
+    """Elements of all tensors of one file."""
+    return sum(math.prod(entry["shape"]) for name, entry in _header(path).items() if name != "__metadata__")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Of a safetensors file: u64 little-endian length, then JSON."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the safetensors header must be a JSON object, got {type(header).__name__}")
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return header
 
 
 def _git(folder: Path, *args: str) -> str:

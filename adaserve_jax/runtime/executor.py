@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
+from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import hosts
 from adaserve_jax.runtime.compiling import (
     CompileCounter,
@@ -26,11 +27,12 @@ from adaserve_jax.runtime.compiling import (
     use_compile_cache,
 )
 from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, pack_verify
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
 from adaserve_jax.runtime.resolve import Resolved, resolve
-from adaserve_jax.runtime.timing import measure
+from adaserve_jax.runtime.timing import measure, run_once
 from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.tree.chances import ChanceTable, read_chances
 from adaserve_jax.types import CandidateTrees, CostSamples, Drafter, DraftTrees, Limits, Progress, StepOutcome, StepPlan
@@ -44,6 +46,7 @@ class ModelExecutor:
     def __init__(
         self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None,
         followers: hosts.Followers | None = None, chances: ChanceTable | None = None,
+        profile: Profile | None = None,
     ) -> None:  # fmt: skip
         """chances: what the drafter begins with."""
         self.resolved = resolved
@@ -53,6 +56,7 @@ class ModelExecutor:
         self.drafter: Drafter | None = drafter
         self.chances = chances
         self._followers = followers
+        self._profile = profile
         self._counter = CompileCounter()
         self._draft_s = self._draft_wait_s = 0.0
 
@@ -65,7 +69,15 @@ class ModelExecutor:
         return self._counter.count
 
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        """Compile everything, then run and time each program."""
+        """Compile everything, then run and time each program; with a profile, run each once and take its times."""
+        self.compile(progress)
+        if self._profile is not None:
+            run_once(self, progress)
+            return self._profile.timings.samples()
+        return measure(self, progress=progress).samples()
+
+    def compile(self, progress: Progress | None = None) -> None:
+        """Compile every program; the first half of `warm_up`."""
         declared = declare_target(self.target, self.limits)
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
@@ -73,7 +85,6 @@ class ModelExecutor:
         self.target.compiled = compiled
         if self.local_drafter is not None:
             self.local_drafter.model.compiled = compiled
-        return measure(self, progress)
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         if self.drafter is None:
@@ -146,9 +157,19 @@ def _load(config: EngineConfig, progress: Progress | None, followers: hosts.Foll
     resolved = resolve(config, pair.target, pair.draft)
     if followers is not None:
         followers.tell(resolved.config)
+    profile = None
+    if config.profile is not None:
+        profile = read_profile(Path(config.profile))
+        profile.check(identify(resolved, pair.target_folder, pair.draft_folder), config.profile)
+        resolved = replace(resolved, config=_with_offsets(resolved.config, profile))
     target = load_target(pair, resolved, progress, None if followers is None else followers.announce)
     drafter = _load_drafter(pair, resolved, chances, progress)
-    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances)
+    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile)
+
+
+def _with_offsets(config: EngineConfig, profile: Profile) -> EngineConfig:
+    """c1 and c2 of eq. 8 and 9 as the profile has them, where the options do not say."""
+    return replace(config, eq8_c1=config.eq8_c1 or profile.c1 or 0, eq9_c2=config.eq9_c2 or profile.c2 or 0)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ RETRY_S = 0.1
 _MAX_MESSAGE_BYTES = 1 << 26
 _LENGTH = struct.Struct("<I")
 _END = b""
-_OWN = ("process_id", "compile_cache", "calibration")
+_OWN = ("process_id", "profile", "calibration", "compile_cache")
 """Fields in which processes may differ."""
 
 

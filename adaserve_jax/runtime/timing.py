@@ -1,64 +1,137 @@
-"""Times each compiled program at warm-up, through the same code that serves: the cost table's first entries."""
+"""Times each compiled program, through the same code that serves: what the cost table starts from.
+
+Warm-up does it briefly, `adaserve profile` at length.
+"""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from adaserve_jax.pallas_kernels.paged_tree_attention.reference import CPU_BLOCKS, on_cpu
+from adaserve_jax.results.timings import Timings
 from adaserve_jax.runtime.buckets import Bucket
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.types import CostSamples, DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepPlan
+from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepPlan
 
 if TYPE_CHECKING:
     from adaserve_jax.runtime.executor import ModelExecutor
 
-TYPICAL_CONTEXT = 256  # tokens; the context at which programs are timed, where max_context allows it
-PASSES, REPEATS = 2, 3
+TYPICAL_CONTEXT = 256
+"""Tokens: where lines in the context are anchored, where max_context allows it."""
 
 
-def measure(executor: ModelExecutor, progress: Progress | None = None) -> CostSamples:
+@dataclass(frozen=True)
+class Effort:
+    """contexts: tokens in every row; those that max_context does not hold are cut. passes: over all programs. repeats:
+    in each pass, with the first of the contexts, after a run that is not counted; repeats_beyond: with each of the
+    others. all_depths: time searches of every depth, not of the first and the last only."""
+
+    contexts: tuple[int, ...]
+    passes: int
+    repeats: int
+    repeats_beyond: int
+    all_depths: bool
+
+
+WARM_UP = Effort((64, 768), passes=2, repeats=2, repeats_beyond=1, all_depths=False)
+"""Two contexts give a line; a few pages and many, since the first pages cost more than a line through them says."""
+THOROUGH = Effort((0, 128, 512, 1024, 1792), passes=3, repeats=2, repeats_beyond=2, all_depths=True)
+
+
+def measure(executor: ModelExecutor, effort: Effort = WARM_UP, progress: Progress | None = None) -> Timings:
     """The least of some times of every program, on page 0, which no request holds yet: nothing of it stays visible.
 
     The least, because what disturbs a measurement only adds to it, and the live cost table learns the common factor. In
-    two passes over all programs, because what disturbs goes on for a while: a size that looks dear is then not used,
-    and never corrected.
+    several passes over all programs, because what disturbs goes on for a while: a size that looks dear is then not
+    used, and never corrected.
     """
-    jobs = _jobs(executor)
-    least_s = dict.fromkeys(jobs, float("inf"))
-    for number in range(PASSES):
-        for done, (job, run) in enumerate(jobs.items(), 1):
-            least_s[job] = min(least_s[job], _least_s(run))
+    limits = executor.limits
+    contexts = tuple(dict.fromkeys(_held(limits, context) for context in effort.contexts))
+    timings = Timings(_held(limits, TYPICAL_CONTEXT), context_rows(executor))
+    jobs = list(_jobs(executor, timings, effort.all_depths))
+    for number in range(effort.passes):
+        for done, job in enumerate(jobs, 1):
+            for context in contexts:
+                run, first = job.run_at(context), context == contexts[0]
+                if first:
+                    run()
+                for _ in range(effort.repeats if first else effort.repeats_beyond):
+                    job.note(context, _seconds(run))
             if progress is not None:
-                progress("timing", number * len(jobs) + done, PASSES * len(jobs))
-    return _samples(least_s, executor.limits)
+                progress("timing", number * len(jobs) + done, effort.passes * len(jobs))
+    return timings
 
 
-Job = tuple[str, tuple[int, ...]]
-"""What is timed: ("verify", (tokens, rows)), ("catchup", (tokens, rows)) or ("search", (rows, width, depth))."""
+def run_once(executor: ModelExecutor, progress: Progress | None = None) -> None:
+    """Run every program once and measure nothing: for an engine that has its times from elsewhere."""
+    jobs = list(_jobs(executor, Timings(0, 1), False))
+    for done, job in enumerate(jobs, 1):
+        job.run_at(0)()
+        if progress is not None:
+            progress("running", done, len(jobs))
 
 
-def _jobs(executor: ModelExecutor) -> dict[Job, Callable[[], object]]:
+def context_rows(executor: ModelExecutor) -> int:
+    """Rows that read their contexts together, each waiting for the longest: those of a group on a CPU, all on other
+    devices; a kernel reads every row by itself."""
+    resolved = executor.resolved
+    if resolved.config.deterministic:
+        return resolved.limits.max_requests
+    if resolved.attention != "xla":
+        return 1
+    return CPU_BLOCKS if on_cpu() else resolved.limits.max_requests
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A program to time. run_at: what runs it, every row having so many committed tokens; into, sizes: where its time
+    goes, beside the context."""
+
+    run_at: Callable[[int], Callable[[], object]]
+    into: dict[tuple[int, ...], float]
+    sizes: tuple[int, ...]
+
+    def note(self, context: int, seconds: float) -> None:
+        """Keep the least."""
+        key = (*self.sizes, context)
+        self.into[key] = min(seconds, self.into.get(key, seconds))
+
+
+def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterator[_Job]:
     limits, drafter = executor.limits, executor.local_drafter
-    jobs: dict[Job, Callable[[], object]] = {}
+    into: Any = timings
     for bucket in executor.target.buckets.all():
-        jobs["verify", (bucket.tokens, bucket.rows)] = partial(executor.verify, *_verify_step(limits, bucket))
+
+        def verify(context: int, bucket: Bucket = bucket) -> Callable[[], object]:
+            return partial(executor.verify, *_verify_step(limits, bucket, context))
+
+        yield _Job(verify, into.verify, (bucket.tokens, bucket.rows))
     if drafter is None:
-        return jobs
+        return
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
-        plan = _decode_plan(limits, len(counts), _draft_plan(limits, counts))
-        jobs["catchup", (bucket.tokens, bucket.rows)] = partial(_catch_up, drafter, plan)
-    for rows, width in itertools.product(drafter.model.buckets.row_edges, drafter.widths):
-        for depth in sorted({1, limits.max_depth}):
-            draft = _draft_plan(limits, np.ones(rows, np.int32), depth, width)
-            jobs["search", (rows, width, depth)] = partial(drafter.propose, _decode_plan(limits, rows, draft))
-    return jobs
+
+        def catch_up(context: int, counts: np.ndarray = counts) -> Callable[[], object]:
+            plan = _decode_plan(limits, len(counts), context, _draft_plan(counts, context))
+            return partial(_catch_up, drafter, plan)
+
+        yield _Job(catch_up, into.catchup, (bucket.tokens, bucket.rows))
+    depths = range(1, limits.max_depth + 1) if all_depths else sorted({1, limits.max_depth})
+    for rows, width, depth in itertools.product(drafter.model.buckets.row_edges, drafter.widths, depths):
+
+        def search(context: int, rows: int = rows, width: int = width, depth: int = depth) -> Callable[[], object]:
+            draft = _draft_plan(np.ones(rows, np.int32), context, depth, width)
+            return partial(drafter.propose, _decode_plan(limits, rows, context, draft))
+
+        yield _Job(search, into.search, (rows, width, depth))
 
 
 def _catch_up(drafter: LocalDrafter, plan: StepPlan) -> None:
@@ -66,34 +139,10 @@ def _catch_up(drafter: LocalDrafter, plan: StepPlan) -> None:
     jax.block_until_ready(drafter.model.pools)
 
 
-def _samples(least_s: dict[Job, float], limits: Limits) -> CostSamples:
-    """Catch-up of several row sizes: the dearest. A level: what one more costs, the first being the catch-up's."""
-    samples = CostSamples({}, {}, {})
-    deepest = limits.max_depth
-    for (kind, sizes), seconds in least_s.items():
-        if kind == "verify":
-            tokens, rows = sizes
-            samples.verify_s[tokens, rows] = seconds
-        elif kind == "catchup":
-            tokens, _ = sizes
-            samples.catchup_s[tokens] = max(seconds, samples.catchup_s.get(tokens, 0.0))
-        elif sizes[2] == deepest:
-            rows, width, _ = sizes
-            # With one level only, the whole call is the best that is known of a level.
-            above_s = seconds - least_s["search", (rows, width, 1)] if deepest > 1 else seconds
-            samples.draft_level_s[rows, width] = max(1e-6, above_s / max(1, deepest - 1))
-    return samples
-
-
-def _least_s(run: Callable[[], object]) -> float:
-    """The first run is left out."""
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
     run()
-    times = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return time.perf_counter() - started
 
 
 def _split(tokens: int, rows: int) -> np.ndarray:
@@ -101,17 +150,18 @@ def _split(tokens: int, rows: int) -> np.ndarray:
     return np.diff(np.linspace(0, tokens, rows + 1).astype(np.int32))
 
 
-def _context(limits: Limits) -> int:
-    return max(0, min(TYPICAL_CONTEXT, limits.max_context - limits.max_tokens - limits.max_depth - 1))
+def _held(limits: Limits, context: int) -> int:
+    """No more than leaves room for a step's tokens."""
+    return max(0, min(context, limits.max_context - limits.max_tokens - limits.max_depth - 1))
 
 
-def _draft_plan(limits: Limits, counts: np.ndarray, depth: int = 0, width: int = 1) -> DraftPlan:
-    context = np.full(len(counts), _context(limits), np.int32)
-    return DraftPlan(depth, width, np.zeros(counts.sum(), np.int32), counts, context, np.ones(len(counts), bool))
+def _draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1) -> DraftPlan:
+    held = np.full(len(counts), context, np.int32)
+    return DraftPlan(depth, width, np.zeros(counts.sum(), np.int32), counts, held, np.ones(len(counts), bool))
 
 
-def _decode_plan(limits: Limits, rows: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
-    """`rows` sampling requests at a typical context, the last of them a prefill chunk where `prefill` > 0."""
+def _decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
+    """`rows` sampling requests with so much context, the last of them a prefill chunk where `prefill` > 0."""
     sampling = RowSampling(
         seed=np.arange(rows, dtype=np.uint64), choice=np.zeros(rows, np.int32), temperature=np.ones(rows, np.float32),
         top_k=np.zeros(rows, np.int32), top_p=np.ones(rows, np.float32), min_p=np.zeros(rows, np.float32),
@@ -119,20 +169,20 @@ def _decode_plan(limits: Limits, rows: int, draft: DraftPlan | None = None, pref
     chunks = 1 if prefill else 0
     return StepPlan(
         step=0, slots=np.arange(rows), num_decode=rows - chunks, root_token=np.zeros(rows - chunks, np.int32),
-        ctx_len=np.full(rows, _context(limits), np.int32),
+        ctx_len=np.full(rows, context, np.int32),
         page_table=np.zeros((rows, limits.max_pages_per_request), np.int32), sampling=sampling,
         prefill_tokens=np.zeros(prefill, np.int32), prefill_counts=np.full(chunks, prefill, np.int32),
         prefill_final=np.ones(chunks, bool), draft=draft, budget=limits.max_tree_tokens,
     )  # fmt: skip
 
 
-def _verify_step(limits: Limits, bucket: Bucket) -> tuple[StepPlan, DraftTrees]:
+def _verify_step(limits: Limits, bucket: Bucket, context: int) -> tuple[StepPlan, DraftTrees]:
     """A step that fills the bucket: as many tree tokens as may be sampled, a prefill chunk for the rest."""
     rows = min(bucket.rows, bucket.tokens)
     if bucket.tokens <= limits.max_tree_tokens:
-        return _decode_plan(limits, rows), _stars(_split(bucket.tokens, rows))
+        return _decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows))
     nodes = limits.max_tree_tokens - 1 if rows > 1 else 0
-    plan = _decode_plan(limits, rows, prefill=bucket.tokens - nodes)
+    plan = _decode_plan(limits, rows, context, prefill=bucket.tokens - nodes)
     return plan, _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32))
 
 

@@ -24,9 +24,7 @@ class LearnedAcceptance:
     those verified. Their product estimates acceptance without bias towards the nodes that selection chose."""
 
     def __init__(self, max_depth: int, max_width: int):
-        levels = np.arange(max_depth)[:, None]
-        ranks = np.arange(max_width)[None, :]
-        self._prior = PRIOR_FIRST ** (levels + 1) * (1 - PRIOR_FIRST) ** ranks
+        self._prior = acceptance_of_nodes(PRIOR_FIRST, max_depth, max_width)
         self._mean_f = self._prior.copy()
         self._accepted = np.full_like(self._prior, PRIOR_TOKENS)
         self._expected = np.full_like(self._prior, PRIOR_TOKENS)
@@ -72,3 +70,11 @@ class LearnedAcceptance:
         self._mean_f += FORGET * (self._prior - self._mean_f)
         self._accepted += FORGET * (PRIOR_TOKENS - self._accepted)
         self._expected += FORGET * (PRIOR_TOKENS - self._expected)
+
+
+def acceptance_of_nodes(first: float, max_depth: int, max_width: int) -> np.ndarray:
+    """f64[max_depth, max_width], chance that a node is accepted, by depth and rank, where the draft's first choice is
+    right with chance `first` everywhere, its second one where the first is wrong, and so on."""
+    levels = np.arange(max_depth)[:, None]
+    ranks = np.arange(max_width)[None, :]
+    return first ** (levels + 1) * (1 - first) ** ranks

@@ -94,6 +94,9 @@ class Planner:
             num_prefill=len(prefill),
             prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
+            context=np.concatenate(
+                [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
+            ),
         )
         decision = self._controller.decide(load)
         chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))

@@ -35,7 +35,8 @@ SARATHI_TOKENS = 512
 
 @dataclass(frozen=True)
 class Parts:
-    """What a controller may be built from. parameter: the k of a policy `<name>:<k>`, else 0."""
+    """What a controller may be built from. parameter: the k of a policy `<name>:<k>`, else 0. depth_offset,
+    width_offset: c1 and c2 of eq. 8 and 9."""
 
     limits: Limits
     cost: CostTable
@@ -43,6 +44,8 @@ class Parts:
     objective: Objective
     parameter: int
     eq8_eq9: bool
+    depth_offset: int
+    width_offset: int
     seed: int
 
 
@@ -78,12 +81,14 @@ class Policy:
 
 def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:
-        return ClosedFormController.for_limits(parts.limits)
+        return _closed_form(parts)
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
 
 
 def _closed_form(parts: Parts) -> Controller:
-    return ClosedFormController.for_limits(parts.limits)
+    return ClosedFormController.for_limits(
+        parts.limits, depth_offset=parts.depth_offset, width_offset=parts.width_offset
+    )
 
 
 def _closed_form_of_the_code(parts: Parts) -> Controller:

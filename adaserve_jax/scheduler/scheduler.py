@@ -23,6 +23,7 @@ from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts, find_policy
+from adaserve_jax.scheduler.prediction import PredictionLog
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
@@ -57,7 +58,10 @@ class Scheduler:
         self._calibrator = calibrator
         objective = Objective()
         self._acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
-        parts = Parts(limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.seed)
+        parts = Parts(
+            limits, costs, self._acceptance, objective, parameter, config.eq8_eq9, config.eq8_c1, config.eq9_c2,
+            config.seed,
+        )  # fmt: skip
         self._controller = self._policy.controller(parts)
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
@@ -86,6 +90,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def predictions(self) -> PredictionLog:
+        """Predicted and measured seconds of the latest steps."""
+        return self._cost.predictions
 
     @property
     def stats(self) -> StepStats:

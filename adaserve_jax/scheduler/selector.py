@@ -79,7 +79,7 @@ class Selector:
     def _in_horizon(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> tuple[int, np.ndarray]:
         """The budget, on a token edge, and A_cap f64[R] in its horizon form."""
         plan = planned.plan
-        edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows)
+        edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows, self._cost.context_load(plan.ctx_len))
         if not self._search_budget:
             edge = int(np.searchsorted(edges, plan.budget + plan.num_prefill_tokens))
             edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
@@ -102,7 +102,8 @@ class Selector:
         assert plan.draft is not None
         depth = plan.draft.depth
         tokens = plan.budget + plan.num_prefill_tokens
-        step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width)
+        load = self._cost.context_load(plan.ctx_len)
+        step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width, load)
         wanted = need(now - pace.first_token_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)
         return need_of_the_code(wanted, depth) if self._policy.need == "code" else need_capped(wanted, depth)
 

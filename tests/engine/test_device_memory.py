@@ -43,7 +43,7 @@ def test_no_program_of_the_engine_copies_a_pool(demo_engine: LocalEngine) -> Non
 
 def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(demo_engine: LocalEngine) -> None:
     executor = demo_engine.executor
-    scheduler = build_scheduler(executor.resolved.config, executor.limits, measure(executor))
+    scheduler = build_scheduler(executor.resolved.config, executor.limits, measure(executor).samples())
     core = EngineCore(executor, scheduler, Tokenizer.from_folder(executor.target_folder), eos_ids=(), baseline_s=0.001)
     rng = np.random.default_rng(7)
     places = [pointers(model) for model in models_of(executor)]

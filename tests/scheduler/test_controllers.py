@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -61,6 +63,21 @@ def test_free_verification_speculates_deep_and_dear_verification_not_at_all():
     assert joint(limits, token_s=0.01).decide(load_of(4)).depth == 0
     assert joint(limits, level_s=0.1).decide(load_of(4)).depth == 0
     assert joint(limits).decide(load_of(4, speculate=False)).depth == 0
+
+
+def test_long_contexts_make_a_draft_too_dear_that_is_cheap_at_short_ones():
+    """A level costs 0.5 ms with a token of context and 10 ms more with 100: then a level takes as long as the step."""
+    limits = limits_of()
+    levels = {(1, width): 0.0005 for width in (1, limits.max_width)}
+    verify = {(edge, 1): 0.01 for edge in limits.token_edges}
+    samples = CostSamples(verify, {64: 0.0002}, levels, 1, 4, level_per_context_s=dict.fromkeys(levels, 1e-4))
+    acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
+    controller = JointController(limits, CostTable(samples, limits), acceptance, Objective())
+    depths = [controller.decide(replace(load_of(4), context=np.full(4, c))).depth for c in (1, 40, 100, 1000)]
+    assert depths == sorted(depths, reverse=True)
+    assert depths[0] == limits.max_depth and depths[-1] == 0
+    one_long = replace(load_of(4), context=np.array([1, 1000, 1, 1]))
+    assert controller.decide(one_long).depth == 0  # all wait for it
 
 
 def test_depth_shrinks_as_load_grows():

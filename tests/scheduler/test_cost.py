@@ -1,20 +1,24 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.types import CostSamples, DraftPlan, Limits, RowSampling, StepOutcome, StepPlan
+from adaserve_jax.scheduler.prediction import PredictionError
+from adaserve_jax.types import CostSamples, DraftPlan, Limits, RowSampling, StepOutcome, StepPlan, context_load
 
 LIMITS = Limits(8, (1, 4, 16, 64), 32, 256, 16, 64, 4, 4)
 VERIFY = {(e, r): 0.01 * (1 + e / 16) * (1 + r / 100) for e in LIMITS.token_edges for r in (1, 8)}
 SAMPLES = CostSamples(VERIFY, {4: 0.001, 64: 0.004}, {(1, 1): 0.001, (1, 4): 0.002, (8, 1): 0.003, (8, 4): 0.005})
 
 
-def plan_of(rows, draft=None):
+def plan_of(rows, draft=None, context=0):
     ints, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
     sampling = RowSampling(ints.astype(np.uint64), ints, floats, ints, floats, floats)
     empty = np.zeros(0, np.int32)
-    return StepPlan(0, ints, rows, ints, ints, np.zeros((rows, 16)), sampling, empty, empty, empty, draft, rows)
+    ctx_len = np.broadcast_to(np.asarray(context, np.int32), rows)
+    return StepPlan(0, ints, rows, ints, ctx_len, np.zeros((rows, 16)), sampling, empty, empty, empty, draft, rows)
 
 
 def outcome_of(bucket, verify_s, draft_s=0.0):
@@ -83,3 +87,76 @@ def test_refuses_samples_without_times():
         CostTable(CostSamples({}, {}, {}), LIMITS)
     with pytest.raises(ConfigError, match="above 0 seconds"):
         CostTable(CostSamples({(1, 1): 0.0}, {}, {}), LIMITS)
+    with pytest.raises(ConfigError, match=r"times of \(1, 1\) must not be below 0 seconds without context, got -0.09"):
+        CostTable(CostSamples({(1, 1): 0.01}, {}, {}, 100, 8, {(1, 1): 0.001}), LIMITS)
+
+
+def test_rows_are_read_in_groups_that_wait_for_their_longest():
+    context = np.array([5, 900, 3, 7, 20, 10])
+    assert context_load(context, 1) == 945
+    assert context_load(context, 4) == 900 + 20
+    assert context_load(context, 6) == context_load(context, 64) == 900
+    assert context_load(context[:0], 4) == 0
+
+
+WITH_CONTEXT = replace(
+    SAMPLES, context=100, context_rows=4,
+    verify_per_context_s=dict.fromkeys(VERIFY, 1e-05), catchup_per_context_s={4: 1e-6, 64: 2e-6},
+    level_per_context_s=dict.fromkeys(SAMPLES.draft_level_s, 3e-06),
+)  # fmt: skip
+
+
+def test_context_costs_what_the_samples_say():
+    """8 rows are two groups of 4: the sample at 64 tokens was taken with a load of 2 x 100 tokens."""
+    table = CostTable(WITH_CONTEXT, LIMITS)
+    assert table.verify_s(8, 200.0)[3] == pytest.approx(VERIFY[64, 8])
+    assert table.verify_s(8, 700.0)[3] == pytest.approx(VERIFY[64, 8] + 500e-5)
+    assert table.verify_s(8, 0.0)[3] == pytest.approx(VERIFY[64, 8] - 200e-5)
+    assert table.verify_s(8)[3] == table.verify_s(8, 200.0)[3]  # nothing seen yet: contexts as at the start
+    assert table.level_s(8, 300.0)[0] == pytest.approx(0.003 + 100 * 3e-6)
+    assert table.catchup_s(64, 500.0) == pytest.approx(0.004 + 300 * 2e-6)
+    assert table.baseline_s == pytest.approx(VERIFY[1, 1])
+    assert table.context_load(np.array([1, 2, 3, 4, 5])) == 4 + 5
+    step_s = VERIFY[16, 8] + 100e-5 + 3 * (0.005 + 100 * 3e-6)
+    assert table.step_at_warm_up_s(16, 8, 3, 4, 300.0) == pytest.approx(step_s)
+    assert table.step_at_warm_up_s(16, 8, 0, 0) == pytest.approx(VERIFY[16, 8])
+
+
+def test_one_ratio_is_learned_for_all_contexts_and_lately_seen_contexts_are_typical():
+    table = CostTable(WITH_CONTEXT, LIMITS)
+    for load in [200, 1000] * 400:
+        seconds = 1.5 * (VERIFY[16, 8] + (load - 200) * 1e-5)
+        table.observe(plan_of(8, context=load // 2), outcome_of(16, seconds), 0.05)
+    for load in (0, 200, 600, 2000):
+        assert table.verify_s(8, load)[2] == pytest.approx(1.5 * (VERIFY[16, 8] + (load - 200) * 1e-5), rel=1e-6)
+    assert table.verify_s(8)[2] == pytest.approx(table.verify_s(8, 600)[2], rel=0.05)
+
+
+def test_samples_without_context_do_not_see_it():
+    table = CostTable(SAMPLES, LIMITS)
+    assert table.context_load(np.array([900] * 8)) == 0.0
+    assert table.verify_s(8, 0.0).tolist() == table.verify_s(8).tolist()
+
+
+def test_steps_are_logged_as_they_were_predicted_before_they_taught_anything():
+    table = CostTable(SAMPLES, LIMITS)
+    draft = DraftPlan(3, 4, np.zeros(8), np.ones(8, np.int32), np.zeros(8), np.ones(8, bool))
+    draft_s = 0.004 + 3 * 0.005
+    table.observe(plan_of(8), outcome_of(16, 2 * VERIFY[16, 8]), 2 * VERIFY[16, 8])
+    table.observe(plan_of(8, draft), outcome_of(64, VERIFY[64, 8], draft_s=draft_s), VERIFY[64, 8] + draft_s + 0.01)
+    seconds = table.predictions.seconds()
+    assert seconds[0] == pytest.approx(np.array([[VERIFY[16, 8], 2 * VERIFY[16, 8]], [0, 0],
+                                                 [VERIFY[16, 8], 2 * VERIFY[16, 8]]]))  # fmt: skip
+    drifted_s = 1.2 * VERIFY[64, 8]  # a fifth of the way to twice the sample
+    assert seconds[1, :, 0] == pytest.approx([drifted_s, draft_s, drifted_s + draft_s])
+    errors = table.predictions.errors()
+    assert errors["verify"].steps == 2 and errors["draft"].steps == 1
+    assert errors["draft"].median == pytest.approx(0.0)
+    assert errors["verify"].median == pytest.approx((0.5 + 0.2) / 2)
+
+
+def test_errors_are_relative_to_what_was_measured():
+    error = PredictionError.of(np.array([1.1, 0.5, 2.0, 7.0]), np.array([1.0, 1.0, 2.0, 0.0]))
+    assert (error.steps, error.median) == (3, pytest.approx(0.1))
+    assert error.p90 == pytest.approx(0.1 + 0.8 * 0.4)
+    assert PredictionError.of(np.zeros(2), np.zeros(2)) == PredictionError(0, None, None)

@@ -18,7 +18,8 @@ class Load:
     draft_lag: i64[num_decode], tokens that the draft's KV lacks, root included. can_speculate: bool[num_decode], rows
     for which a draft can still be of use, those included that need more than this step to catch up.
     num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
-    most urgent waiting request over its TTFT target.
+    most urgent waiting request over its TTFT target. context: i64[rows], committed tokens of the decode rows, then of
+    the rows with prompts; None where they are not known.
     """
 
     need_rate: np.ndarray
@@ -27,6 +28,7 @@ class Load:
     num_prefill: int
     prefill_tokens: int
     wait_ratio: float
+    context: np.ndarray | None = None
 
     @classmethod
     def of_one(cls) -> Load:

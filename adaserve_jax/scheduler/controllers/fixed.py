@@ -61,10 +61,12 @@ class ClosedFormController(Controller):
     rounds_up: bool = False
 
     @classmethod
-    def for_limits(cls, limits: Limits, *, rounds_up: bool = False) -> ClosedFormController:
+    def for_limits(
+        cls, limits: Limits, *, depth_offset: int = 0, width_offset: int = 0, rounds_up: bool = False
+    ) -> ClosedFormController:
         tokens = limits.max_tree_tokens
         draft_tokens = max(1, tokens * PAPER_DRAFT_TOKENS // PAPER_VERIFY_TOKENS)
-        return cls(limits, tokens, draft_tokens, rounds_up=rounds_up)
+        return cls(limits, tokens, draft_tokens, depth_offset, width_offset, rounds_up=rounds_up)
 
     def decide(self, load: Load) -> Decision:
         rows = max(load.num_decode, 1)

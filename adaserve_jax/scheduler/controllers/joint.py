@@ -82,13 +82,15 @@ class JointController(Controller):
         rows = load.num_decode
         shapes = np.arange(len(self._shapes.depth) if load.can_speculate.any() else 1)
         low, high = self._edge_range(load, len(shapes))
-        draft_s = self._draft_s(rows + load.num_prefill, self._catchup_s(load, int(self._edges[high])))
+        all_rows, context = rows + load.num_prefill, self._cost.context_load(load.context)
+        draft_s = self._draft_s(all_rows, self._catchup_s(load, int(self._edges[high]), context), context)
+        verify_s = self._cost.verify_s(all_rows, context)
         edges = _spread(low, high, COARSE_EDGES)
-        choices = self._weigh(load, shapes, draft_s, edges)
+        choices = self._weigh(load, shapes, edges, draft_s, verify_s)
         shape, edge, share = choices.best()
         if high - low >= len(edges):
             shapes, edges = choices.neighbours(shapes, edges)
-            choices = self._weigh(load, shapes, draft_s, edges)
+            choices = self._weigh(load, shapes, edges, draft_s, verify_s)
             best, edge, share = choices.best()
             shape = int(shapes[best])
         depth = int(self._shapes.depth[shape])
@@ -112,10 +114,13 @@ class JointController(Controller):
         nodes = reach.nodes_for(feasible, step_s).sum(axis=2)
         return bool((nodes <= budget - rows).any())
 
-    def _weigh(self, load: Load, shapes: np.ndarray, draft_s: np.ndarray, at: np.ndarray) -> _Choices:
-        """The objective of `shapes` (indices) at the edges `at` (indices), for every share of prefill."""
+    def _weigh(
+        self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray
+    ) -> _Choices:
+        """The objective of `shapes` (indices) at the edges `at` (indices), for every share of prefill. draft_s: f64[O],
+        of all shapes; verify_s: f64[E], of all edges."""
         rows, reach = load.num_decode, self._reach_now()
-        step_s = draft_s[shapes, None] + self._cost.verify_s(rows + load.num_prefill)[at]
+        step_s = draft_s[shapes, None] + verify_s[at]
         chunk = self._chunks(load, self._edges[at])
         extra = np.minimum(self._edges[at][:, None] - chunk, self._limits.max_tree_tokens) - rows
 
@@ -167,21 +172,21 @@ class JointController(Controller):
         low, high = np.searchsorted(self._edges, [least, max(tree, rows) + load.prefill_tokens])
         return int(low), min(int(high), len(self._edges) - 1)
 
-    def _draft_s(self, rows: int, catchup_s: float) -> np.ndarray:
+    def _draft_s(self, rows: int, catchup_s: float, context: float | None = None) -> np.ndarray:
         """f64[O], seconds of a step outside verification, by shape."""
         shapes, cost = self._shapes, self._cost
-        draft_s = shapes.depth * cost.level_s(rows)[np.maximum(shapes.width, 1) - 1]
+        draft_s = shapes.depth * cost.level_s(rows, context)[np.maximum(shapes.width, 1) - 1]
         draft_s += catchup_s + cost.overhead_s(True)
         draft_s[0] = cost.overhead_s(False)
         return draft_s
 
-    def _catchup_s(self, load: Load, most_tokens: int) -> float:
+    def _catchup_s(self, load: Load, most_tokens: int, context: float | None) -> float:
         """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         missing = int(lag.sum()) - usual
         usual += min(load.prefill_tokens, max(most_tokens - load.num_decode, 0))
-        return self._cost.catchup_s(usual) + self._cost.catchup_s(missing) / CATCHUP_STEPS
+        return self._cost.catchup_s(usual, context) + self._cost.catchup_s(missing, context) / CATCHUP_STEPS
 
     def _chunks(self, load: Load, edges: np.ndarray) -> np.ndarray:
         """i64[E, F], prefill tokens of every edge and share; one share while no prompt waits."""

@@ -1,0 +1,122 @@
+"""`adaserve profile`: what steps cost on this machine, as a file that engines start from and simulations run on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from adaserve_jax.bench.traces import load_trace
+from adaserve_jax.cli.options import takes
+from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.profile import Profile, write_profile
+
+TABLE_COLUMNS = 120
+
+
+@takes("config", EngineConfig, FIELD_HELP, without=("profile", "eq8_c1", "eq9_c2"))
+def profile(
+    config: EngineConfig,
+    out: Annotated[Path, typer.Option(help="JSON file to write")],
+    name: Annotated[str, typer.Option(help="what a simulation calls this machine; none: the target's folder")] = "",
+    check_seconds: Annotated[
+        float, typer.Option(help="seconds of a mixed load that predictions are held against; 0: none")
+    ] = 30.0,
+    acceptance: Annotated[
+        float, typer.Option(help="chance that the target takes the draft's first choice; 0: as the mixed load shows")
+    ] = 0.0,
+    search: Annotated[bool, typer.Option("--search", help="search c1 and c2 of eq. 8 and 9 in the simulator")] = False,
+    trace: Annotated[
+        list[Path] | None, typer.Option(help="trace to search on, may be given again; none: generated ones")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="image of the roofline to write too, .png or .svg")] = None,
+) -> None:
+    """Measure draft and verify times at every size, depth and context; propose budgets. File: docs/profile.md."""
+    if check_seconds < 0 or not 0 <= acceptance < 1:
+        raise ConfigError("--check-seconds must not be below 0, and --acceptance must be from 0 to below 1")
+    if search and (config.draft is None or not (check_seconds or acceptance)):
+        raise ConfigError("--search needs a draft, and --check-seconds or --acceptance: it simulates what is accepted")
+    traces = [load_trace(path) for path in trace or ()]
+    if plot is not None:
+        from adaserve_jax.bench.profile_plot import need_matplotlib, plot_profile
+
+        need_matplotlib(plot)
+    with progress_bar() as progress:
+        progress("loading", 0, 1)
+        from adaserve_jax.bench.profiling import measure_profile, with_offsets  # imports jax
+
+        measured = measure_profile(
+            config, name=name, check_s=check_seconds, acceptance=acceptance or None, progress=progress
+        )
+        if search:
+            measured = with_offsets(measured, out, traces, progress)
+    write_profile(out, measured)
+    _print(measured)
+    if plot is not None:
+        plot_profile(measured, plot)
+    written = ", ".join(str(path) for path in (out, plot) if path is not None)
+    notes().print(f"written: {written}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _print(measured: Profile) -> None:
+    """To stdout; a pipe or a file gets the tables' full width whatever the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, TABLE_COLUMNS))
+    console.print(_verify_table(measured), _draft_table(measured), _proposal_table(measured))
+    console.print(f"baseline {measured.baseline_s * 1e3:.2f} ms per token", highlight=False)
+    if measured.acceptance is not None:
+        console.print(f"acceptance of the draft's first choice: {measured.acceptance:.2f}", highlight=False)
+    if measured.c1 is not None:
+        console.print(f"eq. 8 and 9: c1 = {measured.c1}, c2 = {measured.c2}", highlight=False)
+    for kind, error in (measured.errors or {}).items():
+        if error["steps"]:
+            shares = f"{error['median']:.1%} median, {error['p90']:.1%} at the 90th percentile"
+            console.print(f"error of predicted {kind} time: {shares}, {error['steps']} steps", highlight=False)
+
+
+def _verify_table(measured: Profile) -> Table:
+    timed = measured.timings.verify
+    contexts = sorted({context for _, _, context in timed})
+    table = _table("verify, ms by context", ["tokens", "rows", *(str(context) for context in contexts)])
+    for tokens, rows in sorted({(tokens, rows) for tokens, rows, _ in timed}):
+        table.add_row(str(tokens), str(rows), *(_ms(timed.get((tokens, rows, c))) for c in contexts))
+    return table
+
+
+def _draft_table(measured: Profile) -> Table:
+    timed = measured.timings.search
+    depths = sorted({depth for _, _, depth, _ in timed})
+    table = _table("draft, ms by depth", ["rows", "width", "context", *(str(depth) for depth in depths)])
+    for rows, width, context in sorted({(rows, width, context) for rows, width, _, context in timed}):
+        times = (_ms(timed.get((rows, width, depth, context))) for depth in depths)
+        table.add_row(str(rows), str(width), str(context), *times)
+    return table
+
+
+def _proposal_table(measured: Profile) -> Table:
+    headers = ["requests", "knee, tokens", "budget", "depth", "width", "expected tokens/s", "without draft"]
+    table = _table("proposed", headers)
+    by_rows: list[dict[str, Any]] = (measured.proposal or {}).get("by_rows", [])
+    for each in by_rows:
+        table.add_row(
+            str(each["rows"]), f"{each['knee']:.0f}", str(each["budget"]), str(each["depth"]), str(each["width"]),
+            f"{each['tokens_per_s']:.1f}", f"{each['plain_tokens_per_s']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _table(title: str, headers: list[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for header in headers:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.2f}"

@@ -1,0 +1,179 @@
+"""The profile of a machine and a pair of models: measured times, what follows from them, and what they hold for.
+
+`adaserve profile` writes it; an engine starts from it instead of timing, and the simulator takes it as a machine.
+Imports no jax.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.timings import Timings
+from adaserve_jax.types import Limits
+
+KIND, VERSION = "adaserve profile", 1
+FREE_LIMITS = ("num_pages",)
+"""Limits that times do not depend on."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What times hold for. machine: processor, cores, memory; device: as jax names it, and how many; target, draft:
+    `provenance.model_hash`, None without a draft. settings: what else decides which programs run."""
+
+    machine: str
+    device: str
+    target: str
+    draft: str | None
+    limits: Limits
+    settings: dict[str, Any]
+
+    def difference(self, other: Identity) -> tuple[str, Any, Any] | None:
+        """The first thing in which they differ, here and there; None when times hold for both."""
+        ours, theirs = self._flat(), other._flat()
+        for name in ours | theirs:
+            if ours.get(name) != theirs.get(name):
+                return name, ours.get(name), theirs.get(name)
+        return None
+
+    def _flat(self) -> dict[str, Any]:
+        held = {"machine": self.machine, "device": self.device, "target": self.target, "draft": self.draft}
+        limits = {name: value for name, value in asdict(self.limits).items() if name not in FREE_LIMITS}
+        return held | limits | self.settings
+
+
+@dataclass(frozen=True)
+class Profile:
+    """name: what a simulation calls it. baseline_s: seconds per token of one request alone, through the whole step;
+    acceptance: chance that the target takes the draft's first choice; None: not measured. c1, c2: of AdaServe's eq. 8
+    and 9, None: not searched. errors: of the predictions, by kind; proposal: what the times suggest."""
+
+    name: str
+    made_at: str
+    commit: str
+    package_version: str
+    jax_version: str
+    identity: Identity
+    timings: Timings
+    baseline_s: float
+    acceptance: float | None = None
+    c1: int | None = None
+    c2: int | None = None
+    errors: dict[str, Any] | None = None
+    proposal: dict[str, Any] | None = None
+
+    def check(self, identity: Identity, where: str) -> None:
+        """Raise ConfigError unless these times hold for `identity`; the message says what differs."""
+        found = self.identity.difference(identity)
+        if found is not None:
+            name, ours, theirs = found
+            raise ConfigError(
+                f"profile {where} does not hold here: {name} is {ours!r} in it, and {theirs!r} now; measure again "
+                "with `adaserve profile`, or start without it"
+            )
+
+
+def is_profile(values: Any) -> bool:
+    """Whether parsed JSON says that it is a profile, of whatever version."""
+    return isinstance(values, dict) and values.get("kind") == KIND
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Written beside it first, so that no reader sees half of it. Raises ConfigError: it cannot be written."""
+    values = {"kind": KIND, "version": VERSION} | asdict(profile)
+    values["timings"] = asdict(profile.timings) | {name: _rows(getattr(profile.timings, name)) for name in _TIMED}
+    scratch = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(_json(values) + "\n")
+        scratch.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write profile {path}: {error.strerror}; choose another --out") from error
+
+
+def read_profile(path: Path) -> Profile:
+    """Raises ConfigError saying what is wrong with the file."""
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read profile {path}: {error.strerror}; make one with `adaserve profile`") from error
+    except ValueError as error:
+        raise ConfigError(f"profile {path}: invalid JSON: {error}") from error
+    return parse_profile(values, str(path))
+
+
+def parse_profile(values: Any, where: str) -> Profile:
+    """Raises ConfigError naming the field that is missing, unknown or wrong."""
+    if not is_profile(values):
+        raise ConfigError(
+            f"{where} is no profile: expected an object of kind {KIND!r}; make one with `adaserve profile`"
+        )
+    if values.get("version") != VERSION:
+        raise ConfigError(
+            f"profile {where} has version {values.get('version')!r}, and this program reads version {VERSION}; measure "
+            "again with `adaserve profile`"
+        )
+    given = {name: value for name, value in values.items() if name not in ("kind", "version")}
+    _check_names(Profile, given, where)
+    try:
+        identity, timings = dict(given["identity"]), dict(given["timings"])
+        _check_names(Identity, identity, where)
+        _check_names(Timings, timings, where)
+        _check_names(Limits, identity["limits"], where)
+        limits = identity["limits"] | {"token_edges": tuple(identity["limits"]["token_edges"])}
+        identity["limits"] = Limits(**limits)
+        for name, size in _TIMED.items():
+            timings[name] = _by_key(timings[name], size)
+        read = Timings(**timings)
+        profile = Profile(**given | {"identity": Identity(**identity), "timings": read})
+        times = [s for name in _TIMED for s in getattr(read, name).values()]
+        if not read.verify or min(times) <= 0 or not profile.baseline_s > 0 or read.context_rows < 1:
+            raise ValueError("times must be above 0 seconds, those of verification among them")
+        if profile.acceptance is not None and not 0 < profile.acceptance < 1:
+            raise ValueError(f"acceptance must be between 0 and 1, got {profile.acceptance!r}")
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"profile {where}: {error}") from error
+    return profile
+
+
+_TIMED = {"verify": 3, "catchup": 3, "search": 4}
+"""Tables of `Timings` and the sizes in a key."""
+
+
+def _rows(table: dict[tuple[int, ...], float]) -> list[list[float]]:
+    """[*key, seconds] of every entry, in order."""
+    return [[*key, seconds] for key, seconds in sorted(table.items())]
+
+
+def _by_key(rows: list[list[float]], size: int) -> dict[tuple[int, ...], float]:
+    if any(len(row) != size + 1 for row in rows):
+        raise ValueError(f"a timing must be {size} sizes and its seconds")
+    return {tuple(int(each) for each in row[:-1]): float(row[-1]) for row in rows}
+
+
+def _json(values: dict[str, Any]) -> str:
+    """Indented, with one line for each timing."""
+    text = json.dumps(values | {"timings": None}, indent=1, allow_nan=False)
+    timings = values["timings"]
+    lines = []
+    for name, value in timings.items():
+        if name in _TIMED:
+            rows = ",\n   ".join(json.dumps(row) for row in value)
+            lines.append(f'  "{name}": [\n   {rows}\n  ]' if value else f'  "{name}": []')
+        else:
+            lines.append(f'  "{name}": {json.dumps(value)}')
+    return text.replace('"timings": null', '"timings": {\n' + ",\n".join(lines) + "\n }")
+
+
+def _check_names(kind: type, values: Any, where: str) -> None:
+    names = {field.name for field in fields(kind)}
+    if not isinstance(values, dict):
+        raise ConfigError(f"profile {where}: expected an object for {kind.__name__}, got {type(values).__name__}")
+    wrong = sorted(names ^ set(values))
+    if wrong:
+        raise ConfigError(f"profile {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")

@@ -1,0 +1,98 @@
+"""`adaserve profile` on the demo pair, and an engine that starts from what it wrote."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.bench import profiling
+from adaserve_jax.cli import app
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.llm import LLM
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.profile import read_profile, write_profile
+from adaserve_jax.runtime import executor as executor_module
+from adaserve_jax.runtime.timing import Effort, measure
+from adaserve_jax.types import SamplingParams
+
+BRIEF = Effort((0, 300), passes=1, repeats=1, repeats_beyond=1, all_depths=False)
+CONFIG = EngineConfig(
+    max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
+    token_edges=(16, 64), row_edges=(16,),
+)  # fmt: skip
+OPTIONS = [
+    "--max-requests=16", "--max-context=512", "--page-size=16", "--num-pages=64", "--max-depth=4", "--max-width=3",
+    "--max-tree-tokens=64", "--token-edges=16,64", "--row-edges=16",
+]  # fmt: skip
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", "profile", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+def no_timing(*_: object, **__: object) -> None:
+    raise AssertionError("a profile was given: nothing is to be timed")
+
+
+def test_a_measured_profile_is_what_an_engine_starts_from(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(profiling, "measure", lambda executor, _, progress: measure(executor, BRIEF, progress))
+    path = tmp_path / "profile.json"
+    assert run(monkeypatch, "--out", str(path), "--check-seconds", "1.5", "--acceptance", "0.6", *OPTIONS) == 0
+    table = capsys.readouterr().out
+    assert all(text in table for text in ("verify, ms by context", "draft, ms by depth", "proposed", "knee"))
+    assert "error of predicted step time" in table and "0.60" in table
+    profile = read_profile(path)
+    assert set(profile.timings.verify) == {(tokens, 16, context) for tokens in (16, 64) for context in (0, 300)}
+    assert {(depth, width) for _, width, depth, _ in profile.timings.search} == {(1, 1), (1, 3), (4, 1), (4, 3)}
+    assert profile.timings.context_rows == 8  # rows that a CPU reads together
+    assert profile.identity.limits.max_depth == 4 and profile.identity.settings["dtype"] == "f32"
+    assert profile.errors is not None and profile.errors["step"]["steps"] > 10
+
+    write_profile(path, replace(profile, c1=3, c2=-1))
+    monkeypatch.setattr(executor_module, "measure", no_timing)
+    engine = LocalEngine(replace(CONFIG, profile=str(path)))
+    engine.start()
+    try:
+        assert (engine.config.eq8_c1, engine.config.eq9_c2) == (3, -1)
+        assert engine._core.scheduler._cost.samples == profile.timings.samples()
+        (output,) = LLM.over(engine).generate("def", SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+        assert len(output.token_ids) == 8
+        assert engine.stats().compiles_after_ready == 0
+    finally:
+        engine.close()
+
+    monkeypatch.setattr(executor_module.ModelExecutor, "compile", no_timing)
+    for changes, message in [({"max_depth": 3}, "max_depth is 4 in it, and 3 now"), ({"draft": None}, "and None now")]:
+        with pytest.raises(ConfigError, match=message):
+            LocalEngine(replace(CONFIG, profile=str(path), **changes)).start()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--check-seconds", "-1"], "--check-seconds must not be below 0"),
+        (["--acceptance", "1.0"], "--acceptance must be from 0 to below 1"),
+        (["--search", "--check-seconds", "0"], "--search needs a draft, and --check-seconds or --acceptance"),
+        (["--search", "--draft", "none"], "--search needs a draft"),
+        (["--trace", "gone.jsonl"], "cannot read trace gone.jsonl"),
+        (["--plot", "roofline.gif"], "--plot must end in .png or .svg, got roofline.gif"),
+        (["--policy", "fast"], "unknown policy 'fast'"),
+    ],
+)
+def test_mistakes_are_one_line_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(profiling, "load_executor", partial(pytest.fail, "nothing must be loaded"))
+    assert run(monkeypatch, "--out", "p.json", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err
