@@ -23,7 +23,7 @@ from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.timing import THOROUGH, Effort, measure
-from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.types import Progress
 
 

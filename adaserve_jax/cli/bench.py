@@ -16,6 +16,7 @@ from adaserve_jax.cli.points import note_point, print_rows
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policy_names import expand
 
 TRACE = "trace"
 
@@ -23,7 +24,10 @@ TRACE = "trace"
 @takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
 def bench(
     config: EngineConfig,
-    policies: Annotated[str, typer.Option(help="policies to compare, separated by commas")],
+    policies: Annotated[
+        str,
+        typer.Option(help="policies to compare, separated by commas; ladder or orders: all ablations of that name"),
+    ],
     rates: Annotated[str, typer.Option(help="requests per second, separated by commas; trace: the workload's times")],
     duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each policy and rate")],
     out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
@@ -40,7 +44,7 @@ def bench(
 ) -> None:
     """Measure SLO attainment, goodput and latencies under open-loop load. Columns: docs/metrics.md."""
     plan = BenchPlan(
-        policies=comma_list("policies", policies, str),
+        policies=expand(comma_list("policies", policies, str)),
         rates=comma_list("rates", rates, parse_rate),
         duration_s=duration,
         seed=seed,

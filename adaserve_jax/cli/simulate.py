@@ -22,11 +22,14 @@ from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.scheduler.policy_names import expand, find_policy
 
 
 def simulate(
-    policies: Annotated[str, typer.Option(help="policies to compare, separated by commas")],
+    policies: Annotated[
+        str,
+        typer.Option(help="policies to compare, separated by commas; ladder or orders: all ablations of that name"),
+    ],
     out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
     traces: Annotated[list[Path] | None, typer.Argument(help="files in AdaServe's trace format, plain or .gz")] = None,
     fluctuating: Annotated[
@@ -77,7 +80,7 @@ def simulate(
 
     Every policy runs on every trace with every rate, mix, SLO scale and number of replicas.
     """
-    names = comma_list("policies", policies, str)
+    names = expand(comma_list("policies", policies, str))
     simulated = load_machine(machine)
     if min(ttft_slo, max_requests, max_prefill_tokens, requests) < 0 or min(time_scale, drain) <= 0:
         raise ConfigError(

@@ -26,7 +26,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
-from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import Executor, Progress, StepStats
 

@@ -21,10 +21,10 @@ from adaserve_jax.types import Limits
 class Batch:
     """The running requests, in order of admission, and those that wait for a slot."""
 
-    def __init__(self, limits: Limits, ordering: Ordering):
+    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False):
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size)
-        self.table = SlotTable(limits)
+        self.table = SlotTable(limits, gives_up=gives_up)
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []

@@ -72,7 +72,8 @@ def apply_outcome(
     kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
     table.write_tokens(slots, token_ids)
     table.num_tokens[slots] += kept
-    _stamp(table, slots, now, stats)
+    started = table.stamp(slots, now)
+    stats.prompt_tokens += int(table.prompt_len[started].sum())
     stats.generation_tokens += int(kept.sum())
     sequence = table.sequence[slots]
     ended = {
@@ -133,16 +134,6 @@ def _cut(
             new, reasons[row] = new[:keep], "stop"
         kept[row] = len(new)
     return kept, reasons
-
-
-def _stamp(table: SlotTable, slots: np.ndarray, now: float, stats: StepStats) -> None:
-    """These rows emitted tokens at `now`."""
-    table.last_token_s[slots] = now
-    first_token_s = table.first_token_s[slots]
-    started = slots[first_token_s != first_token_s]
-    if len(started):
-        table.first_token_s[started] = now
-        stats.prompt_tokens += int(table.prompt_len[started].sum())
 
 
 def _count_depths(accepted_depth: np.ndarray, drafted: int, stats: StepStats) -> None:

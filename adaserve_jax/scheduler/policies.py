@@ -1,6 +1,6 @@
 """Policies by name. A policy is a composition of parts, not a class: adding one is adding an entry to POLICIES.
 
-README has the table that is made from POLICIES.
+README has the table that is made from POLICIES. By name they are found in policy_names.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Controller
@@ -74,8 +73,9 @@ class Policy:
     needs_draft: bool = False
 
     @property
-    def drops_infeasible(self) -> bool:
-        """Whether targets out of reach are no longer pursued; the published rules of need go on pursuing them."""
+    def gives_up(self) -> bool:
+        """Whether targets that are out of reach, or no longer all to be met, are pursued no more; the published
+        rules of need go on pursuing them."""
         return self.need == "horizon"
 
 
@@ -168,27 +168,3 @@ POLICIES: dict[str, Policy] = {
         _no_speculation, selector="equal", ordering="priority", uses_draft=False,
     ),
 }  # fmt: skip
-
-
-def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
-    """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
-
-    Raises ConfigError for an unknown name, or one that needs a draft, or a deeper one.
-    """
-    family, colon, parameter = name.partition(":")
-    if not colon and name in POLICIES:
-        if POLICIES[name].needs_draft and not max_depth:
-            raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
-        return POLICIES[name], 0
-    if not colon or f"{family}:<k>" not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join(POLICIES)}")
-    if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
-        raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
-    depth = int(parameter)
-    if depth > max_depth:
-        has = f"max_depth is {max_depth}" if max_depth else "there is no draft"
-        raise ConfigError(
-            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft and raise "
-            "max_depth, or choose a smaller k"
-        )
-    return POLICIES[f"{family}:<k>"], depth

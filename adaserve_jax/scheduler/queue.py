@@ -25,7 +25,7 @@ STRICT_S = 1e9
 PATIENCE_S = 10.0
 """TTFT target assumed of a request without one, and the longest that the order sees, seconds."""
 MAX_PRIORITY = 100
-PROMOTION_PERIOD = 32
+PROMOTION_PERIOD = 128
 LATE_SHARE = 0.75
 """Share of its TTFT target after which a waiting request counts as late: its prompt has to be computed yet."""
 

@@ -22,7 +22,8 @@ from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
-from adaserve_jax.scheduler.policies import Parts, find_policy
+from adaserve_jax.scheduler.policies import Parts
+from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.prediction import PredictionLog
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
@@ -66,7 +67,7 @@ class Scheduler:
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
-        self._batch = Batch(limits, self._policy.ordering)
+        self._batch = Batch(limits, self._policy.ordering, gives_up=self._policy.gives_up)
         self._planner = Planner(
             self._batch,
             self._controller,
@@ -148,7 +149,7 @@ class Scheduler:
         verdict = self._feasibility.judge(request)
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
             raise verdict.refusal(request)
-        pursued = verdict.pursued(request) if self._policy.drops_infeasible else request
+        pursued = verdict.pursued(request) if self._policy.gives_up else request
         state = RequestState(
             pursued,
             max_total=max_total,

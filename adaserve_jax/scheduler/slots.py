@@ -25,8 +25,10 @@ class SlotTable:
     what lies beyond a request's num_tokens means nothing. states: whose slot it is. Running requests hold views of all.
     """
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, *, gives_up: bool = False):
+        """gives_up: whether the TPOT target of a request that missed its TTFT target is pursued no more."""
         size = limits.max_requests
+        self._gives_up = gives_up
         self.page_table = np.zeros((size, limits.max_pages_per_request), np.int32)
         self.counts = np.zeros((NUM_COUNTS, size), np.int64)
         (
@@ -45,6 +47,8 @@ class SlotTable:
         self.top_p = np.ones(size, np.float32)
         self.min_p = np.zeros(size, np.float32)
         self.tpot_slo_s = np.full(size, np.inf)
+        """As it is pursued: inf where there is none, or where it was given up."""
+        self._ttft_due_s = np.full(size, np.inf)
         self.has_stop_ids = np.zeros(size, bool)
         self.sequence = np.zeros(size, np.int64)
         self._max_context = limits.max_context
@@ -66,6 +70,10 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p
         self.min_p[slot] = sampling.min_p
         self.tpot_slo_s[slot] = np.inf if request.tpot_slo_s is None else request.tpot_slo_s
+        ttft_slo_s = request.ttft_slo_s if self._gives_up else None
+        self._ttft_due_s[slot] = np.inf if ttft_slo_s is None else request.arrival_s + ttft_slo_s
+        if state.first_token_s is not None:
+            self._give_up_late(np.array([slot]), state.first_token_s)
         self.has_stop_ids[slot] = bool(request.stop_token_ids)
         self.sequence[slot] = state.sequence
         self.states[slot] = state
@@ -110,6 +118,22 @@ class SlotTable:
         token_ids = token_ids[:, : self._most_emitted]
         ends = slots * self.token_ids.shape[1] + self.num_tokens[slots]
         self.token_ids.reshape(-1)[ends[:, None] + np.arange(token_ids.shape[1])] = token_ids
+
+    def stamp(self, slots: np.ndarray, now: float) -> np.ndarray:
+        """These rows emitted tokens at `now`. Returns the slots of those that had none before."""
+        self.last_token_s[slots] = now
+        first_token_s = self.first_token_s[slots]
+        started = slots[first_token_s != first_token_s]
+        if len(started):
+            self.first_token_s[started] = now
+            self._give_up_late(started, now)
+        return started
+
+    def _give_up_late(self, slots: np.ndarray, first_token_s: float) -> None:
+        """A request that missed one target meets its SLO no more: the other is not worth what it would cost those that
+        still can."""
+        late = slots[self._ttft_due_s[slots] < first_token_s]
+        self.tpot_slo_s[late] = np.inf
 
     def row_sampling(self, slots: np.ndarray) -> RowSampling:
         return RowSampling(

@@ -16,7 +16,7 @@ from adaserve_jax.bench.reshaping import with_requests
 from adaserve_jax.bench.traces import save_trace
 from adaserve_jax.bench.tuning import Grid
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.scheduler.policy_names import find_policy
 
 NAMES = ("policy_sweeps", "policy_sweeps_points", "policy_sweeps_tables")
 FIGURES = "policy_sweeps_figures"

@@ -13,7 +13,8 @@ from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.goodput import GoodputController, LatencyModel, emitted_per_row
 from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES, find_policy
+from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES
+from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.slo import need_of_the_code
 from adaserve_jax.types import CandidateTrees, CostSamples

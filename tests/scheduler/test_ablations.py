@@ -1,0 +1,57 @@
+"""Ablations: names, what each adds to the one before, and that all of them serve."""
+
+from dataclasses import fields
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.ablations import ABLATIONS, LADDER, ORDERS
+from adaserve_jax.scheduler.policies import POLICIES
+from adaserve_jax.scheduler.policy_names import expand, find_policy
+from adaserve_jax.types import CandidateTrees
+from tests.scheduler.harness import Run, limits_of, random_load
+
+
+def test_groups_stand_for_their_policies_each_once():
+    assert expand(("ar", "orders", "adaserve", "ladder")) == ("ar", *ORDERS, *LADDER[:-1])
+    assert LADDER[-1] == ORDERS[-1] == "adaserve"
+    with pytest.raises(ConfigError, match=r"unknown policy 'ladders'; known policies are adaserve, .*ladder-slo"):
+        find_policy("ladders", 4)
+    with pytest.raises(ConfigError, match="policy ladder-slo needs a draft"):
+        find_policy("ladder-slo", 0)
+
+
+def test_each_step_of_the_ladder_changes_what_it_says():
+    steps = [ABLATIONS[name] for name in LADDER[:-1]]
+    differences = [
+        {f.name for f in fields(one) if getattr(one, f.name) != getattr(two, f.name)} - {"about"}
+        for one, two in pairwise(steps)
+    ]
+    assert differences == [
+        {"selector"}, {"selector"}, {"calibrated"}, {"controller", "search_budget", "needs_draft"}, {"controller"},
+    ]  # fmt: skip
+    for name in ORDERS[:-1]:
+        ours = POLICIES["adaserve"]
+        differing = {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(ABLATIONS[name], f.name)}
+        assert differing == {"about", "slo_order"}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_every_ablation_serves_to_the_end(name):
+    run = Run.of(limits_of(max_depth=3, num_pages=64), policy=name)
+    load = random_load(5, 24, rate=40.0)
+    run.serve(load)
+    assert set(run.last) == {request.request_id for request in load}
+
+
+def test_equal_rest_by_hand():
+    """Two requests with four and two candidates, one taken already of the first: the rest goes round by round."""
+    log_f = np.array([[-0.1, -0.2, -0.3, -0.4], [-0.7, -0.9, -np.inf, -np.inf]])
+    parent = np.tile(np.array([-1, 0, 1, 2], np.int32), (2, 1))
+    depth = np.arange(1, 5, dtype=np.int32)
+    ranked = selection.rank(CandidateTrees(parent, parent, log_f.astype(np.float32), depth))
+    counts = [selection.equal_rest(ranked, np.array([1, 0]), left).sum(axis=1).tolist() for left in (-1, 0, 1, 2, 3, 9)]
+    assert counts == [[1, 0], [1, 0], [2, 0], [2, 1], [3, 1], [4, 2]]

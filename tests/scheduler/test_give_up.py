@@ -1,0 +1,41 @@
+"""A request that missed its TTFT target is not kept on its TPOT target at the cost of others; its metrics keep both."""
+
+import numpy as np
+import pytest
+
+from tests.scheduler.harness import Run, limits_of, request_of
+
+
+def pursued(run: Run) -> dict[str, float]:
+    """TPOT target of each running request, as it is planned for."""
+    table = run.scheduler._batch.table
+    return {state.request.request_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
+
+
+@pytest.mark.parametrize(("policy", "after"), [("adaserve", np.inf), ("adaserve-paper", 0.05)])
+def test_a_late_first_token_ends_the_pursuit(policy, after):
+    run = Run.of(limits_of(), policy=policy)
+    run.scheduler.add(request_of("late", prompt=120, tokens=30, tpot_slo_s=0.05, ttft_slo_s=0.15))
+    run.scheduler.add(request_of("in time", prompt=4, tokens=60, tpot_slo_s=0.05, ttft_slo_s=5.0))
+    run.clock.advance(0.1)
+    run.step()
+    assert pursued(run)["late"] == 0.05, "nothing is lost yet"
+    while len(run.text) < 2:
+        run.step()
+    assert pursued(run) == {"late": after, "in time": 0.05}
+    while run.scheduler.has_work:
+        run.step()
+    metrics = run.last["late"].metrics
+    assert (metrics.tpot_slo_s, metrics.ttft_slo_s, metrics.ttft_met, metrics.slo_met) == (0.05, 0.15, False, False)
+
+
+def test_it_stays_given_up_through_preemption():
+    run = Run.of(limits_of(), policy="adaserve")
+    run.scheduler.add(request_of("late", prompt=120, tokens=30, tpot_slo_s=0.05, ttft_slo_s=0.15))
+    run.clock.advance(0.1)
+    while not run.text.get("late"):
+        run.step()
+    batch = run.scheduler._batch
+    batch._preempt(batch.running[0])
+    run.step()
+    assert pursued(run) == {"late": np.inf}
