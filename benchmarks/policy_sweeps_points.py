@@ -53,6 +53,10 @@ class Contender:
     max_prefill_tokens: int = 0
     deep: bool = False
 
+    def runs_at(self, point: Point) -> bool:
+        """The tuned one only where a TTFT target counts too."""
+        return self.policy is not None or point.trace.requests[0].slo.ttft_s is not None
+
     def machine(self, machine: Machine) -> Machine:
         return replace(machine, max_depth=max(machine.max_depth, DEEPEST)) if self.deep else machine
 
