@@ -63,12 +63,14 @@ OnPoint = Callable[[int, int, list[ResultRow]], None]
 
 
 def run_bench(
-    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, on_point: OnPoint | None = None
-) -> list[ResultRow]:
+    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, on_point: OnPoint | None = None,
+    *, close: bool = True,
+) -> list[ResultRow]:  # fmt: skip
     """Measure every point of `plan`; returns all rows. Files in `out`: results.jsonl, requests.jsonl, and when it
     records acceptance.jsonl (appended).
 
-    Ctrl-C ends the run after writing what the current point has, marked invalid.
+    Ctrl-C ends the run after writing what the current point has, marked invalid. close: whether the engine is closed at
+    the end.
     """
     schedules = {rate: _schedule(plan, workload, rate) for rate in plan.rates}
     make_folder(out)
@@ -90,7 +92,8 @@ def run_bench(
             if stop:
                 break
     finally:
-        engine.client.close()
+        if close:
+            engine.client.close()
     return rows
 
 
