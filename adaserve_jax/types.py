@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -471,6 +471,18 @@ class CostSamples:
     verify_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
     catchup_per_context_s: dict[int, float] = field(default_factory=dict)
     level_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+def scaled_samples(samples: CostSamples, *, verify: float, draft: float) -> CostSamples:
+    """The samples with verification and draft taking so many times as long."""
+    by_verify = {name: _scaled(getattr(samples, name), verify) for name in ("verify_s", "verify_per_context_s")}
+    names = ("catchup_s", "draft_level_s", "catchup_per_context_s", "level_per_context_s")
+    by_draft = {name: _scaled(getattr(samples, name), draft) for name in names}
+    return replace(samples, **by_verify, **by_draft)
+
+
+def _scaled(seconds: dict, factor: float) -> dict:
+    return {key: each * factor for key, each in seconds.items()}
 
 
 def context_load(context: np.ndarray, context_rows: int) -> float:

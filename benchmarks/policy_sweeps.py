@@ -113,9 +113,9 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
             yield future.result()
 
 
-def write_report(lines: Sequence[Line], out: Path) -> dict[str, Any]:
+def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
     """tables.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
-    judged = verdict(lines)
+    judged = {"commit": commit, **verdict(lines)}
     (out / "tables.md").write_text(tables(lines))
     (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
     try:
@@ -159,7 +159,7 @@ def policy_sweeps(
         Job(commit, machine, point, contender, seed, grid)
         for machine in named for point in todo for contender in chosen if contender.runs_at(point)
     ]  # fmt: skip
-    judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out)
+    judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
     typer.echo((out / "tables.md").read_text())
     typer.echo(json.dumps(judged["overall"], indent=1))
 

@@ -45,7 +45,7 @@ from adaserve_jax.results.jsonl import make_folder, read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.results.records import RequestRecord
-from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
 SIMULATIONS = 5
@@ -105,7 +105,8 @@ def measure_real(
     engine: LocalBenchEngine, asked: Sequence[Asked], policies: Sequence[str], rates: Sequence[float], repeats: int,
     out: Path,
 ) -> dict[tuple[str, float], list[dict[str, float]]]:  # fmt: skip
-    """Rounds over all rates and policies; measures of each point, one per round. Refuses rows that are not valid."""
+    """Rounds over all rates and policies: measures of each point, one per round. What `out` has is not run again.
+    Raises ConfigError: a row is not valid."""
     found: dict[tuple[str, float], list[dict[str, float]]] = {}
     for repeat in range(repeats):
         for index, rate in enumerate(rates):
@@ -115,7 +116,9 @@ def measure_real(
             rotated = (*policies[shift:], *policies[:shift])
             plan = BenchPlan(rotated, (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
             folder = out / f"real-{repeat}-{rate:g}"
-            for row in run_bench(plan, workload, lambda _: engine, folder, close=False):
+            written = folder / "results.jsonl"
+            ran = read_rows(written, ResultRow) if written.exists() else []
+            for row in ran or run_bench(plan, workload, lambda _: engine, folder, close=False):
                 if row.slo_class != ALL_CLASSES:
                     continue
                 if not row.valid:
@@ -229,6 +232,7 @@ def policy_validation(
         "baseline_s": machine.baseline_s,
         "acceptance": asdict(acceptance),
         "prediction_errors": json.loads(path.read_text())["errors"],
+        "serving": json.loads(path.read_text())["serving"],
         "points": [
             {**asdict(point), **{f"{name}_off": point.difference(name) for name in COMPARED}} for point in points
         ],

@@ -1,7 +1,8 @@
 """Writes the measured tables of docs/results.md, between its markers, from committed results; no number is typed.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
-device-*.json: of device.py. Imports no jax.
+device-*.json: of device.py; validation-*, sweeps-* and calibration-*.json: of policy_validation.py, policy_sweeps.py
+(its verdict.json) and calibration.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from results_policies import calibration_table, sweeps_table, validation_tables
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
 
@@ -36,6 +39,7 @@ LOADS = (
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
+POLICY_PARTS = {"validation": validation_tables, "sweeps": sweeps_table, "calibration": calibration_table}
 AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
 
 
@@ -205,6 +209,9 @@ def main() -> int:
     loads = [load_table(json.loads(file.read_text())) for file in sorted(results.glob("load-*.json"))]
     devices = [device_tables(json.loads(file.read_text())) for file in sorted(results.glob("device-*.json"))]
     new = between(between(between(old, "throughput", runs), "load", loads), "device", devices)
+    for name, tables_of in POLICY_PARTS.items():
+        found = [tables_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}-*.json"))]
+        new = between(new, name, found)
     if arguments.check:
         if new != old:
             print(f"{PAGE.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)

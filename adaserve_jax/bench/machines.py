@@ -52,6 +52,11 @@ class Machine:
         """c1 and c2 of AdaServe's eq. 8 and 9."""
         return 0, 0
 
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step outside draft and verification."""
+        return 0.0
+
     def acceptance_of(self, slo_class: str) -> float:
         return self.acceptance.get(slo_class, sum(self.acceptance.values()) / len(self.acceptance))
 

@@ -11,7 +11,8 @@ from typing import Any
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import Profile, parse_profile
-from adaserve_jax.types import CostSamples, Limits
+from adaserve_jax.scheduler.prediction import ServingFactors
+from adaserve_jax.types import CostSamples, Limits, scaled_samples
 
 CLASS = "default"
 
@@ -24,6 +25,7 @@ class ProfiledMachine(Machine):
     costs: CostSamples
     measured_baseline_s: float
     searched_offsets: tuple[int, int]
+    serving: ServingFactors
 
     @classmethod
     def of(cls, profile: Profile, where: str) -> ProfiledMachine:
@@ -53,6 +55,7 @@ class ProfiledMachine(Machine):
             costs=costs,
             measured_baseline_s=profile.baseline_s,
             searched_offsets=(profile.c1 or 0, profile.c2 or 0),
+            serving=ServingFactors(**profile.serving or {}),
         )
 
     @property
@@ -71,8 +74,13 @@ class ProfiledMachine(Machine):
         return replace(own, max_requests=min(max_requests or own.max_requests, own.max_requests))
 
     def samples(self, limits: Limits) -> CostSamples:
-        """As measured; limits: of this machine."""
-        return self.costs
+        """As measured, times what serving adds; limits: of this machine."""
+        return scaled_samples(self.costs, verify=self.serving.verify, draft=self.serving.draft)
+
+    @property
+    def overhead_s(self) -> float:
+        """As it was measured while serving."""
+        return self.serving.overhead_s
 
 
 def profiled_machine(values: Any, where: str) -> ProfiledMachine:

@@ -59,6 +59,7 @@ def measure_profile(
             acceptance=acceptance,
             errors=None if trial.errors is None else {kind: asdict(each) for kind, each in trial.errors.items()},
             proposal=asdict(propose(samples, executor.limits, acceptance)),
+            serving=None if trial.serving is None else asdict(trial.serving),
         )
     finally:
         executor.close()

@@ -48,8 +48,9 @@ class VirtualClock:
 class SimExecutor:
     """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
     requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
-    from position to position; the draft knows it at each. Where a plan wants uncalibrated f's, the draft calls its
-    first choice likelier than that, by OVERCONFIDENCE; what is accepted stays the same."""
+    from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
+    plan wants uncalibrated f's, the draft calls its first choice likelier than that, by OVERCONFIDENCE; what is
+    accepted stays the same."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         concentration: float = CONCENTRATION,
+        overhead_s: float = 0.0,
         vocab_size: int = 1000,
         strict: bool = True,
     ):
@@ -67,6 +69,7 @@ class SimExecutor:
         self._grid = CostGrid(cost, limits)
         self._acceptance = acceptance
         self._concentration = concentration
+        self._overhead_s = overhead_s
         self._clock = clock
         self._vocab_size = vocab_size
         self._draft_s = 0.0
@@ -125,7 +128,7 @@ class SimExecutor:
             written = np.concatenate([counts[:rows], plan.prefill_counts])
             self._target_kv.extend(plan, plan.ctx_len, written)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
-        self._clock.advance(verify_s)
+        self._clock.advance(verify_s + self._overhead_s)
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
 

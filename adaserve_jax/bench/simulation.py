@@ -166,8 +166,9 @@ class _Simulation:
         """Replicas differ in what their policies draw at random, and in nothing else."""
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
-            self._limits, self._samples, self._acceptance, clock, concentration=self._concentration, strict=False
-        )
+            self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
+            overhead_s=self._machine.overhead_s, strict=False,
+        )  # fmt: skip
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
             max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],

@@ -16,7 +16,7 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.scheduler.prediction import PredictionError, errors_of
+from adaserve_jax.scheduler.prediction import PredictionError, Served, ServingFactors, errors_of
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import SLO, CostSamples, Progress, RequestMetrics, SamplingParams
 
@@ -28,10 +28,12 @@ LEAST_PROMPT, MOST_NEW_TOKENS = 16, 96
 @dataclass(frozen=True)
 class Trial:
     """errors: of the predictions, by kind; None: nothing was tried. acceptance: chance that the target takes the
-    draft's first choice, such that chains are accepted as often as they were; None: without a draft."""
+    draft's first choice, such that chains are accepted as often as they were; None: without a draft. serving: what
+    steps took beside their samples."""
 
     errors: dict[str, PredictionError] | None
     acceptance: float | None
+    serving: ServingFactors | None = None
 
 
 def run_trial(
@@ -48,17 +50,18 @@ def run_trial(
     levels = sorted({1, -(-most // 4), most})
     tokenizer = Tokenizer.from_folder(executor.target_folder)
     requests = _requests(tokenizer, config, seed)
-    predicted, acceptance = [], None
+    predicted, acceptance, served = [], None, Served()
     for done, policy in enumerate(policies, 1):
         scheduler = build_scheduler(replace(config, policy=policy), executor.limits, samples)
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
         predicted.append(scheduler.predictions.seconds())
+        served += scheduler.served
         if policy == chains:
             acceptance = acceptance_of_chains(ended, depth)
         if progress is not None:
             progress("serving", done, len(policies))
-    return Trial(errors_of(np.concatenate(predicted)), acceptance)
+    return Trial(errors_of(np.concatenate(predicted)), acceptance, served.factors())
 
 
 def acceptance_of_chains(ended: list[RequestMetrics], depth: int) -> float | None:

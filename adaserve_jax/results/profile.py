@@ -51,7 +51,8 @@ class Identity:
 class Profile:
     """name: what a simulation calls it. baseline_s: seconds per token of one request alone, through the whole step;
     acceptance: chance that the target takes the draft's first choice; None: not measured. c1, c2: of AdaServe's eq. 8
-    and 9, None: not searched. errors: of the predictions, by kind; proposal: what the times suggest."""
+    and 9, None: not searched. errors: of the predictions, by kind; proposal: what the times suggest. serving: factors
+    of verify and draft times while serving, and overhead_s of a step outside them; None: not measured."""
 
     name: str
     made_at: str
@@ -66,6 +67,7 @@ class Profile:
     c2: int | None = None
     errors: dict[str, Any] | None = None
     proposal: dict[str, Any] | None = None
+    serving: dict[str, float] | None = None
 
     def check(self, identity: Identity, where: str) -> None:
         """Raise ConfigError unless these times hold for `identity`; the message says what differs."""
@@ -118,7 +120,7 @@ def parse_profile(values: Any, where: str) -> Profile:
             f"profile {where} has version {values.get('version')!r}, and this program reads version {VERSION}; measure "
             "again with `adaserve profile`"
         )
-    given = {name: value for name, value in values.items() if name not in ("kind", "version")}
+    given = {"serving": None} | {name: value for name, value in values.items() if name not in ("kind", "version")}
     _check_names(Profile, given, where)
     try:
         identity, timings = dict(given["identity"]), dict(given["timings"])
@@ -136,6 +138,8 @@ def parse_profile(values: Any, where: str) -> Profile:
             raise ValueError("times must be above 0 seconds, those of verification among them")
         if profile.acceptance is not None and not 0 < profile.acceptance < 1:
             raise ValueError(f"acceptance must be between 0 and 1, got {profile.acceptance!r}")
+        if profile.serving is not None and not min(profile.serving[name] for name in ("verify", "draft")) > 0:
+            raise ValueError(f"serving must have factors above 0, got {profile.serving!r}")
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"profile {where}: {error}") from error
     return profile

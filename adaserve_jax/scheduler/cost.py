@@ -11,7 +11,7 @@ from bisect import bisect_left
 import numpy as np
 
 from adaserve_jax.scheduler.cost_grid import CostGrid, bucket_of
-from adaserve_jax.scheduler.prediction import PredictionLog
+from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.types import CostSamples, Limits, StepOutcome, StepPlan, context_load
 
 ENTRY_RATE = 0.2
@@ -68,6 +68,7 @@ class CostTable:
         """As measured at the start."""
         self.grid = CostGrid(samples, limits)
         self.predictions = PredictionLog()
+        self.served = Served()
         self._edges = limits.token_edges
         self._verify_ratios = [Ratios(len(self._edges)) for _ in self.grid.row_buckets]
         self._draft_ratios = Ratios(max(len(self.grid.level_rows), 1))
@@ -148,6 +149,8 @@ class CostTable:
                 step=(verify_predicted_s + draft_predicted_s + overhead_predicted_s, step_s),
             )
         overhead_s = min(max(step_s - outcome.draft_s - outcome.verify_s, 0.0), OUTLIER * self.baseline_s)
+        self.served.steps += 1
+        self.served.overhead_s += overhead_s
         self._overhead_s[drafting] += DRIFT_RATE * (overhead_s - self._overhead_s[drafting])
 
     def _observe_draft(self, plan: StepPlan, seconds: float, load: float) -> float:
@@ -156,8 +159,11 @@ class CostTable:
         assert draft is not None
         row = bucket_of(self.grid.level_rows, plan.num_rows)
         before = self._draft_ratios.of(row, self._draft_drift, self._steps)
-        predicted = self.catchup_s(int(draft.catchup_counts.sum()), load)
-        predicted += draft.depth * self.grid.level_of(plan.num_rows, draft.width, load) * before
+        catchup_s = self.grid.catchup_s(int(draft.catchup_counts.sum()), load)
+        levels_s = draft.depth * self.grid.level_of(plan.num_rows, draft.width, load)
+        predicted = catchup_s * self._draft_drift + levels_s * before
+        self.served.draft_s += seconds
+        self.served.draft_sampled_s += catchup_s + levels_s
         if seconds > 0 and predicted > 0:
             factor = min(max(seconds / predicted, 1 / OUTLIER), OUTLIER)
             self._draft_ratios.learn(row, before, before * factor, self._steps)
@@ -170,6 +176,8 @@ class CostTable:
         ratios = self._verify_ratios[column]
         before = ratios.of(edge, self._verify_drift, self._steps)
         sample_s = self.grid.verify.at(edge, column, load)
+        self.served.verify_s += seconds
+        self.served.verify_sampled_s += sample_s
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)
         ratios.learn(edge, before, ratio, self._steps)
         rate = max(DRIFT_RATE, 1 / (FIRST_STEPS + self._steps))

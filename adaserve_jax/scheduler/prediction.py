@@ -6,7 +6,7 @@ Knows no cost table; imports no jax.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -31,6 +31,38 @@ class PredictionError:
             return cls(0, None, None)
         error = np.abs(predicted_s[there] / measured_s[there] - 1)
         return cls(int(there.sum()), float(np.median(error)), float(np.quantile(error, 0.9)))
+
+
+@dataclass
+class Served:
+    """Seconds of steps that were served, summed, beside what the samples say of them; a sample is the least time of a
+    program alone. overhead_s: of steps outside draft and verification."""
+
+    steps: int = 0
+    verify_s: float = 0.0
+    verify_sampled_s: float = 0.0
+    draft_s: float = 0.0
+    draft_sampled_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def __add__(self, other: Served) -> Served:
+        return Served(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def factors(self) -> ServingFactors | None:
+        """None before anything was served."""
+        if not self.steps or not self.verify_sampled_s:
+            return None
+        draft = self.draft_s / self.draft_sampled_s if self.draft_sampled_s else 1.0
+        return ServingFactors(self.verify_s / self.verify_sampled_s, draft, self.overhead_s / self.steps)
+
+
+@dataclass(frozen=True)
+class ServingFactors:
+    """What a step takes while serving: its samples times these, and the seconds outside them."""
+
+    verify: float = 1.0
+    draft: float = 1.0
+    overhead_s: float = 0.0
 
 
 class PredictionLog:

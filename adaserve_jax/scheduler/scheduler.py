@@ -24,7 +24,7 @@ from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts
 from adaserve_jax.scheduler.policy_names import find_policy
-from adaserve_jax.scheduler.prediction import PredictionLog
+from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
@@ -96,6 +96,11 @@ class Scheduler:
     def predictions(self) -> PredictionLog:
         """Predicted and measured seconds of the latest steps."""
         return self._cost.predictions
+
+    @property
+    def served(self) -> Served:
+        """What steps took so far, beside what the samples say."""
+        return self._cost.served
 
     @property
     def stats(self) -> StepStats:

@@ -56,6 +56,15 @@ def test_steps_take_the_profiles_times_by_tokens_and_context() -> None:
     assert record.token_offsets_s[1:] == pytest.approx(expected)
 
 
+def test_what_serving_adds_is_in_every_step() -> None:
+    """The same request where verification takes half as long again, and a step a millisecond beside it."""
+    slow = machine(serving={"verify": 1.5, "draft": 1.0, "overhead_s": 0.001})
+    (record,) = simulate("ar", SimulationPlan(()), slow, trace_of((0.0, 64, 11))).records
+    assert record.ttft_s == pytest.approx(1.5 * (0.01 + 64e-4) + 0.001)
+    expected = np.cumsum([1.5 * (0.01 + 4e-4 + 2e-6 * context) + 0.001 for context in range(64, 74)])
+    assert record.token_offsets_s[1:] == pytest.approx(expected)
+
+
 def test_a_draft_costs_its_levels_and_contexts() -> None:
     """spec:2 of one request: two levels of width 1, a catch-up, and the verification, each with its context."""
     (record,) = simulate("spec:2", SimulationPlan(()), machine(acceptance=0.99), trace_of((0.0, 64, 4))).records

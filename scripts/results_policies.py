@@ -1,0 +1,92 @@
+"""Tables of docs/results.md about policies: the simulator beside the engine, sweeps, calibration. Imports no jax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REAL = (
+    "| requests per second | policy | TPOT met, real | simulated | TPOT and TTFT met, real | simulated "
+    "| goodput, tokens/s, real | simulated |\n|---|---|---|---|---|---|---|---|"
+)
+MEASURES = (("attainment_tpot", "{:.1%}"), ("attainment", "{:.1%}"), ("goodput_tps", "{:.0f}"))
+STATED = (
+    "| start | learns | temperature | outcomes | draft's own | table at the start | learned | honest chances "
+    "| accepted per step |\n|---|---|---|---|---|---|---|---|---|"
+)
+SWEPT = (
+    "| machine | targets | sweep | value | `adaserve` | best baseline at the paper's setting | violations, times "
+    "| goodput, times | best tuned chain | points above it | points above `adaserve-paper` |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|"
+)
+KINDS = {"tpot": "TPOT", "joint": "TPOT and TTFT"}
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def validation_tables(result: dict[str, Any]) -> str:
+    """One run of benchmarks/policy_validation.py."""
+    rows = []
+    for point in result["points"]:
+        pairs = [
+            form.format(point[side][measure]) for measure, form in MEASURES for side in ("real", "simulated")
+        ]  # fmt: skip
+        rows.append(line(f"{point['rate_rps']:g}", f"`{point['policy']}`", *pairs))
+    orders = [f"{rate}/s: {'the same' if each['same'] else 'not the same'}" for rate, each in result["orders"].items()]
+    errors = result["prediction_errors"]
+    predicted = ", ".join(f"{kind} {each['median']:.1%} and {each['p90']:.1%}" for kind, each in errors.items())
+    return "\n\n".join(
+        [
+            f"{result['target']}, first {result['requests']} requests of {result['trace']}, at most "
+            f"{result['new_tokens']} output tokens, temperature {result['temperature']:g}, {result['repeats']} rounds, "
+            f"{result['simulated_seeds']} simulated seeds:",
+            "\n".join([REAL, *rows]),
+            f"Largest differences: attainment {100 * result['largest_attainment_off']:.1f} points, goodput "
+            f"{result['largest_goodput_off']:.1%}. Order of the policies: {'; '.join(orders)}.",
+            f"Error of predicted times in the profile's own mixed load, median and 90th percentile: {predicted}. "
+            f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
+        ]
+    )
+
+
+def calibration_table(result: dict[str, Any]) -> str:
+    """One run of benchmarks/calibration.py; the second halves."""
+    rows = [
+        line(
+            row["start"], "yes" if row["learns"] else "no", f"{row['temperature']:g}", str(row["outcomes"]),
+            *(f"{row[name]:.3f}" for name in ("raw", "loaded", "online", "honest")), f"{row['accepted_per_step']:.2f}",
+        )
+        for row in result["results"] if row["half"] == 2
+    ]  # fmt: skip
+    texts = f"{result['prompts']} texts, {result['tokens_each']} tokens each"
+    about = f"{result['target']} pair, {texts}; aim {result['aim']:g}:"
+    return "\n\n".join([about, "\n".join([STATED, *rows]), f"{result['machine']}. Commit {result['commit'][:12]}."])
+
+
+def sweeps_table(result: dict[str, Any]) -> str:
+    """The verdict of benchmarks/policy_sweeps.py, point by point."""
+    rows = [
+        line(
+            point["machine"], KINDS[point["targets"]], point["sweep"], f"{point['value']:g}",
+            f"{point['attainment']:.1%}, {point['goodput_tps']:.0f} tokens/s", _baseline(point),
+            _times(point["violation_ratio"]), _times(point["goodput_ratio"]), point["tuned_setting"] or "-",
+            _points(point["minus_tuned"]), _points(point["minus_paper"]),
+        )
+        for point in result["points"]
+    ]  # fmt: skip
+    return "\n\n".join(["\n".join([SWEPT, *rows]), f"Commit {result['commit'][:12]}."])
+
+
+def _baseline(point: dict[str, Any]) -> str:
+    return (
+        "-" if point["best_baseline"] is None else f"`{point['best_baseline']}` {point['best_baseline_attainment']:.1%}"
+    )
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def _points(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:+.1f}"

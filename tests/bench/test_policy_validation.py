@@ -1,0 +1,76 @@
+"""benchmarks/policy_validation.py: the same requests as a workload and as a trace, and how its results are judged."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+
+NAMES = ("policy_validation", "validation_requests")
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The benchmark's files, imported as they are when it runs as a script."""
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    sys.path.insert(0, folder)
+    yield tuple(importlib.import_module(name) for name in NAMES)
+    sys.path.remove(folder)
+    for name in (*NAMES, "throughput"):
+        sys.modules.pop(name, None)
+
+
+def write(path: Path, lines: list[dict]) -> None:
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def asked(modules, tmp_path: Path):
+    """Two requests out of three: code at 1.2 times the baseline, and a chat at 50 ms where a token takes 30."""
+    about = {"output_length": 256}
+    lines = [
+        {"t_ms": 6000.0, "prompt_id": "chat-1", "slo_ratio": -50.0, "input_length": 26, **about},
+        {"t_ms": 0.0, "prompt_id": "code-1", "slo_ratio": 1.2, "input_length": 130, **about},
+        {"t_ms": 9000.0, "prompt_id": "code-1", "slo_ratio": 1.2, "input_length": 130, **about},
+    ]
+    write(tmp_path / "t.jsonl.gz", lines)
+    with pytest.raises(ConfigError, match=r"has no prompts_\*.jsonl.gz"):
+        modules[1].asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
+    write(tmp_path / "prompts_code.jsonl.gz", [{"id": "code-1", "prompt": "def add(a, b):\n    return a + b\n" * 9}])
+    write(tmp_path / "prompts_chat.jsonl.gz", [{"id": "chat-1", "prompt": "How many apples are left?"}])
+    return modules[1].asked_requests(tmp_path, "t", count=2, new_tokens=48, baseline_s=0.015, temperature=0.0)
+
+
+def test_requests_are_scaled_to_the_machine(modules, asked):
+    """Half of the paper's baseline latency: half of every target; a thirteenth of every prompt."""
+    assert [each.item.slo_class for each in asked] == ["code", "chat"]
+    assert [each.prompt_tokens for each in asked] == [10, 2]
+    assert [each.item.slo.tpot_ms for each in asked] == pytest.approx([18.0, 25.0])
+    assert {each.item.slo.ttft_ms for each in asked} == {2000.0}
+    workload = modules[1].as_workload(asked, 2.0)
+    assert [item.arrival_s for item in workload.items] == [0.0, 1.0]
+    assert workload.items[0].prompt.startswith("def add(a, b):")
+    trace = modules[1].as_trace([each.measured(range(7)) for each in asked])
+    assert [(r.due_s, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(0.0, 7, 48), (6.0, 7, 48)]
+
+
+def point(modules, policy: str, real: float, simulated: float):
+    both = [{"attainment_tpot": x, "attainment": x, "goodput_tps": 100 * x} for x in (real, simulated)]
+    return modules[0].Compared(policy, 1.0, *both, [both[0]])
+
+
+def test_differences_and_orders(modules):
+    one, two = point(modules, "one", 0.8, 0.84), point(modules, "two", 0.5, 0.83)
+    assert one.difference("attainment") == pytest.approx(0.04)
+    assert one.difference("goodput_tps") == pytest.approx(0.05)
+    assert modules[0].order([two, one], "real") == ["one", "two"]
+    assert modules[0].same_order([one, two])
+    assert not modules[0].same_order([one, point(modules, "three", 0.5, 0.9)])
+    assert modules[0].same_order([one, point(modules, "four", 0.79, 0.9)]), "hardly apart in one of them"
