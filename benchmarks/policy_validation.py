@@ -6,7 +6,9 @@ The first requests of one of AdaServe's traces, their texts cut to a thirteenth 
 share of a step that it has on the paper's machine, with its targets in multiples of the baseline latency, arrive at
 several rates at a real engine with a grown target: plain decoding, the chain that the simulator finds best, the paper's
 policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
-Acceptance is recorded from the chain's runs. Then the same prompts, output lengths, arrivals and targets are simulated
+Acceptance is recorded from the chain's runs. The latency that targets are scaled by, and the chain, are kept in
+chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
+again. Then the same prompts, output lengths, arrivals and targets are simulated
 on the profile with the recorded acceptance.
 
 Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of both, their differences,
@@ -188,10 +190,13 @@ def policy_validation(
         write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))
     machine = load_machine(str(path))
     chosen_rates = [float(rate) for rate in rates.split(",")]
+    chosen = out / "chosen.json"
+    known = json.loads(chosen.read_text()) if chosen.exists() else {"baseline_s": machine.baseline_s, "chain": None}
     asked = asked_requests(
-        traces, trace, count=requests, new_tokens=new_tokens, baseline_s=machine.baseline_s, temperature=temperature
+        traces, trace, count=requests, new_tokens=new_tokens, baseline_s=known["baseline_s"], temperature=temperature
     )
-    chain = f"spec:{best_chain(machine, as_trace(asked), chosen_rates)}"
+    chain = known["chain"] or f"spec:{best_chain(machine, as_trace(asked), chosen_rates)}"
+    chosen.write_text(json.dumps(known | {"chain": chain}) + "\n")
     policies = ("ar", chain, "adaserve-paper", "adaserve")
     if simulate_only:
         for rate in chosen_rates:
@@ -229,7 +234,7 @@ def policy_validation(
         "temperature": temperature,
         "repeats": repeats,
         "simulated_seeds": SIMULATIONS,
-        "baseline_s": machine.baseline_s,
+        "baseline_s": known["baseline_s"],
         "acceptance": asdict(acceptance),
         "prediction_errors": json.loads(path.read_text())["errors"],
         "serving": json.loads(path.read_text())["serving"],
