@@ -1,4 +1,5 @@
-"""How much of a real engine's wall time is not spent waiting for the device, by phase, on the embedded pair.
+"""How much of a real engine's wall time is not spent waiting for the device, by phase, on the embedded pair or with
+another target.
 
     python benchmarks/host_share.py --requests 16 --policies ar,adaserve --out host_share.json
 
@@ -38,6 +39,7 @@ def measure(llm: LLM, policy: str, requests: int, tokens: int) -> dict[str, floa
         "steps": stats.steps,
         "wall_ms": 1e3 * wall_s / stats.steps,
         **per_step,
+        "plan_and_select_share": (stats.plan_s + stats.select_s) / wall_s,
         "deciding_share": deciding_s / wall_s,
         "not_waiting_share": 1 - stats.wait_s / wall_s,
     }
@@ -48,15 +50,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--policies", default="ar,spec:4,adaserve")
+    parser.add_argument("--target", default="demo", help="checkpoint folder, for example a grown one")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with LLM(max_requests=options.requests, max_context=1024) as llm:
+    with LLM(target=options.target, max_requests=options.requests, max_context=1024) as llm:
         rows = [measure(llm, policy, options.requests, options.tokens) for policy in options.policies.split(",")]
     table = Table("per step", *(name for name in rows[0] if name != "policy"))
     for row in rows:
         values = [f"{v:.3f}" if isinstance(v, float) else str(v) for k, v in row.items() if k != "policy"]
         table.add_row(str(row["policy"]), *values)
-    Console().print(table)
+    Console(width=200).print(table)
     if options.out:
         report = {"commit": source_commit(), "machine": machine_name(), "requests": options.requests, "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n")
