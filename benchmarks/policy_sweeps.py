@@ -10,8 +10,8 @@ and, where requests have both targets, the best fixed chain of each point (lengt
 found by search: with TPOT targets alone a search finds chunks so small that prompts wait for minutes.
 
 Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
-From all of them: tables.md, verdict.json and a figure for each machine and kind of targets. `--quick` takes short
-generated traces and few contenders.
+From all of them: README.md with tables and figures, verdict.json, and a figure for each machine and kind of targets.
+`--report-only` writes these of whatever is there. `--quick` takes short generated traces and few contenders.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
 
 
 def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
-    """tables.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
+    """README.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
     judged = {"commit": commit, **verdict(lines)}
-    (out / "tables.md").write_text(tables(lines))
+    (out / "README.md").write_text(tables(lines))
     (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
     try:
         from policy_sweeps_figures import draw
@@ -128,7 +128,7 @@ def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any
 
 
 def policy_sweeps(
-    out: Annotated[Path, typer.Option(help="folder for sweeps.jsonl, tables.md, verdict.json and figures")],
+    out: Annotated[Path, typer.Option(help="folder for sweeps.jsonl, README.md, verdict.json and figures")],
     traces: Annotated[Path | None, typer.Option(help="folder of AdaServe's traces")] = None,
     machines: Annotated[
         str, typer.Option(help="machines, by name or file, separated by commas")
@@ -137,13 +137,19 @@ def policy_sweeps(
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
     seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and generated traces")] = 0,
+    report_only: Annotated[bool, typer.Option(help="run nothing: write the report of what sweeps.jsonl has")] = False,
     quick: Annotated[bool, typer.Option(help="short generated traces and few contenders, to see it work")] = False,
 ) -> None:
     """Simulate the sweeps and write tables, verdicts and figures."""
-    if not quick and traces is None:
+    if not quick and traces is None and not report_only:
         raise ConfigError("--traces: give the folder of AdaServe's traces, or --quick for generated ones")
     if min(requests, jobs, seed) < 0:
         raise ConfigError("--requests, --jobs and --seed must not be below 0")
+    if report_only:
+        lines = read_rows(out / "sweeps.jsonl", Line)
+        commits = sorted({row["commit"] for line in lines for row in line.rows})
+        show(write_report(lines, out, ", ".join(commits)), out)
+        return
     named = [load_machine(name) for name in comma_list("machines", machines, str)]
     chosen = contenders(quick=quick)
     wanted = comma_list("only", only, str)
@@ -160,7 +166,12 @@ def policy_sweeps(
         for machine in named for point in todo for contender in chosen if contender.runs_at(point)
     ]  # fmt: skip
     judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
-    typer.echo((out / "tables.md").read_text())
+    show(judged, out)
+
+
+def show(judged: dict[str, Any], out: Path) -> None:
+    """Tables and verdict, to stdout."""
+    typer.echo((out / "README.md").read_text())
     typer.echo(json.dumps(judged["overall"], indent=1))
 
 

@@ -65,8 +65,11 @@ def best_baseline(at_point: dict[str, Line], judge: Callable[[Line], float]) -> 
 
 def tables(lines: Sequence[Line]) -> str:
     """A table for each machine, kind of targets and sweep: attainment and goodput by contender and value."""
-    parts = ["# Policy sweeps", ""]
     kinds = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
+    commits = ", ".join(sorted({line.overall["commit"][:12] for line in lines}))
+    parts = ["# Policy sweeps", "", f"Simulated by `benchmarks/policy_sweeps.py`, commit {commits}.", ""]
+    for machine, targets in dict.fromkeys((group[0], group[1]) for group in grouped(lines)):
+        parts += [f"![attainment and goodput: {machine}, {kinds[targets]}]({machine}-{targets}.png)", ""]
     for (machine, targets, sweep), by_value in grouped(lines).items():
         names = list(dict.fromkeys(name for at_point in by_value.values() for name in at_point))
         parts += [

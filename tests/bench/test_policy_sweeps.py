@@ -73,7 +73,7 @@ def test_points_are_the_traces_of_the_sweeps_under_both_kinds_of_targets(modules
 def line(modules, contender: str, group: str, attainment: float, goodput: float, *, value: float = 4.0, **changes):
     row = {
         "slo_class": "all", "attainment": attainment, "goodput_tps": goodput, "policy": "spec:2",
-        "max_prefill_tokens": 512, "max_requests": 48,
+        "max_prefill_tokens": 512, "max_requests": 48, "commit": "c0ffee",
     }  # fmt: skip
     about = {"machine": "m", "sweep": "rate", "targets": "joint", **changes}
     return modules["tables"].Line("k", value=value, contender=contender, group=group, rows=(row,), **about)
@@ -102,6 +102,7 @@ def test_the_verdict_is_by_the_definitions(modules) -> None:
     assert (overall["points_below_best_baseline"], overall["points_below_tuned"]) == (0, 1)
     assert overall["largest_violation_ratio"] == pytest.approx(4.0)
     table = modules["tables"].tables(lines)
+    assert "commit c0ffee." in table and "](m-joint.png)" in table
     assert "| policy | 2 | 4 |" in table
     assert "| adaserve | 100.0% / 700 | 95.0% / 900 |" in table
     assert "| spec:4 |  | 80.0% / 600 |" in table
