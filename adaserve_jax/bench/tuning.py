@@ -6,8 +6,8 @@ with is as strong as it can be, it gets the best one of each point. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import product
 
 Score = tuple[float, float]
@@ -47,29 +47,36 @@ class Tuned:
 def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool = False) -> Tuned:
     """The setting of the highest score; of equals the smallest.
 
-    Without `exhaustive`: a coarse grid over all three (ends and middle of the draft's length, ends of the others), then
-    every value of one part with the others held, part by part, until a whole round brings nothing better.
+    Without `exhaustive`: a coarse grid over all three (ends and middle of the draft's length, ends of the others); then,
+    from its best with the shortest chunk and from its best with the longest, every value of one part with the others
+    held, part by part, until a whole round brings nothing better.
     """
     scores: dict[Setting, Score] = {}
 
-    def best_of(settings: Sequence[Setting]) -> Setting:
-        for setting in settings:
+    def best_of(settings: Iterable[Setting]) -> Setting:
+        tried = list(settings)
+        for setting in tried:
             if setting not in scores:
                 scores[setting] = evaluate(setting)
-        return min(scores, key=lambda setting: (-scores[setting][0], -scores[setting][1], setting))
+        return min(tried, key=lambda setting: (-scores[setting][0], -scores[setting][1], setting))
 
     if exhaustive:
-        best = best_of(grid.settings())
+        best_of(grid.settings())
     else:
         lengths, chunks, caps = grid.draft_tokens, grid.prefill_tokens, grid.max_requests
-        coarse = product((lengths[0], lengths[(len(lengths) - 1) // 2], lengths[-1]), _ends(chunks), _ends(caps))
-        best = best_of([Setting(*values) for values in coarse])
-        before = None
-        while best != before:
-            before = best
-            best = best_of([Setting(best.draft_tokens, best.prefill_tokens, cap) for cap in caps])
-            best = best_of([Setting(k, best.prefill_tokens, best.max_requests) for k in lengths])
-            best = best_of([Setting(best.draft_tokens, chunk, best.max_requests) for chunk in chunks])
+        coarse_lengths = (lengths[0], lengths[(len(lengths) - 1) // 2], lengths[-1])
+        starts = [
+            best_of(Setting(*values) for values in product(coarse_lengths, (chunk,), _ends(caps)))
+            for chunk in dict.fromkeys(_ends(chunks))
+        ]
+        for best in starts:
+            before = None
+            while best != before:
+                before = best
+                best = best_of(replace(best, max_requests=cap) for cap in caps)
+                best = best_of(replace(best, draft_tokens=k) for k in lengths)
+                best = best_of(replace(best, prefill_tokens=chunk) for chunk in chunks)
+    best = best_of(scores)
     return Tuned(best, scores[best], len(scores))
 
 
