@@ -47,9 +47,9 @@ class Tuned:
 def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool = False) -> Tuned:
     """The setting of the highest score; of equals the smallest.
 
-    Without `exhaustive`: a coarse grid over all three (ends and middle of the draft's length, ends of the others); then,
-    from its best with the shortest chunk and from its best with the longest, every value of one part with the others
-    held, part by part, until a whole round brings nothing better.
+    Without `exhaustive`: a coarse grid over all three (ends and middle of the draft's length, ends of the others);
+    then, from its best with the shortest chunk and from its best with the longest, every value of one part with the
+    others held, part by part, until a whole round brings nothing better.
     """
     scores: dict[Setting, Score] = {}
 
