@@ -30,7 +30,7 @@ $(STAMP).test: pyproject.toml | $(BIN)/python
 serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
 	@$(BIN)/adaserve serve $(ARGS)
 
-test: $(STAMP).test ## run the suite (about a minute)
+test: $(STAMP).test ## run the suite (some minutes)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
