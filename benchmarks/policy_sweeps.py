@@ -163,7 +163,7 @@ def policy_sweeps(
     commit = source_commit()
     all_jobs = [
         Job(commit, machine, point, contender, seed, grid)
-        for machine in named for point in todo for contender in chosen if contender.runs_at(point)
+        for machine in named for point in todo for contender in chosen if contender.runs_at(point, machine)
     ]  # fmt: skip
     judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
     show(judged, out)

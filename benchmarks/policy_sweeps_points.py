@@ -53,9 +53,12 @@ class Contender:
     max_prefill_tokens: int = 0
     deep: bool = False
 
-    def runs_at(self, point: Point) -> bool:
-        """The tuned one only where a TTFT target counts too."""
-        return self.policy is not None or point.trace.requests[0].slo.ttft_s is not None
+    def runs_at(self, point: Point, machine: Machine) -> bool:
+        """The tuned one only where a TTFT target counts too; a chain only where the machine can draft it."""
+        if self.policy is None:
+            return point.trace.requests[0].slo.ttft_s is not None
+        k = self.policy.partition(":")[2]
+        return not k or int(k) <= self.machine(machine).limits().max_depth
 
     def machine(self, machine: Machine) -> Machine:
         return replace(machine, max_depth=max(machine.max_depth, DEEPEST)) if self.deep else machine

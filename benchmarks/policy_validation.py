@@ -18,6 +18,7 @@ and whether both put the policies in the same order. Rows and records of the rea
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -107,7 +108,7 @@ def measure_real(
     engine: LocalBenchEngine, asked: Sequence[Asked], policies: Sequence[str], rates: Sequence[float], repeats: int,
     out: Path,
 ) -> dict[tuple[str, float], list[dict[str, float]]]:  # fmt: skip
-    """Rounds over all rates and policies: measures of each point, one per round. What `out` has is not run again.
+    """Rounds over all rates and policies: measures of each point, one per round. What `out` has whole is not run again.
     Raises ConfigError: a row is not valid."""
     found: dict[tuple[str, float], list[dict[str, float]]] = {}
     for repeat in range(repeats):
@@ -119,7 +120,10 @@ def measure_real(
             plan = BenchPlan(rotated, (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
             folder = out / f"real-{repeat}-{rate:g}"
             written = folder / "results.jsonl"
-            ran = read_rows(written, ResultRow) if written.exists() else []
+            ran = [row for row in read_rows(written, ResultRow) if row.valid] if written.exists() else []
+            if {row.policy for row in ran} != set(policies):
+                shutil.rmtree(folder, ignore_errors=True)
+                ran = []
             for row in ran or run_bench(plan, workload, lambda _: engine, folder, close=False):
                 if row.slo_class != ALL_CLASSES:
                     continue
@@ -176,7 +180,7 @@ def policy_validation(
     trace: Annotated[str, typer.Option(help="trace whose first requests are taken")] = "rate_rps3.6_ol256",
     requests: Annotated[int, typer.Option(help="how many")] = 120,
     new_tokens: Annotated[int, typer.Option(help="most output tokens of each")] = 48,
-    rates: Annotated[str, typer.Option(help="requests per second, separated by commas")] = "2,4,6",
+    rates: Annotated[str, typer.Option(help="requests per second, separated by commas")] = "3,4.5,6",
     repeats: Annotated[int, typer.Option(help="rounds of the real engine")] = 2,
     params: Annotated[str, typer.Option(help="size to grow the target to")] = "110M",
     temperature: Annotated[float, typer.Option(help="of all requests")] = 0.0,

@@ -49,8 +49,8 @@ class SimExecutor:
     """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
     requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
     from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
-    plan wants uncalibrated f's, the draft calls its first choice likelier than that, by OVERCONFIDENCE; what is
-    accepted stays the same."""
+    plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
+    the same."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class SimExecutor:
         load, depth = self._load(plan), draft.depth
         self._draft_s = self._grid.catchup_s(len(draft.catchup_tokens), load)
         if depth:
-            self._draft_s += depth * self._grid.level_of(plan.num_decode, draft.width, load)
+            self._draft_s += depth * self._grid.level_of(plan.num_rows, draft.width, load)
         self._clock.advance(self._draft_s)
         if draft.depth == 0:
             return CandidateTrees.empty(plan.num_decode)

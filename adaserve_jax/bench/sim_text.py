@@ -83,7 +83,7 @@ def search(a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = Tr
     """A beam search in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
 
     a, luck: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
-    calibration the draft calls a likelier than it is, by OVERCONFIDENCE, and ranks its beams by that.
+    calibration the draft states a too sharply, by OVERCONFIDENCE, and ranks its beams by that.
     """
     said = a if calibrated else _overconfident(a)
     rows, depth = a.shape

@@ -26,6 +26,7 @@ from adaserve_jax.bench.simulation_rows import result_rows
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.results.schema import ResultRow
@@ -101,7 +102,14 @@ def tune_fixed(
 ) -> Tuned:  # fmt: skip
     """The best `spec:<k>` for this trace, by joint attainment, then goodput; k no deeper than the machine's draft."""
     whole = grid or Grid()
-    possible = replace(whole, draft_tokens=tuple(k for k in whole.draft_tokens if k <= machine.max_depth))
+    limits = machine.limits()
+    possible = replace(
+        whole,
+        draft_tokens=tuple(k for k in whole.draft_tokens if k <= limits.max_depth),
+        max_requests=tuple(sorted({min(cap, machine.limits(cap).max_requests) for cap in whole.max_requests})),
+    )
+    if not possible.draft_tokens:
+        raise ConfigError(f"machine {machine.name} has no draft, so that no chain can be tuned; leave out --tune")
 
     def evaluate(setting: Setting) -> Score:
         policy, as_planned = as_run(setting, replace(plan, keep_token_times=False))

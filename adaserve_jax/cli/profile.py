@@ -19,7 +19,11 @@ from adaserve_jax.results.profile import Profile, write_profile
 TABLE_COLUMNS = 120
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("profile", "eq8_c1", "eq9_c2"))
+UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibration")
+"""Options of the engine that change nothing of what is measured."""
+
+
+@takes("config", EngineConfig, FIELD_HELP, without=UNUSED)
 def profile(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],

@@ -170,7 +170,7 @@ class LocalEngine:
             return EngineStats(StepStats())
         busy, live = self._core.has_work, self._core.scheduler.stats
         return EngineStats(
-            scheduler=replace(live, finished=live.finished.copy(), accepted_per_position=live.accepted_per_position[:]),
+            scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
             draft_resident=self._executor.drafter is not None,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,

@@ -265,7 +265,7 @@ def _find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
         return None
     if config.calibration is not None:
         learned = Path(config.calibration)
-        if not os.access(learned.absolute().parent, os.W_OK):
+        if config.calibrate and not os.access(learned.absolute().parent, os.W_OK):
             raise ConfigError(f"calibration: cannot write into {learned.absolute().parent}; choose another file")
         if learned.exists():
             return read_chances(learned)

@@ -8,17 +8,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adaserve_jax.scheduler.controllers.base import Controller
-from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.policies import POLICIES, Parts, Policy
+from adaserve_jax.scheduler.policies import POLICIES, Parts, Policy, closed_form
 
 PREFILL_PARTS = 8
 """Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
 1024."""
-
-
-def _closed_form(parts: Parts) -> Controller:
-    return ClosedFormController.for_limits(parts.limits)
 
 
 def _budget_by_cost(parts: Parts) -> Controller:
@@ -33,7 +28,7 @@ def _slack_sized_prefill(parts: Parts) -> Controller:
 
 
 _EQUAL = Policy(
-    "eq. 8 and 9, as many nodes for each request, uncalibrated f, by arrival", _closed_form, selector="equal",
+    "eq. 8 and 9, as many nodes for each request, uncalibrated f, by arrival", closed_form, selector="equal",
     calibrated=False, needs_draft=True,
 )  # fmt: skip
 _SLO = replace(_EQUAL, about="+ SLO phase; equal shares of the rest", selector="slo-equal")

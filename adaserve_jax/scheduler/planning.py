@@ -136,11 +136,11 @@ class Planner:
             if others < 0:
                 decode, prefill = self._rows()
                 needed = self._measure(decode, now)[0].need_rate(now)
-                starting = [_pace_rate(running) for running in prefill]
+                starting = [self._pace_rate(running, now) for running in prefill]
                 known = [*needed.tolist(), *starting]
                 rates = [rate for rate in known if 0 < rate < math.inf]
                 others = len(known) - len(rates)
-            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state)
+            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
             if not self._controller.sustains(np.array(more), beside, self._prefill_per_step):
                 return False
@@ -148,6 +148,11 @@ class Planner:
             return True
 
         return may_start
+
+    def _pace_rate(self, state: RequestState, now: float) -> float:
+        """Of a running request whose prompt is not computed yet; 0 also where its target is given up, or will be."""
+        table = self._batch.table
+        return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
 
     def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
         """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows, given by slot."""
@@ -250,10 +255,9 @@ class Planner:
         )
 
 
-def _pace_rate(state: RequestState) -> float:
+def _pace_rate(tpot_slo_s: float | None) -> float:
     """Tokens per second that keep a request on its target from the start; 0 without one."""
-    target = state.request.tpot_slo_s
-    return 0.0 if target is None else 1.0 / target
+    return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
 
 
 def _share_out(prefill: list[RequestState], tokens: int) -> list[int]:

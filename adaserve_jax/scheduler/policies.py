@@ -81,11 +81,12 @@ class Policy:
 
 def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:
-        return _closed_form(parts)
+        return closed_form(parts)
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
 
 
-def _closed_form(parts: Parts) -> Controller:
+def closed_form(parts: Parts) -> Controller:
+    """AdaServe's eq. 8 and 9."""
     return ClosedFormController.for_limits(
         parts.limits, depth_offset=parts.depth_offset, width_offset=parts.width_offset
     )
@@ -129,7 +130,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
-        _closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
+        closed_form, selector="slo", need="step", slo_order="slowest-first", calibrated=False, needs_draft=True,
     ),
     "adaserve-code": Policy(
         "the same as its authors' code has it: need 5 % up and at least 1, nodes capped, the least needy first",

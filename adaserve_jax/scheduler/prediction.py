@@ -79,10 +79,6 @@ class PredictionLog:
         """f64[steps, KINDS, 2], predicted and measured, oldest first."""
         return np.array(self._steps, np.float64).reshape(-1, len(KINDS), 2)
 
-    def errors(self) -> dict[str, PredictionError]:
-        """By kind."""
-        return errors_of(self.seconds())
-
 
 def errors_of(seconds: np.ndarray) -> dict[str, PredictionError]:
     """By kind. seconds: f64[steps, KINDS, 2]."""

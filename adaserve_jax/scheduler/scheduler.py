@@ -18,6 +18,7 @@ from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.objective import Objective
@@ -50,8 +51,8 @@ class Scheduler:
     def __init__(
         self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig, calibrator: Calibrator | None = None
     ):
-        """policy: a name of `policies.POLICIES`. calibrator: what verifications teach; it may have learned from other
-        schedulers before. Raises ConfigError for an unknown one, or one that needs a draft."""
+        """policy: a name that `policy_names.find_policy` knows. calibrator: what verifications teach; it may have
+        learned from other schedulers before. Raises ConfigError: an unknown policy, or one that needs a draft."""
         self._policy, parameter = find_policy(policy, limits.max_depth)
         self._limits = limits
         self._cost = costs
@@ -80,7 +81,8 @@ class Scheduler:
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
-            search_budget=self._policy.search_budget and not config.eq8_eq9, max_slo_nodes=config.max_slo_nodes,
+            search_budget=self._policy.search_budget and not isinstance(self._controller, ClosedFormController),
+            max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
         self._requests: dict[str, RequestState] = {}
         self._in_flight: PlannedStep | None = None

@@ -129,6 +129,10 @@ class SlotTable:
             self._give_up_late(started, now)
         return started
 
+    def misses_ttft(self, slot: int, now: float) -> bool:
+        """Whether a request has no token yet and its TTFT target has passed, where that gives up the other one."""
+        return bool(self._ttft_due_s[slot] < now and np.isnan(self.first_token_s[slot]))
+
     def _give_up_late(self, slots: np.ndarray, first_token_s: float) -> None:
         """A request that missed one target meets its SLO no more: the other is not worth what it would cost those that
         still can."""

@@ -1,6 +1,7 @@
 """A profile as a machine, what is proposed from it, the search of c1 and c2, and the picture. No model is loaded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,18 @@ from adaserve_jax.bench.offset_search import generated_traces, search_offsets
 from adaserve_jax.bench.profile_plot import need_matplotlib, plot_profile
 from adaserve_jax.bench.profiled_machine import ProfiledMachine
 from adaserve_jax.bench.proposal import knee, propose
+from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.bench.simulation import SimulationPlan, simulate
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.bench.trial import acceptance_of_chains
 from adaserve_jax.cli.app import app
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.types import SLO, CostSamples, Limits, RequestMetrics
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, Request, RequestMetrics, SamplingParams
 from tests.results.test_profile import profile
 
 
@@ -71,6 +75,27 @@ def test_a_draft_costs_its_levels_and_contexts() -> None:
     catch_up, level = 1e-3 + 16e-5, 5e-4
     step_s = 0.01 + 4e-4 + 2e-6 * 64 + 2 * (level + 2e-7 * 64) + catch_up + 1e-7 * 64
     assert record.token_offsets_s[-1] == pytest.approx(step_s, rel=0.02)  # levels were timed with 16 rows
+
+
+def test_a_level_is_searched_for_every_row_of_the_step() -> None:
+    """As the drafter does: rows that only compute their prompts are among them. Levels timed for 1 row and for 16."""
+    limits, samples = machine().limits(), machine().samples(machine().limits())
+    dear = replace(samples, draft_level_s={(1, 1): 0.001, (16, 1): 0.5}, level_per_context_s={})
+    executor = SimExecutor(limits, dear, 0.5, VirtualClock(), strict=False)
+    scheduler = build_scheduler(EngineConfig(policy="spec:1"), limits, dear)
+    seconds = []
+    for number, prompt in enumerate((4, 200, 4)):
+        scheduler.add(Request(str(number), np.zeros(prompt, np.int32), SamplingParams(max_tokens=30), number, 0.0))
+    while scheduler.has_work and len(seconds) < 40:
+        plan = scheduler.plan(executor._clock.now())
+        candidates = executor.speculate(plan) if plan.draft is not None else CandidateTrees.empty(plan.num_decode)
+        trees = scheduler.select(plan, candidates, executor._clock.now())
+        outcome = executor.verify(plan, trees)
+        scheduler.commit(plan, trees, candidates, outcome, executor._clock.now())
+        if plan.draft is not None and plan.draft.depth:
+            seconds.append((plan.num_rows, outcome.draft_s > 0.4))
+    assert {rows > 1 for rows, _ in seconds} == {True, False} or all(rows > 1 for rows, _ in seconds)
+    assert all(dear_level == (rows > 1) for rows, dear_level in seconds)
 
 
 def test_the_command_simulates_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

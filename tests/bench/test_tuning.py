@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.simulation import SimulationPlan, simulate_all, tune_fixed
 from adaserve_jax.bench.tuning import Grid, Setting, tune
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.test_cluster import short_trace
 
@@ -67,3 +69,8 @@ def test_a_tuned_row_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(r.policy, r.label, r.max_prefill_tokens, r.max_requests) for r in rows] == [
         ("ar", None, 0, 64), ("spec:2", "tuned", 256, 16)
     ]  # fmt: skip
+
+
+def test_a_machine_without_a_draft_has_no_chain_to_tune() -> None:
+    with pytest.raises(ConfigError, match="machine llama-70b has no draft, so that no chain can be tuned"):
+        tune_fixed(SimulationPlan(()), replace(MACHINE, max_depth=0), short_trace(4, output=4))

@@ -39,6 +39,18 @@ def test_each_step_of_the_ladder_changes_what_it_says():
         assert differing == {"about", "slo_order"}
 
 
+def test_the_first_steps_take_c1_and_c2_as_the_papers_policy_does():
+    for name in ("adaserve-paper", "ladder-equal", "ladder-calibrated"):
+        controller = Run.of(limits_of(), policy=name, eq8_c1=4, eq9_c2=1).scheduler._controller
+        assert (controller.depth_offset, controller.width_offset) == (4, 1), name
+
+
+def test_eq_8_and_9_replace_our_controller_only():
+    ladder = Run.of(limits_of(), policy="ladder-budget", eq8_eq9=True).scheduler
+    assert ladder._selector._search_budget
+    assert not Run.of(limits_of(), policy="adaserve", eq8_eq9=True).scheduler._selector._search_budget
+
+
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_every_ablation_serves_to_the_end(name):
     run = Run.of(limits_of(max_depth=3, num_pages=64), policy=name)

@@ -5,7 +5,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.prediction import PredictionError, Served, ServingFactors
+from adaserve_jax.scheduler.prediction import PredictionError, Served, ServingFactors, errors_of
 from adaserve_jax.types import (
     CostSamples,
     DraftPlan,
@@ -158,7 +158,7 @@ def test_steps_are_logged_as_they_were_predicted_before_they_taught_anything():
                                                  [VERIFY[16, 8], 2 * VERIFY[16, 8]]]))  # fmt: skip
     drifted_s = 1.2 * VERIFY[64, 8]  # a fifth of the way to twice the sample
     assert seconds[1, :, 0] == pytest.approx([drifted_s, draft_s, drifted_s + draft_s])
-    errors = table.predictions.errors()
+    errors = errors_of(table.predictions.seconds())
     assert errors["verify"].steps == 2 and errors["draft"].steps == 1
     assert errors["draft"].median == pytest.approx(0.0)
     assert errors["verify"].median == pytest.approx((0.5 + 0.2) / 2)

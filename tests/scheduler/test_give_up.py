@@ -39,3 +39,19 @@ def test_it_stays_given_up_through_preemption():
     batch._preempt(batch.running[0])
     run.step()
     assert pursued(run) == {"late": np.inf}
+
+
+def test_a_prompt_that_is_late_already_holds_nobody_back():
+    """Nor does one whose target was given up before it was preempted: both count by their roots only."""
+    run = Run.of(limits_of(), policy="adaserve")
+    run.scheduler.add(request_of("late", prompt=200, tokens=30, tpot_slo_s=0.05, ttft_slo_s=0.3))
+    run.clock.advance(0.2)
+    run.step()
+    planner, (state,) = run.scheduler._planner, run.scheduler._batch.running
+    assert planner._pace_rate(state, 0.29) == 20.0
+    assert planner._pace_rate(state, 0.31) == 0.0
+    while not run.text.get("late"):
+        run.step()
+    run.scheduler._batch._preempt(state)
+    run.step()
+    assert state.is_running and planner._pace_rate(state, run.clock.now()) == 0.0
