@@ -120,7 +120,8 @@ def parse_profile(values: Any, where: str) -> Profile:
             f"profile {where} has version {values.get('version')!r}, and this program reads version {VERSION}; measure "
             "again with `adaserve profile`"
         )
-    given = {"serving": None} | {name: value for name, value in values.items() if name not in ("kind", "version")}
+    given: dict[str, Any] = {"serving": None} | values
+    del given["kind"], given["version"]
     _check_names(Profile, given, where)
     try:
         identity, timings = dict(given["identity"]), dict(given["timings"])
