@@ -8,7 +8,7 @@ from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller, Feedback
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.linear import LinearSampling, LinUcb
-from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, HYSTERESIS, V1, V2, NightjarController
+from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController
 from adaserve_jax.scheduler.controllers.switching import SwitchTable
 from adaserve_jax.scheduler.cost import CostTable
 from tests.conftest import ROOT
@@ -97,14 +97,14 @@ def test_regret_of_the_others(name, exponent: float):
 @pytest.mark.parametrize("rows", [1, 2, 4, 8, 16, 32])
 @pytest.mark.parametrize("acceptance", [GOOD, POOR])
 def test_what_it_settles_on_is_within_five_percent_of_the_best_fixed_chain(rows, acceptance):
-    bench, controller = Bench(rows, acceptance, seed=1), build("nightjar", seed=2)
-    arms = bench.play(controller, 3000)[-1000:]
-    settled = int(np.bincount(arms).argmax())
-    assert bench.latency_s[settled] < 1.05 * bench.latency_s.min()
-    if bench.latency_s[1:].min() > (1 + HYSTERESIS) * bench.latency_s[0]:
-        assert settled == 0
-    elif bench.latency_s[0] > (1 + HYSTERESIS) * bench.latency_s.min():
-        assert settled > 0
+    benches = [Bench(rows, acceptance, seed) for seed in range(3)]
+    last = [bench.play(build("nightjar", 1 + seed), 3000)[-1000:] for seed, bench in enumerate(benches)]
+    settled = [int(np.bincount(arms).argmax()) for arms in last]
+    bench = benches[0]
+    assert bench.regret(np.array(settled)).mean() < 0.05
+    off_s, on_s = bench.latency_s[0], bench.latency_s[1:].min()
+    if max(off_s, on_s) > 1.1 * min(off_s, on_s):
+        assert [arm > 0 for arm in settled] == [on_s < off_s] * 3
 
 
 def test_there_is_a_crossover_on_this_machine():

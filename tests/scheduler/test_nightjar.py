@@ -104,12 +104,12 @@ class TestChainCosts:
         np.testing.assert_allclose(seconds, [0.028, 0.036 + 0.006, 0.036 + 0.008, 0.036 + 0.010])
 
     def test_prompts_and_lagging_drafts_are_not_the_chains_to_answer_for(self):
-        """2 rows, chains of 1: 24 ms + 2. With 4 prompt tokens 28 + 2. 20 tokens of catch-up, of which 4 are usual:
-        10 ms in the place of 4."""
+        """1 ms for each of 4 prompt tokens. 20 tokens of catch-up, of which 4 are usual: 10 ms in the place of 4."""
         costs = costs_of_chains(limits_of(max_depth=3))
         assert costs.decode_s(step_of(1, 2, 3, 0.06, catchup_tokens=4), 1) == 0.06
-        assert costs.decode_s(step_of(1, 2, 3, 0.06, prefill_tokens=4), 1) == pytest.approx(0.06 * 26 / 30)
-        assert costs.decode_s(step_of(1, 2, 3, 0.06, catchup_tokens=20), 1) == pytest.approx(0.06 * 30 / 36)
+        assert costs.decode_s(step_of(1, 2, 3, 0.06, prefill_tokens=4), 1) == pytest.approx(0.056)
+        assert costs.decode_s(step_of(1, 2, 3, 0.06, catchup_tokens=20), 1) == pytest.approx(0.054)
+        assert costs.decode_s(step_of(1, 2, 3, 0.001, prefill_tokens=4), 1) == pytest.approx(0.0001)
 
 
 class TestSchedule:
@@ -208,6 +208,14 @@ class TestNightjar:
             changes[rule] = np.flatnonzero(np.diff(np.array(depths) > 0))
         assert np.diff(changes[V2]).min() >= MIN_DWELL
         assert len(changes[V2]) < len(changes[V1])
+
+    @pytest.mark.parametrize(("rule", "expected"), [(V2, [256 / 258, 1 / 258, 1 / 258]), (V1, [1 / 3] * 3)])
+    def test_arms_that_seem_bad_are_explored_less(self, rule, expected):
+        """At twice the latency 2 ** 8 times less; uniformly in the first version."""
+        controller = nightjar(rule, max_depth=2)
+        bucket = Bucket(np.array([0.02, 0.04, 0.08]), np.array([1.0, 1.0, 2.0]), rows=1)
+        drawn = [controller._choose(bucket, load_of(1)) for _ in range(6000)]
+        np.testing.assert_allclose(np.bincount(drawn, minlength=3) / 6000, expected, atol=0.02)
 
     def test_v1_draws_anew_in_each_step_of_an_exploring_bin(self):
         assert len(set(run(nightjar(V1), [4] * 300)[20:26])) > 1

@@ -12,6 +12,9 @@ from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.types import Limits
 
+LEAST_SHARE = 0.1
+"""Of a step's seconds that its chains answer for at least, however much else it did."""
+
 
 class ChainCosts:
     """Reads the tables that learn while serving; holds no state of its own. K: chains of 0 to max_depth tokens."""
@@ -20,6 +23,9 @@ class ChainCosts:
         self._limits = limits
         self._cost = cost
         self._acceptance = acceptance
+        fewest, most = limits.token_edges[0], limits.token_edges[-1]
+        at_ends_s = [cost.step_at_warm_up_s(tokens, 1, 0, 1) for tokens in (fewest, most)]
+        self._prompt_token_s = (at_ends_s[1] - at_ends_s[0]) / max(most - fewest, 1)
 
     @property
     def arms(self) -> int:
@@ -50,19 +56,17 @@ class ChainCosts:
         return seconds, emitted
 
     def decode_s(self, feedback: Feedback, depth: int) -> float:
-        """Seconds of the step that its chains took: without the share that prompts, and rows whose draft caught up
-        on more than the last step emitted, take of it by the samples."""
-        usual = min(feedback.catchup_tokens, feedback.decode_rows * (depth + 1))
-        if not feedback.prefill_tokens and usual == feedback.catchup_tokens:
-            return feedback.step_s
-        cost, rows = self._cost, feedback.decode_rows
-        tokens = rows + feedback.drafted
-        chain_s = cost.step_at_warm_up_s(tokens, rows, depth, 1)
-        whole_s = cost.step_at_warm_up_s(tokens + feedback.prefill_tokens, rows, depth, 1)
-        if feedback.catchup_tokens:
-            chain_s += cost.catchup_s(usual)
-            whole_s += cost.catchup_s(feedback.catchup_tokens)
-        return feedback.step_s * min(chain_s / whole_s, 1.0)
+        """Seconds of the step without what prompts, and drafts that catch up on more than the last step emitted, take
+        whatever the chain.
+
+        Every prompt token is taken off at one price, so that a chain that makes room for them dear answers for it: all
+        chains meet as many prompt tokens per token that they emit.
+        """
+        seconds = feedback.step_s - self._prompt_token_s * feedback.prefill_tokens
+        usual = feedback.decode_rows * (depth + 1)
+        if feedback.catchup_tokens > usual:
+            seconds -= self._cost.catchup_s(feedback.catchup_tokens) - self._cost.catchup_s(usual)
+        return max(seconds, LEAST_SHARE * feedback.step_s)
 
 
 def tells_of_its_chain(feedback: Feedback, depth: int) -> bool:

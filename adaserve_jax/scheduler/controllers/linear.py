@@ -52,7 +52,7 @@ class _LinearBandit(Controller):
         arm, x = self._playing
         self._playing = None
         if feedback.step_s > 0 and tells_of_its_chain(feedback, arm):
-            rate = feedback.decoded / feedback.decode_rows / self._costs.decode_s(feedback, arm)
+            rate = feedback.decoded / feedback.decode_rows / feedback.step_s
             self.reward(arm, x, rate / self._costs.fastest_rate)
 
     def reward(self, arm: int, x: np.ndarray, reward: float) -> None:
