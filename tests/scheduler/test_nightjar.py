@@ -138,7 +138,7 @@ class TestBucket:
         bucket.learn(1, 2, 0.040, 2)
         bucket.learn(1, 2, 0.030, 6)
         np.testing.assert_allclose(bucket.latency_s, [0.02, (0.06 + 0.08 + 0.06) / (3 + 2 + 6)])
-        np.testing.assert_allclose(bucket.tokens_per_step, [1, 11 / 6])
+        np.testing.assert_allclose(bucket.row_steps, [2, 6])
         before = bucket.latency_s
         bucket.fade()
         np.testing.assert_allclose(bucket.latency_s, before)

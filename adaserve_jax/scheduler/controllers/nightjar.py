@@ -104,11 +104,6 @@ class Bucket:
         """f64[K], seconds per token of one request: of sums, not a mean of ratios."""
         return self.row_s / self.tokens
 
-    @property
-    def tokens_per_step(self) -> np.ndarray:
-        """f64[K], emitted by one row."""
-        return self.tokens / self.row_steps
-
     def learn(self, arm: int, rows: int, seconds: float, tokens: int) -> None:
         """One step of `rows` decode rows."""
         usual_s = self.row_s.item(arm) / self.row_steps.item(arm)
@@ -202,9 +197,11 @@ class NightjarController(Controller):
             loss[0] *= 1 + HYSTERESIS
         else:
             switch_s = self._switch.switch_s(int(load.draft_lag.max()), load.num_decode)
-            steps = max(bucket.schedule.bin_steps, MIN_DWELL)
-            loss[1:] *= 1 + HYSTERESIS
-            loss[1:] += switch_s / (steps * bucket.tokens_per_step[1:])
+            per_step_s = switch_s / max(bucket.schedule.bin_steps, MIN_DWELL)
+            off_s = loss.item(0)
+            loss *= 1 + HYSTERESIS
+            loss += bucket.row_steps * per_step_s / bucket.tokens
+            loss[0] = off_s
         return loss
 
     def _must_dwell(self, arm: int) -> bool:
