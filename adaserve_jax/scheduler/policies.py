@@ -12,9 +12,13 @@ from typing import Literal
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.goodput import GoodputController
 from adaserve_jax.scheduler.controllers.joint import JointController
+from adaserve_jax.scheduler.controllers.linear import LinearSampling, LinUcb
+from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController, Rule
+from adaserve_jax.scheduler.controllers.switching import SwitchTable
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.queue import Ordering
@@ -46,6 +50,10 @@ class Parts:
     depth_offset: int
     width_offset: int
     seed: int
+
+    @property
+    def chain_costs(self) -> ChainCosts:
+        return ChainCosts(self.limits, self.cost, self.acceptance)
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,14 @@ def _probing_goodput(parts: Parts) -> Controller:
     return GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS)
 
 
+def _nightjar(rule: Rule) -> Callable[[Parts], Controller]:
+    def build(parts: Parts) -> Controller:
+        switch = SwitchTable.of(parts.cost, parts.limits)
+        return NightjarController(parts.limits, parts.chain_costs, switch, rule, parts.seed)
+
+    return build
+
+
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
@@ -158,6 +174,25 @@ POLICIES: dict[str, Policy] = {
     "exp3spec": Policy(
         "BanditSpec: chain length by EXP3", lambda parts: Exp3Spec(parts.limits, parts.seed), selector="equal",
         needs_draft=True,
+    ),
+    "nightjar": Policy(
+        "Nightjar: chain length by seconds per token, none included, learned by size of batch; an arm for each bin",
+        _nightjar(V2), selector="equal",
+    ),
+    "nightjar-v1": Policy(
+        "its first version: explores more, and chooses anew in each step", _nightjar(V1), selector="equal"
+    ),
+    "bingreedy": Policy(
+        "ADA-BINGREEDY: the same, blind to the size of the batch and to what switching costs", _nightjar(BINGREEDY),
+        selector="equal",
+    ),
+    "linucb": Policy(
+        "LinUCB: chain length by tokens per second, linear in the size of the batch",
+        lambda parts: LinUcb(parts.limits, parts.chain_costs), selector="equal",
+    ),
+    "lints": Policy(
+        "the same by linear Thompson sampling",
+        lambda parts: LinearSampling(parts.limits, parts.chain_costs, parts.seed), selector="equal",
     ),
     "ar": Policy("no speculation", _no_speculation, selector="equal", uses_draft=False),
     "sarathi": Policy(

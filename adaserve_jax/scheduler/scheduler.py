@@ -235,7 +235,7 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, verified, outcome))
+            self._controller.learn(_feedback(plan, verified, outcome, now - planned.made_s))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -260,13 +260,21 @@ def build_scheduler(
     return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator)
 
 
-def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome) -> Feedback:
-    if plan.draft is None or not plan.draft.depth:
-        return Feedback(rows=0, drafted=0, accepted=0, emitted=0)
-    speculates = plan.draft.speculates
+def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float) -> Feedback:
+    draft, counts = plan.draft, outcome.counts[: plan.num_decode]
+    decoded = int(counts.sum())
+    rows = emitted = 0
+    if draft is not None and draft.depth:
+        rows = int(np.count_nonzero(draft.speculates))
+        emitted = decoded if rows == plan.num_decode else int(counts[draft.speculates].sum())
     return Feedback(
-        rows=int(np.count_nonzero(speculates)),
+        rows=rows,
         drafted=verified.num_drafted,
         accepted=verified.num_accepted,
-        emitted=int(outcome.counts[: plan.num_decode][speculates].sum()),
+        emitted=emitted,
+        decode_rows=plan.num_decode,
+        decoded=decoded,
+        prefill_tokens=plan.num_prefill_tokens,
+        catchup_tokens=int(draft.catchup_counts[: plan.num_decode].sum()) if draft is not None else 0,
+        step_s=step_s,
     )

@@ -10,8 +10,8 @@ from tests.scheduler.harness import Run, expected_text, limits_of, random_load, 
 
 POLICIES = ("ar", "spec:1", "spec:4", "adaserve")
 BASELINES = (
-    "adaserve-paper", "adaserve-code", "specinfer", "dsd", "dsd-probe", "tetris:2", "ucbspec", "exp3spec", "sarathi",
-    "priority",
+    "adaserve-paper", "adaserve-code", "specinfer", "dsd", "dsd-probe", "tetris:2", "ucbspec", "exp3spec", "nightjar",
+    "nightjar-v1", "bingreedy", "linucb", "lints", "sarathi", "priority",
 )  # fmt: skip
 
 

@@ -55,12 +55,19 @@ class Decision:
 @dataclass(frozen=True)
 class Feedback:
     """What a step with decode rows brought. rows: that speculated. drafted, accepted: nodes, roots left out. emitted:
-    tokens of the rows that speculated."""
+    tokens of the rows that speculated. decode_rows, decoded: all rows that decode, and their tokens. prefill_tokens: of
+    the prompts computed beside them. catchup_tokens: that the draft was fed for the decode rows. step_s: from the
+    step's plan to its commit."""
 
     rows: int
     drafted: int
     accepted: int
     emitted: int
+    decode_rows: int = 0
+    decoded: int = 0
+    prefill_tokens: int = 0
+    catchup_tokens: int = 0
+    step_s: float = 0.0
 
 
 class Controller(Protocol):

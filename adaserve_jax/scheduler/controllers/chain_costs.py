@@ -1,0 +1,75 @@
+"""What chains cost: predicted before any was tried, and what a step that mixes in other work says of its chain.
+
+Serves the controllers that learn from time; knows none of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.types import Limits
+
+LEAST_SHARE = 0.1
+"""Of a step's seconds that its chains answer for at least, however much else it did."""
+
+
+class ChainCosts:
+    """Reads the tables that learn while serving; holds no state of its own. K: chains of 0 to max_depth tokens."""
+
+    def __init__(self, limits: Limits, cost: CostTable, acceptance: LearnedAcceptance):
+        self._limits = limits
+        self._cost = cost
+        self._acceptance = acceptance
+        fewest, most = limits.token_edges[0], limits.token_edges[-1]
+        at_ends_s = [cost.step_at_warm_up_s(tokens, 1, 0, 1) for tokens in (fewest, most)]
+        self._prompt_token_s = (at_ends_s[1] - at_ends_s[0]) / max(most - fewest, 1)
+
+    @property
+    def arms(self) -> int:
+        """K."""
+        return self._limits.max_depth + 1
+
+    @property
+    def fastest_rate(self) -> float:
+        """Tokens per second of one row if every chain were accepted whole and cost what plain decoding does."""
+        return self.arms / self._cost.baseline_s
+
+    def predicted(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a step and tokens emitted per row, f64[K] each, with `rows` rows that all draft.
+
+        Where the tree budget cannot hold every chain whole, the rows share it.
+        """
+        limits, cost = self._limits, self._cost
+        depth = np.arange(self.arms)
+        nodes = np.minimum(depth, (limits.max_tree_tokens - rows) / rows)
+        chance = self._acceptance.expected()[:, 0] if limits.max_depth else np.zeros(0)
+        emitted = 1.0 + np.interp(nodes, depth, np.concatenate([[0.0], chance.cumsum()]))
+        edges = [limits.token_edges.index(limits.bucket(int(rows * (1 + each)))) for each in nodes]
+        seconds = cost.verify_s(rows)[edges]
+        seconds[0] += cost.overhead_s(False)
+        if limits.max_depth:
+            fed = np.array([cost.catchup_s(round(rows * each)) for each in emitted[1:]])
+            seconds[1:] += depth[1:] * cost.level_s(rows)[0] + fed + cost.overhead_s(True)
+        return seconds, emitted
+
+    def decode_s(self, feedback: Feedback, depth: int) -> float:
+        """Seconds of the step without what prompts, and drafts that catch up on more than the last step emitted, take
+        whatever the chain.
+
+        Every prompt token is taken off at one price, so that a chain that makes room for them dear answers for it: all
+        chains meet as many prompt tokens per token that they emit.
+        """
+        seconds = feedback.step_s - self._prompt_token_s * feedback.prefill_tokens
+        usual = feedback.decode_rows * (depth + 1)
+        if feedback.catchup_tokens > usual:
+            seconds -= self._cost.catchup_s(feedback.catchup_tokens) - self._cost.catchup_s(usual)
+        return max(seconds, LEAST_SHARE * feedback.step_s)
+
+
+def tells_of_its_chain(feedback: Feedback, depth: int) -> bool:
+    """Whether the step was of the depth that was decided: no draft was asked for, or at least half of the rows had
+    one. Rows near their end, or whose draft still catches up, decode plainly."""
+    return not depth or (feedback.drafted > 0 and 2 * feedback.rows >= feedback.decode_rows)
