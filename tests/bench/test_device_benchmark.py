@@ -80,6 +80,7 @@ def test_the_naive_form_is_the_same_attention(modules, ceilings):
     assert jnp.abs(kernels.naive_attention(*arrays) - ours).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, ceilings, monkeypatch):
     kernels = modules.device_kernels
     monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})

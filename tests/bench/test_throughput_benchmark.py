@@ -68,6 +68,7 @@ def test_steps_are_those_of_the_policy(measured):
     assert adaptive.tokens_per_step >= 1.0 and adaptive.steps >= 1
 
 
+@pytest.mark.slow
 def test_points_that_were_measured_are_not_measured_again(measured, modules, monkeypatch):
     out, plan, rows = measured
     written = out.read_text()
