@@ -6,6 +6,7 @@ f never increases along a path, so what is taken from one request is always a pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -275,10 +276,11 @@ def select_slo(
     budget: int,
     max_slo_nodes: int = 0,
     order: SloOrder = "cheapest-first",
+    rest: Callable[[Ranked, np.ndarray, int], np.ndarray] = throughput_phase,
 ) -> DraftTrees:
-    """Algorithm 2: first the nodes that targets need, then the likeliest of what is left. Raises BudgetError."""
+    """Algorithm 2: first the nodes that targets need, then by `rest` what is left of the budget. Raises BudgetError."""
     taken = slo_phase(ranked.path_prob, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
-    chosen = throughput_phase(ranked, taken, budget - len(need) - int(taken.sum()))
+    chosen = rest(ranked, taken, budget - len(need) - int(taken.sum()))
     return pack(candidates, root_token, ranked, chosen)
 
 

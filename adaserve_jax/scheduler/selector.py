@@ -69,12 +69,11 @@ class Selector:
             most = self._max_slo_nodes
             if self._policy.need == "code":
                 most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
-        taken = selection.slo_phase(
-            ranked.path_prob, wanted, budget=budget, max_slo_nodes=most, order=self._policy.slo_order
-        )
-        left = budget - plan.num_decode - int(taken.sum())
-        fill = selection.equal_rest if self._policy.selector == "slo-equal" else selection.throughput_phase
-        return selection.pack(candidates, plan.root_token, ranked, fill(ranked, taken, left))
+        return selection.select_slo(
+            candidates, plan.root_token, ranked, wanted,
+            budget=budget, max_slo_nodes=most, order=self._policy.slo_order,
+            rest=selection.equal_rest if self._policy.selector == "slo-equal" else selection.throughput_phase,
+        )  # fmt: skip
 
     def _in_horizon(self, planned: PlannedStep, ranked: selection.Ranked, now: float) -> tuple[int, np.ndarray]:
         """The budget, on a token edge, and A_cap f64[R] in its horizon form."""

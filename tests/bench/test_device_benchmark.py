@@ -1,8 +1,5 @@
 """benchmarks/device.py: its arithmetic, and that it finds what is wrong. The whole run is a benchmark, not a test."""
 
-import importlib
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -10,19 +7,15 @@ import pytest
 
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import TINY
 from adaserve_jax.types import CostSamples
+from tests.bench.scripts import imported
 
 NAMES = ("device", "device_ceilings", "device_kernels")
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """The benchmark's files, imported as they are when it runs as a script."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    sys.path.remove(folder)
-    for name in NAMES:
-        del sys.modules[name]
+    with imported(*NAMES) as found:
+        yield SimpleNamespace(**found)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from adaserve_jax.bench.traces import save_trace
 from adaserve_jax.bench.tuning import Grid
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policy_names import find_policy
+from tests.bench.scripts import imported
 
 NAMES = ("policy_sweeps", "policy_sweeps_points", "policy_sweeps_tables")
 FIGURES = "policy_sweeps_figures"
@@ -24,13 +24,9 @@ FIGURES = "policy_sweeps_figures"
 
 @pytest.fixture(scope="module")
 def modules():
-    """The benchmark's files, imported as they are when it runs as a script."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield {name.removeprefix("policy_sweeps").lstrip("_") or "main": importlib.import_module(name) for name in NAMES}
-    sys.path.remove(folder)
-    for name in (*NAMES, FIGURES):
-        sys.modules.pop(name, None)
+    """The benchmark's files by name, its own left out."""
+    with imported(*NAMES) as found:
+        yield {name.removeprefix("policy_sweeps").lstrip("_") or "main": module for name, module in found.items()}
 
 
 def folder_of(tmp_path: Path, *names: str) -> Path:

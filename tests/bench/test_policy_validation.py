@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from tests.bench.scripts import imported
 
 NAMES = ("policy_validation", "validation_requests")
 
 
 @pytest.fixture(scope="module")
 def modules():
-    """The benchmark's files, imported as they are when it runs as a script."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield tuple(importlib.import_module(name) for name in NAMES)
-    sys.path.remove(folder)
-    for name in (*NAMES, "throughput"):
-        sys.modules.pop(name, None)
+    with imported(*NAMES) as found:
+        yield tuple(found.values())
 
 
 def write(path: Path, lines: list[dict]) -> None:

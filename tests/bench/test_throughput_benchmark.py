@@ -1,15 +1,13 @@
 """benchmarks/throughput.py on the embedded pair, tiny; its prompts, and the arithmetic of its rows."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.throughput import ASSISTED, aims, paired_ratio, read_rows
+from tests.bench.scripts import imported
 
 NAMES = ("throughput", "throughput_figures", "throughput_prompts", "throughput_systems")
 POLICIES = ("ar", "spec:4", "adaserve")
@@ -21,13 +19,9 @@ CONFIG = EngineConfig(  # the programs of the `demo_engine` fixture, so that the
 
 @pytest.fixture(scope="module")
 def modules():
-    """The benchmark's files by name, imported as they are when it runs as a script."""
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield {name.removeprefix("throughput").lstrip("_") or "main": importlib.import_module(name) for name in NAMES}
-    sys.path.remove(folder)
-    for name in NAMES:
-        del sys.modules[name]
+    """The benchmark's files by name, its own left out."""
+    with imported(*NAMES) as found:
+        yield {name.removeprefix("throughput").lstrip("_") or "main": module for name, module in found.items()}
 
 
 @pytest.fixture(scope="module")

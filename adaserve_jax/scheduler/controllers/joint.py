@@ -14,7 +14,7 @@ import numpy as np
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
-from adaserve_jax.scheduler.controllers.shapes import Reach, Shapes
+from adaserve_jax.scheduler.controllers.shapes import OUT_OF_REACH, Reach, Shapes
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
@@ -30,6 +30,7 @@ PACE_MARGIN = 0.6
 COARSE_EDGES = 12
 """Token edges that are tried with every shape; those between are tried with the best shapes only."""
 FINE_SHAPES = 3
+"""Shapes that are."""
 REACH_STEPS = 4
 """Steps for which what a shape is expected to bring is taken from the averages once computed."""
 
@@ -129,7 +130,7 @@ class JointController(Controller):
         cost = reach.nodes_for(np.sort(drafted), step_s, shapes)
         if len(plain):
             late = plain * step_s[:, :, None] > 1.0
-            cost = np.concatenate([np.where(late, reach.out_of_reach, 0), cost], axis=2)
+            cost = np.concatenate([np.where(late, OUT_OF_REACH, 0), cost], axis=2)
             cost.sort(axis=2)
         spent = np.cumsum(cost, axis=2, out=cost)
         on_pace = np.empty((*step_s.shape, chunk.shape[1]))

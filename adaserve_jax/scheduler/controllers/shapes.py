@@ -55,10 +55,6 @@ class Reach:
     nodes: np.ndarray
     grid_steps: int
 
-    @property
-    def out_of_reach(self) -> int:
-        return OUT_OF_REACH
-
     @classmethod
     def of(cls, tokens: np.ndarray) -> Reach:
         steps = int(tokens[:, -1].max() * GRID) + 2

@@ -1,0 +1,26 @@
+"""Files of benchmarks/, imported as they are when one of them runs as a script, and forgotten afterwards."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from tests.conftest import ROOT
+
+FOLDER = ROOT / "benchmarks"
+
+
+@contextmanager
+def imported(*names: str) -> Iterator[dict[str, ModuleType]]:
+    """The modules by name. Whatever of the folder they import themselves is forgotten too."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: importlib.import_module(name) for name in names}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(f"{FOLDER}/"):
+                del sys.modules[name]
