@@ -23,6 +23,7 @@ LEAST = {
     "max_prefill_tokens": 0,
     "eq8_c1": 0,
     "eq9_c2": -16,
+    "memory_limit_mib": 0,
     "seed": 0,
     "tp": 1,
     "num_processes": 1,
@@ -33,6 +34,8 @@ QUANTIZE = ("none", "int8")
 """What a model's weights can become when they are loaded."""
 ATTENTION = ("auto", "xla", "mosaic", "plain")
 """Who implements attention over pages."""
+ELASTIC = ("auto", "on", "off")
+"""Whether the draft's memory may become KV pages."""
 INFEASIBLE_SLO = ("best_effort", "refuse")
 """What becomes of a request whose target is out of reach."""
 LEAST_CONTEXT = 8
@@ -67,6 +70,9 @@ class EngineConfig:
     eq8_c1: int = 0
     eq9_c2: int = 0
     infeasible_slo: str = "best_effort"
+    elastic: str = "auto"
+    prefix_cache: bool = True
+    memory_limit_mib: int = 0
     dtype: str = "auto"
     quantize: str = "none"
     attention: str = "auto"
@@ -88,7 +94,7 @@ class EngineConfig:
             optional = name != "target" and value is None
             self._check(optional or isinstance(getattr(self, name), str), name, "a name or a path")
         self._check(isinstance(self.policy, str), "policy", "the name of a policy")
-        for name in ("deterministic", "eq8_eq9", "calibrate"):
+        for name in ("deterministic", "eq8_eq9", "prefix_cache", "calibrate"):
             self._check(isinstance(getattr(self, name), bool), name, "True or False")
         for name, least in LEAST.items():
             self._check(_is_integer(getattr(self, name), least), name, f"an integer >= {least}")
@@ -104,6 +110,7 @@ class EngineConfig:
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
         self._check(self.infeasible_slo in INFEASIBLE_SLO, "infeasible_slo", f"one of {', '.join(INFEASIBLE_SLO)}")
+        self._check(self.elastic in ELASTIC, "elastic", f"one of {', '.join(ELASTIC)}")
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
         self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
         self._check(self.attention in ATTENTION, "attention", f"one of {', '.join(ATTENTION)}")
@@ -163,6 +170,10 @@ FIELD_HELP: dict[str, str] = {
     "eq9_c2": "c2 of AdaServe's eq. 9; 0: the profile's, where there is one that has it",
     "infeasible_slo": "a target below what one request alone would get: best_effort (serve the request, and say so) or "
     "refuse (an error that names the least feasible target)",
+    "elastic": "whether the draft gives its memory to KV pages while speculation does not pay and pages are short: on, "
+    "off, or auto (on where the policy does so and the pool does not hold every request at its longest)",
+    "prefix_cache": "keep KV pages of finished requests for prompts that begin alike",
+    "memory_limit_mib": "memory that models, KV pages and workspace may take on a device, MiB; 0: what the device has",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
     "quantize": "weights of the target: none (as dtype says), or int8 with a scale per row; the draft keeps its own",
     "attention": "attention over pages: xla, mosaic (a kernel for Hopper GPUs or for TPUs), plain (the kernels' "

@@ -55,6 +55,10 @@ class OutOfPagesError(AdaServeError):
     """The page pool has fewer free pages than were asked for; nothing was taken."""
 
 
+class SwapError(AdaServeError):
+    """Draft and KV pages could not change places; what was there before is there still."""
+
+
 class IntegrityError(AdaServeError):
     """An allocator's own invariants do not hold: a bug in this package, never the caller's fault."""
 

@@ -120,7 +120,8 @@ class Request:
 
     prompt_ids: i32[tokens], not empty. seed: drawn already (never None here). choice: index among the n choices.
     tpot_slo_s / ttft_slo_s: targets in force, seconds, or None. priority: lower is sooner. arrival_s: engine clock.
-    stop_token_ids includes the model's EOS ids unless `ignore_eos`.
+    stop_token_ids includes the model's EOS ids unless `ignore_eos`. cache_salt: requests share cached KV pages
+    only with those of the same salt.
     """
 
     request_id: str
@@ -134,6 +135,7 @@ class Request:
     priority: int = 0
     slo_class: str = "default"
     stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,8 @@ class RequestMetrics:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when the request was first scheduled."""
     tpot_slo_s: float | None = None
     ttft_slo_s: float | None = None
     slo_class: str = "default"
@@ -206,6 +210,8 @@ class Limits:
     max_tree_tokens: most positions of one step whose logits are sampled (tree nodes, roots and prefill ends).
     max_context: most tokens of one request, prompt and output together. max_depth, max_width: of one beam search;
     0 when no draft is loaded. In deterministic mode token_edges has one edge, which every step runs in.
+    num_pages: of the base pool, ids below it. extension_pages: those that the draft's memory makes while it is away,
+    ids from num_pages on; 0: the draft stays.
     """
 
     max_requests: int
@@ -216,6 +222,7 @@ class Limits:
     num_pages: int
     max_depth: int
     max_width: int
+    extension_pages: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -375,7 +382,12 @@ class StepStats:
     """Running totals of the scheduler, read for metrics. All counts since start; gauges as of now.
 
     calibration_outcomes, calibration_error: by kind of rows (greedy, coupled); errors then by prediction (raw, loaded,
-    online).
+    online). pages_used, pages_total: of the base pool; extension_*: of the extension slab, 0 while there is none.
+    pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free.
+    cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there. swaps,
+    swap_s: exchanges of the draft and pages, and seconds of the step loop that they took, by kind. arms: the arm last
+    chosen, by bucket of batch sizes. arm_regret_s: seconds that the arms played are estimated to have cost beyond the
+    best ones.
     """
 
     steps: int = 0
@@ -402,6 +414,16 @@ class StepStats:
     last_depth: int = 0
     last_width: int = 0
     last_budget: int = 0
+    pages_cached: int = 0
+    extension_used: int = 0
+    extension_total: int = 0
+    draft_resident: bool = False
+    cache_queried_tokens: int = 0
+    cache_hit_tokens: int = 0
+    swaps: dict[str, int] = field(default_factory=dict)
+    swap_s: dict[str, float] = field(default_factory=dict)
+    arms: dict[str, str] = field(default_factory=dict)
+    arm_regret_s: float = 0.0
 
 
 class StopCheck(Protocol):
@@ -435,6 +457,27 @@ class Executor(Protocol):
 
     def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
         """One target forward over trees and prefill chunks; accepted KV is committed before anything else runs."""
+        ...
+
+    def expand(self) -> None:
+        """Free the draft and make the extension slab of its memory; called between steps, with the draft resident.
+        Afterwards pages up to num_pages + extension_pages are there, and no plan has a draft. Raises SwapError: the
+        slab could not be made; the draft is back, its KV empty, and the pages are as they were."""
+        ...
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        """Copy target KV of pages to other pages, i32[N] each, none of them in both; called between steps while
+        expanded. Raises SwapError: pages outside `to_pages` are as they were."""
+        ...
+
+    def contract(self) -> None:
+        """Free the extension slab, which nobody uses any more, and begin to bring the draft back; returns at once.
+        Raises SwapError: still expanded."""
+        ...
+
+    def draft_ready(self) -> bool:
+        """After `contract`: whether the draft is resident again, its KV empty. Never waits. Raises SwapError: loading
+        it failed; the next call begins anew."""
         ...
 
     def close(self) -> None: ...
