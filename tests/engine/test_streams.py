@@ -86,10 +86,10 @@ def check(engine: LocalEngine, streams: list[Stream]) -> None:
     assert engine.is_alive()
 
 
-def test_32_streams_for_10_seconds(demo_engine: LocalEngine) -> None:
+def test_32_streams_for_5_seconds(demo_engine: LocalEngine) -> None:
     """The pool holds less than 16 such requests come to need, so some are preempted and recomputed."""
     before = demo_engine.stats().scheduler.preemptions
-    check(demo_engine, run_streams(demo_engine, 10.0))
+    check(demo_engine, run_streams(demo_engine, 5.0))
     assert demo_engine.stats().scheduler.preemptions > before
 
 

@@ -22,14 +22,15 @@ from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
 
-WAYS = (1, 2, 4)
 CASES = {
-    "biases": ("biases", False, "none"), "biases_exact": ("biases", True, "none"),
-    "norms": ("norms", False, "none"), "norms_exact": ("norms", True, "none"), "norms_int8": ("norms", False, "int8"),
-    "converted": ("converted", False, "none"), "converted_int8": ("converted", False, "int8"),
-    "odd": ("odd", False, "none"), "demo_exact": ("demo", True, "none"),
+    "biases": ("biases", False, "none", (1, 4)), "biases_exact": ("biases", True, "none", (1, 2)),
+    "norms": ("norms", False, "none", (1, 2, 4)), "norms_exact": ("norms", True, "none", (1, 4)),
+    "norms_int8": ("norms", False, "int8", (1, 4)), "converted": ("converted", False, "none", (4,)),
+    "converted_int8": ("converted", False, "int8", (4,)), "odd": ("odd", False, "none", (1, 2)),
+    "demo_exact": ("demo", True, "none", (1, 4)),
 }  # fmt: skip
-"""Checkpoint, whether in the order of the deterministic mode, and type of the weights."""
+"""Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
+TEXT_WAYS = (1, 2, 4)
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ENGINE = {
     "deterministic": True, "max_requests": 4, "max_context": 96, "max_batch_tokens": 16, "max_depth": 3, "max_width": 2,
@@ -85,8 +86,8 @@ def main(folder: Path) -> None:
     convert(checkpoints["norms"], folder / "converted")
     checkpoints["converted"] = folder / "converted"
     logits, held, hlo = {}, {}, {}
-    for case, (name, canonical, quantize) in CASES.items():
-        for ways in WAYS:
+    for case, (name, canonical, quantize, numbers) in CASES.items():
+        for ways in numbers:
             model = build(checkpoints[name], canonical, ways, quantize)
             key = f"{case}-{ways}"
             logits[key] = logits_of(model)
@@ -97,7 +98,7 @@ def main(folder: Path) -> None:
     report = {
         "held": held,
         "hlo": hlo,
-        "texts": {ways: texts(ways) for ways in WAYS},
+        "texts": {ways: texts(ways) for ways in TEXT_WAYS},
         "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},
     }
     (folder / "report.json").write_text(json.dumps(report))

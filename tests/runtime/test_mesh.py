@@ -42,18 +42,19 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Mesh:
         return Mesh(dict(logits), json.loads((folder / "report.json").read_text()))
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-@pytest.mark.parametrize("case", ["biases", "biases_exact", "norms", "norms_exact", "norms_int8", "odd", "converted"])
+@pytest.mark.parametrize(
+    ("case", "ways"),
+    [("biases", 4), ("biases_exact", 2), ("norms", 2), ("norms", 4), ("norms_exact", 4), ("norms_int8", 4), ("odd", 2)],
+)
 def test_the_logits_are_those_of_one_device(mesh: Mesh, case: str, ways: int) -> None:
     one, several = mesh.logits[f"{case}-1"], mesh.logits[f"{case}-{ways}"]
     assert one.std() > 0.5
     np.testing.assert_allclose(several, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("ways", [2, 4])
-def test_deterministic_mode_gives_the_bits_of_one_device(mesh: Mesh, ways: int) -> None:
+def test_deterministic_mode_gives_the_bits_of_one_device(mesh: Mesh) -> None:
     """At sizes of real products; those of the tiny checkpoints take other paths through the CPU's libraries."""
-    np.testing.assert_array_equal(mesh.logits[f"demo_exact-{ways}"], mesh.logits["demo_exact-1"])
+    np.testing.assert_array_equal(mesh.logits["demo_exact-4"], mesh.logits["demo_exact-1"])
 
 
 def test_a_converted_checkpoint_divides_as_its_source_does(mesh: Mesh) -> None:
@@ -71,13 +72,17 @@ def test_texts_do_not_depend_on_the_number_of_devices(mesh: Mesh) -> None:
 
 def test_every_device_holds_its_share(mesh: Mesh) -> None:
     """Two key-value heads: each device of two has one of them, and of four one that another has too."""
-    for case in ("norms", "norms_exact", "norms_int8"):
-        one, two, four = (mesh.report["held"][f"{case}-{ways}"] for ways in (1, 2, 4))
-        assert two["pools"] == [one["pools"][0] // 2] * 2
-        assert four["pools"] == [one["pools"][0] // 2] * 4
-        assert len(set(two["weights"])) == len(set(four["weights"])) == 1
-        assert 0.5 <= two["weights"][0] / one["weights"][0] < 0.56  # norms, and scales of sums, are whole everywhere
-        assert 0.25 <= four["weights"][0] / one["weights"][0] < 0.35  # and key-value rows twice
+    held = mesh.report["held"]
+    for case, ways, least, most in (
+        ("norms", 2, 0.5, 0.56),  # norms, and scales of sums, are whole everywhere
+        ("norms", 4, 0.25, 0.35),  # and key-value rows twice
+        ("norms_exact", 4, 0.25, 0.35),
+        ("norms_int8", 4, 0.25, 0.35),
+    ):
+        one, several = held[f"{case}-1"], held[f"{case}-{ways}"]
+        assert several["pools"] == [one["pools"][0] // 2] * ways
+        assert len(set(several["weights"])) == 1
+        assert least <= several["weights"][0] / one["weights"][0] < most
 
 
 def test_no_program_on_a_mesh_copies_a_pool(mesh: Mesh) -> None:
