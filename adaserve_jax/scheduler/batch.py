@@ -23,7 +23,7 @@ class Batch:
 
     def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False):
         self.limits = limits
-        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
@@ -126,6 +126,15 @@ class Batch:
         row = self.running.index(state)
         del self.running[row]
         self._slots[row : len(self.running)] = self._slots[row + 1 : len(self.running) + 1]
+
+    def remap(self, remap: np.ndarray) -> None:
+        """Pages have moved: page i is page remap[i] now (i32[pages in force]). Between steps only."""
+        slots = self.slots
+        self.table.page_table[slots] = remap[self.table.page_table[slots]]  # unused entries name page 0, which stays
+
+    def forget_draft(self) -> None:
+        """The draft's KV is lost: no request has any of it. Between steps only."""
+        self.table.draft_computed[:] = 0
 
     def _preempt(self, state: RequestState) -> None:
         self.release(state)

@@ -121,11 +121,16 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with the gauges as of now."""
+        pool = self._batch.pool
+        extension_used = pool.extension_used
         return replace(
             self._stats,
             running=len(self._batch.running),
             waiting=len(self._batch.queue),
-            pages_used=self._batch.pool.num_used,
+            pages_used=pool.num_used - extension_used,
+            pages_cached=pool.num_idle,
+            extension_used=extension_used,
+            extension_total=pool.num_pages - pool.base_pages,
             preemptions=self._batch.preemptions,
             draft_resident=self._draft_is_here,
             swaps=dict(self._stats.swaps),
