@@ -15,7 +15,8 @@ from adaserve_jax.errors import ConfigError
 State = Literal["resident", "expanded", "loading"]
 """Of the draft: on the device; away, its memory being KV pages; on its way back, where neither is there."""
 Swap = Literal["expand", "contract", "reload"]
-"""What may be due: give the draft's memory to pages, take it back and begin to load the draft, ask whether it is there."""
+"""What may be due: give the draft's memory to pages; take it back and begin to load the draft; see whether it is
+there."""
 
 TAU_LOW = 0.1
 """Share of the base pages that must be spare: the paper's best."""

@@ -1,4 +1,4 @@
-"""How a swap of the draft and KV pages goes: its steps in order, on the host and on the device, and what a failure leaves.
+"""How a swap of the draft and KV pages goes: its parts in order, on host and device, and what a failure leaves.
 
 When one is due says memory/residency.py. Everything here runs between steps.
 """
