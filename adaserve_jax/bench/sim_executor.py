@@ -2,7 +2,7 @@
 
 The token at position p of a request is `token_at(seed, choice, p)`, whatever the policy; candidate trees carry it with
 a given acceptance and f's that say so honestly. With `strict` it also keeps track of every KV slot, and raises when a
-plan reads KV that was never written, writes another request's page, or breaks a limit.
+plan reads KV of other tokens than the request's own, writes a page that others hold, or breaks a limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 
 import numpy as np
 
-from adaserve_jax.bench.sim_kv import KVRecord
+from adaserve_jax.bench.sim_kv import SimKV
 from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.scheduler.cost_grid import CostGrid
@@ -24,6 +24,7 @@ from adaserve_jax.types import (
     DraftTrees,
     Limits,
     Progress,
+    Request,
     StepOutcome,
     StepPlan,
     context_load,
@@ -74,8 +75,7 @@ class SimExecutor:
         self._vocab_size = vocab_size
         self._draft_s = 0.0
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
-        self._target_kv = KVRecord(limits) if strict else None
-        self._draft_kv = KVRecord(limits) if strict else None
+        self._kv = SimKV(limits, vocab_size) if strict else None
 
     @property
     def limits(self) -> Limits:
@@ -94,8 +94,8 @@ class SimExecutor:
         draft = plan.draft
         if draft is None:
             raise IntegrityError("speculate needs a plan with a draft")
-        if self._draft_kv is not None:
-            self._draft_kv.extend(plan, draft.draft_ctx, draft.catchup_counts)
+        if self._kv is not None:
+            self._kv.extend_draft(plan)
             ends = draft.draft_ctx + draft.catchup_counts
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
@@ -124,13 +124,17 @@ class SimExecutor:
             sampling = plan.sampling
             tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
             counts[rows:] = plan.prefill_final
-        if self._target_kv is not None:
-            written = np.concatenate([counts[:rows], plan.prefill_counts])
-            self._target_kv.extend(plan, plan.ctx_len, written)
+        if self._kv is not None:
+            self._kv.extend_target(plan, tokens, counts)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s + self._overhead_s)
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
+
+    def know(self, request: Request) -> None:
+        """What the text of a request is, so that with `strict` it reads no other's KV even where it shares pages."""
+        if self._kv is not None:
+            self._kv.know(request.prompt_ids, request.seed, request.choice)
 
     def close(self) -> None:
         return None

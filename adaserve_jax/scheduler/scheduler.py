@@ -68,7 +68,9 @@ class Scheduler:
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
-        self._batch = Batch(limits, self._policy.ordering, gives_up=self._policy.gives_up)
+        self._batch = Batch(
+            limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache
+        )
         self._planner = Planner(
             self._batch,
             self._controller,
@@ -107,7 +109,7 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with the gauges as of now."""
-        pool = self._batch.pool
+        pool, prefixes = self._batch.pool, self._batch.prefixes
         extension_used = pool.extension_used
         return replace(
             self._stats,
@@ -117,6 +119,8 @@ class Scheduler:
             pages_cached=pool.num_idle,
             extension_used=extension_used,
             extension_total=pool.num_pages - pool.base_pages,
+            cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
+            cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
             preemptions=self._batch.preemptions,
             accepted_per_position=list(self._stats.accepted_per_position),
             finished=dict(self._stats.finished),

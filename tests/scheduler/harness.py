@@ -92,6 +92,10 @@ class Run:
         executor = SimExecutor(limits, costs, acceptance, clock, vocab_size=VOCAB)
         return cls(build_scheduler(EngineConfig(**config), limits, costs), executor, clock)
 
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.executor.know(request)
+
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
             assert update.request_id not in self.last, "tokens after the end"
@@ -122,7 +126,7 @@ class Run:
         waiting = list(load)
         while waiting or self.scheduler.has_work:
             while waiting and waiting[0].arrival_s <= self.clock.now():
-                self.scheduler.add(waiting.pop(0))
+                self.add(waiting.pop(0))
             if before_step is not None:
                 before_step(self.steps)
             plan, _ = self.step()
