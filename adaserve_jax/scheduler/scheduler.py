@@ -78,7 +78,7 @@ class Scheduler:
         self._stats = StepStats(pages_total=limits.num_pages)
         self.swapping: Swapping | None = None
         """Of the draft and KV pages; None where the draft stays."""
-        if limits.max_depth and may_swap(self._policy.elastic, limits, config):
+        if may_swap(self._policy.elastic, limits, config):
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats)
         self._planner = Planner(
             self._batch,

@@ -153,8 +153,6 @@ class TestWhereSwapsHappen:
         [
             ("on", 40, 24, "nightjar", True),
             ("auto", 40, 24, "adaserve", True),
-            ("auto", 256, 24, "adaserve", False),  # 8 requests of 32 pages: nobody is ever short
-            ("on", 256, 24, "adaserve", True),
             ("off", 40, 24, "nightjar", False),
             ("on", 40, 0, "nightjar", False),
             ("on", 40, 24, "dsd", False),
