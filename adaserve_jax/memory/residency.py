@@ -20,9 +20,9 @@ there."""
 
 TAU_LOW = 0.1
 """Share of the base pages that must be spare: the paper's best."""
-T_PERSIST = 32
-"""Steps that pages must be short, speculation being off: twice as long as `nightjar` keeps speculation off at least, so
-that an arm that it only tries does not send the draft away. The paper gives none."""
+T_PERSIST = 16
+"""Steps that pages must be short, speculation being off. The paper gives none; docs/architecture/scheduler.md has what was
+compared."""
 MIN_STAY = 64
 """Steps that the draft stays where it is at least: a swap there and back takes as long as some 5 to 10 steps, and the
 draft's KV has to be computed anew."""

@@ -128,7 +128,7 @@ class TestFailures:
         ({"tau_low": 0.0}, "tau_low must be a share of the base pages above 0 and below 1, got 0.0"),
         ({"tau_low": 1.0}, "got 1.0"),
         ({"persist_steps": 0}, "persist_steps and min_stay_steps must be at least 1, got 0 and 64"),
-        ({"min_stay_steps": 0}, "got 32 and 0"),
+        ({"min_stay_steps": 0}, "got 16 and 0"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(values: dict, message: str) -> None:
