@@ -141,6 +141,7 @@ def _machine(values: Any, where: str) -> Machine:
         raise ConfigError(f"machine {where}: times must be above 0, and acceptance between 0 and 1")
     if not swaps_ok:
         raise ConfigError(
-            f"machine {where}: swap_ms must have times of at least 0 for some of {', '.join(known)}, got {machine.swap_ms}"
+            f"machine {where}: swap_ms must have times of at least 0 for some of {', '.join(known)}, got "
+            f"{machine.swap_ms}"
         )
     return machine
