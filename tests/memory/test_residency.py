@@ -48,6 +48,14 @@ class TestExpand:
     def test_tau_low_is_rounded_up(self) -> None:
         assert [residency(base_pages=pages).tau_low for pages in (1, 10, 11, 100)] == [1, 1, 2, 10]
 
+    def test_where_worth_is_asked_speculation_may_be_on_and_a_no_holds_for_as_many_steps(self) -> None:
+        each, answers = residency(), iter([False, True])
+        due = [each.due(SHORT, True, lambda: next(answers)) for _ in range(8)]
+        assert due == [None] * 7 + ["expand"]
+        each = residency()
+        steps = [(SHORT, True)] * 3 + [(ENOUGH, True)] + [(SHORT, False)] * 4
+        assert [each.due(*step, lambda: True) for step in steps] == [None] * 7 + ["expand"]
+
 
 class TestContract:
     def test_when_nobody_waits_and_the_draft_and_tau_low_fit_what_is_spare(self) -> None:
