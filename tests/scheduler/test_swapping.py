@@ -115,7 +115,7 @@ def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy
 
 def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     """Plain steps take 16 ms and more."""
-    load = crowd_and_calm(2, tpot_slo_s=0.02, ttft_slo_s=None)
+    load = [replace(request, tpot_slo_s=0.02, ttft_slo_s=None) for request in random_load(2, 24, 12.0)]
     run = watched("adaserve")
     run.serve(load)
     check_texts(run, load)
