@@ -134,6 +134,7 @@ class Scheduler:
             pages_used=pool.num_used - extension_used,
             pages_cached=pool.num_idle,
             extension_used=extension_used,
+            extension_cached=pool.extension_idle,
             extension_total=pool.num_pages - pool.base_pages,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
