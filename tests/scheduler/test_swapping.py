@@ -113,6 +113,21 @@ def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy
     assert stats.draft_resident and stats.extension_total == stats.extension_used == stats.pages_used == 0
 
 
+def test_prefixes_that_requests_share_are_found_before_and_after_pages_moved() -> None:
+    """The record of KV slots knows every request's text, and would see one that finds another's pages."""
+    shared = np.arange(40, dtype=np.int32)
+    load = [
+        replace(request, prompt_ids=np.concatenate([shared[: 8 * (1 + index % 5)], request.prompt_ids[:40]]))
+        for index, request in enumerate(crowd_and_calm(3))
+    ]
+    run = watched()
+    run.serve(load)
+    check_texts(run, load)
+    stats = run.scheduler.stats
+    assert stats.swaps["contract"] >= 1 and run.executor.moved > 0
+    assert stats.cache_hit_tokens > 500
+
+
 def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     """Plain steps take 16 ms and more."""
     load = [replace(request, tpot_slo_s=0.02, ttft_slo_s=None) for request in random_load(2, 24, 12.0)]
