@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.scheduler.prefixes import Prefixes
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.slots import SlotTable
 from adaserve_jax.scheduler.state import RequestState
@@ -21,15 +22,19 @@ from adaserve_jax.types import Limits
 class Batch:
     """The running requests, in order of admission, and those that wait for a slot."""
 
-    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False):
+    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False):
+        """prefix_cache: whether pages of requests that ended are kept for those that begin alike."""
         self.limits = limits
-        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
+        self.prefixes = Prefixes(self.pool, self.table) if prefix_cache else None
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
         self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
         self.preemptions = 0
+        self.turned_away = False
+        """Whether pages alone kept the next request from running in the last plan, or took them from one that ran."""
         # every running row may need one sampled position and one token of the step
         self._capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
 
@@ -43,6 +48,7 @@ class Batch:
 
         Returns whether anything was preempted.
         """
+        self.turned_away = False
         slots, table = self.slots, self.table
         num_tokens = table.num_tokens[slots]
         # a prefill row has held the pages of all its tokens since it was admitted
@@ -54,7 +60,7 @@ class Batch:
             while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
                 self._preempt(victim)
-                preempted = True
+                preempted = self.turned_away = True
         return preempted
 
     def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
@@ -94,20 +100,36 @@ class Batch:
                 if state is None or not self._room_for(state):
                     return
             self.queue.take(state)
-            self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
-            self._slots[len(self.running)] = state.slot
-            self.running.append(state)
+            self._start(state)
+
+    def _start(self, state: RequestState) -> None:
+        """Give a request a slot and the pages of all its tokens, those that the prefix cache knows first."""
+        pages = self.pool.pages_for(state.num_tokens)
+        if self.prefixes is None:
+            self.table.bind(state, self.pool.alloc(pages))
+        else:
+            shared = self.prefixes.find(state)
+            self.pool.retain(shared)
+            self.table.bind(state, np.concatenate([shared, self.pool.alloc(pages - len(shared))]))
+            self.prefixes.start(state, shared)
+        self._slots[len(self.running)] = state.slot
+        self.running.append(state)
 
     def _room_for(self, state: RequestState) -> bool:
         while not self._fits(state):
             if not self._make_way(state):
+                self.turned_away = len(self.running) < self._capacity
                 return False
         return True
 
     def _fits(self, state: RequestState) -> bool:
-        pages = self.pool.pages_for(state.num_tokens)
-        crowded = pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free)
-        return len(self.running) < self._capacity and not crowded
+        if len(self.running) >= self._capacity:
+            return False
+        pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
+        if self.prefixes is not None and pages + len(self.running) > free:
+            # pages that others hold already cost nothing; idle ones are not free once they are taken
+            pages -= np.count_nonzero(self.pool.references(self.prefixes.find(state)))
+        return pages + len(self.running) <= free or (not self.running and pages <= free)
 
     def _make_way(self, state: RequestState) -> bool:
         """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
@@ -127,6 +149,17 @@ class Batch:
         del self.running[row]
         self._slots[row : len(self.running)] = self._slots[row + 1 : len(self.running) + 1]
 
+    def remap(self, remap: np.ndarray) -> None:
+        """Pages have moved: page i is page remap[i] now (i32[pages in force]). Between steps only."""
+        slots = self.slots
+        self.table.page_table[slots] = remap[self.table.page_table[slots]]  # unused entries name page 0, which stays
+
+    def forget_draft(self) -> None:
+        """The draft's KV is lost: no request has any of it. Between steps only."""
+        self.table.draft_computed[:] = 0
+        if self.prefixes is not None:
+            self.prefixes.forget_draft()
+
     def _preempt(self, state: RequestState) -> None:
         self.release(state)
         state.forget_kv()
@@ -136,9 +169,12 @@ class Batch:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless slots, pages and progress of all running requests agree."""
         self.pool.check_integrity()
-        held = sum(state.num_pages for state in self.running)
-        if held != self.pool.num_used:
-            raise IntegrityError(f"running requests hold {held} pages, the pool says {self.pool.num_used}")
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(self.running)
+        held = [self.table.pages(state) for state in self.running]
+        references = np.bincount(np.concatenate(held), minlength=self.pool.num_pages) if held else 0
+        if (references != self.pool.references(np.arange(self.pool.num_pages))).any():
+            raise IntegrityError("the pool counts other holders of pages than the requests that run")
         slots = [state.slot for state in self.running]
         if len(set(slots)) != len(slots) or len(slots) + self.table.num_free != self.limits.max_requests:
             raise IntegrityError("a slot is held twice or lost")

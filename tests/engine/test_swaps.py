@@ -1,0 +1,112 @@
+"""The engine's loop lets the draft and KV pages change places, and an idle engine leaves the draft resident."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.sim_executor import SimExecutor, SwapTimes, VirtualClock
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import SwapError
+from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import SLO, SamplingParams
+from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, expected, limits_of
+
+
+class Machine(SimExecutor):
+    refuses = False
+
+    def contract(self) -> None:
+        if self.refuses:
+            raise SwapError("the slab is still in use")
+        super().contract()
+
+
+@pytest.fixture
+def core() -> EngineCore:
+    """Of 12 pages and 12 more, for requests that take 12 each; its draft is hardly ever right."""
+    limits, clock = limits_of(num_pages=12, extension_pages=12), VirtualClock()
+    executor = Machine(limits, costs_of(limits), 0.02, clock, vocab_size=VOCAB, swap_times=SwapTimes(0.14, 0.01, 0.0))
+    config = EngineConfig(policy="nightjar", elastic="on", seed=1)
+    rule = SwapRule(persist_steps=3, min_stay_steps=1000)
+    scheduler = build_scheduler(config, limits, costs_of(limits), swap_rule=rule)
+    core = EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, clock=clock.now)
+    for number in range(9):
+        sampling = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
+        core.add(GenerateRequest(f"q{number}", [2, 3, 4, 5, number], sampling, SLO()), 0.0)
+    return core
+
+
+def test_steps_swap_while_requests_run_and_texts_stay_what_they_are(core: EngineCore) -> None:
+    tokens: dict[str, list[int]] = {}
+    used = []
+    while core.has_work:
+        for chunk in core.step():
+            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        used.append(core.scheduler.stats.extension_used)
+    for number in range(9):
+        sampling = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
+        request = GenerateRequest(f"q{number}", [2, 3, 4, 5, number], sampling, SLO())
+        assert tokens[f"q{number}"] == expected(request, 0, number, 48).token_ids
+    stats = core.scheduler.stats
+    assert stats.swaps == {"expand": 1, "contract": 1}, "at the last end the draft is sent for; nobody asked since"
+    assert 0 < max(used) <= 12 and used[-1] == 0
+    assert not stats.draft_resident
+    core.settle()
+    assert core.scheduler.stats.draft_resident
+
+
+def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
+    while core.scheduler.stats.draft_resident:
+        core.step()
+    for number in range(9):
+        core.abort(f"q{number}")
+    core.executor.refuses = True
+    with pytest.raises(SwapError, match="could not be given up; try again later"):
+        core.settle()
+    core.executor.refuses = False
+    core.settle()
+    assert core.scheduler.stats.draft_resident
+
+
+@pytest.mark.slow
+def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without() -> None:
+    def texts(elastic: str) -> tuple[dict[str, list[int]], EngineStats, bool]:
+        config = EngineConfig(
+            policy="nightjar", elastic=elastic, max_requests=8, max_context=256, page_size=16, num_pages=40,
+            max_depth=3, max_width=1, max_batch_tokens=64, max_tree_tokens=32, deterministic=True,
+        )  # fmt: skip
+        engine, found, ended = LocalEngine(config), defaultdict(list), threading.Semaphore(0)
+
+        def sink(chunk: OutputChunk) -> None:
+            found[chunk.request_id].extend(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                ended.release()
+
+        rng = np.random.default_rng(0)
+        engine.start()
+        try:
+            for number in range(24):
+                sampling = SamplingParams(max_tokens=int(rng.integers(20, 70)), seed=number, ignore_eos=True)
+                prompt = rng.integers(5, 900, int(rng.integers(10, 80))).tolist()
+                engine.submit(GenerateRequest(f"q{number}", prompt, sampling, SLO()), sink)
+            for _ in range(24):
+                assert ended.acquire(timeout=120)
+            stats = engine.stats()
+            engine.set_policy("ar")  # an idle engine that changes its policy has its draft
+            return found, stats, engine.stats().draft_resident
+        finally:
+            engine.close()
+
+    plain, _, _ = texts("off")
+    swapped, stats, resident = texts("on")
+    assert swapped == plain
+    assert stats.scheduler.swaps["expand"] >= 1 and stats.compiles_after_ready == 0
+    assert resident
