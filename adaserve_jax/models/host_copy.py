@@ -22,7 +22,7 @@ class HostCopy:
 
     def __init__(self, params: Params):
         (self._device,) = next(iter(params.values())).devices()
-        self._on_cpu = self._device.platform == "cpu"
+        self._pinned = has_own_memory(self._device)
         self._held = {name: self._to_host(weight) for name, weight in params.items()}
 
     @property
@@ -34,7 +34,7 @@ class HostCopy:
         return {name: self._to_device(held) for name, held in self._held.items()}
 
     def _to_host(self, weight: jax.Array) -> np.ndarray | jax.Array:
-        if self._on_cpu:
+        if not self._pinned:
             return np.array(weight)
         return jax.device_put(weight, SingleDeviceSharding(self._device, memory_kind="pinned_host"))
 
@@ -44,3 +44,8 @@ class HostCopy:
         buffer = aligned_buffer(held.shape, held.dtype)
         np.copyto(buffer, held)
         return jax.device_put(buffer, self._device)
+
+
+def has_own_memory(device: jax.Device) -> bool:
+    """Whether a device's memory is another than the host's."""
+    return device.platform != "cpu"

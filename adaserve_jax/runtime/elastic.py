@@ -105,12 +105,16 @@ class Elastic:
                 moved = self._copy_pages(base, extension, from_ids, to_ids)
         except DEVICE_ERRORS as error:
             if any(pool.is_deleted() for pool in jax.tree.leaves(base)):
-                raise EngineDeadError(f"the KV cache was lost while pages moved: {error}; restart the engine") from error
-            raise SwapError(f"{len(to_pages)} KV pages could not be copied: {error}; they are where they were") from error
+                raise EngineDeadError(
+                    f"the KV cache was lost while pages moved: {error}; restart the engine"
+                ) from error
+            raise SwapError(
+                f"{len(to_pages)} KV pages could not be copied: {error}; they are where they were"
+            ) from error
         self._target.pools = moved._replace(extension=extension)
 
     def contract(self) -> None:
-        """`types.Executor.contract`. Never fails: the loader does all that could, and `draft_ready` says how it went."""
+        """`types.Executor.contract`. Never fails: the loader does what could, and `draft_ready` says how it went."""
         pools = self._target.pools
         assert pools.extension is not None
         self._target.pools, self._returned = pools._replace(extension=None), pools.extension

@@ -165,9 +165,7 @@ class ModelExecutor:
             hosts.leave()
 
 
-def load_executor(
-    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False
-) -> ModelExecutor:
+def load_executor(config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
 
     swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto". Raises

@@ -118,7 +118,15 @@ class ModelPrograms:
             new_v.append(v.transpose(2, 0, 1))
             q = self.partition.with_copies(q, k.shape[0])
             mixed = paged_tree_attention(
-                q, k, v, pools.keys, pools.values, layer, tokens, self.config.window_of(layer), implementation=self.attention
+                q,
+                k,
+                v,
+                pools.keys,
+                pools.values,
+                layer,
+                tokens,
+                self.config.window_of(layer),
+                implementation=self.attention,
             )
             return self.partition.without_copies(mixed, k.shape[0])
 

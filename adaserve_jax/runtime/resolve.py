@@ -37,9 +37,7 @@ class Resolved:
     attention: Implementation
 
 
-def resolve(
-    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False
-) -> Resolved:
+def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False) -> Resolved:
     """swaps: whether the policy has the draft give its memory to pages. Raises ConfigError when the parts do not fit
     each other; the message says which to change."""
     device = jax.local_devices()[0]

@@ -132,7 +132,7 @@ def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterat
             return partial(executor.verify, *_verify_step(limits, bucket, context))
 
         yield _Job(verify, into.verify, (bucket.tokens, bucket.rows))
-    if drafter is None:
+    if drafter is None or (executor.elastic is not None and not executor.elastic.resident):
         return
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))

@@ -1,4 +1,4 @@
-"""Draft and KV pages change places on the device: the same tokens, nothing compiled, and every failure leaves what was."""
+"""Draft and KV pages change places on the device: the same tokens, nothing compiled, and failures leave what was."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import EngineDeadError, IntegrityError, SwapError
+from adaserve_jax.runtime.compiling import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.programs import Pools
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
 from tests.hlo import copies_of
 
@@ -27,12 +32,24 @@ SMALL = {
 EXACT = {**SMALL, "deterministic": True, "row_edges": (), "token_edges": (), "max_batch_tokens": 32}
 
 
-@pytest.fixture(scope="module", params=[SMALL, EXACT], ids=["blocks", "deterministic"])
-def executor(request: pytest.FixtureRequest) -> Iterator[ModelExecutor]:
-    executor = load_executor(EngineConfig(**request.param))
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ModelExecutor]:
+    executor = load_executor(EngineConfig(**SMALL))
     executor.warm_up()
     yield executor
     assert executor.compiles_after_ready == 0
+    executor.close()
+
+
+@pytest.fixture
+def exact() -> Iterator[ModelExecutor]:
+    """In deterministic mode. Closed in the middle of a swap."""
+    executor = load_executor(EngineConfig(**EXACT))
+    executor.compile()
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.expand()
+    executor.contract()
     executor.close()
 
 
@@ -187,6 +204,12 @@ def test_swaps_change_no_token(executor: ModelExecutor) -> None:
     assert drafted_to_the_end(texts) == expected
 
 
+def test_swaps_change_no_token_in_deterministic_mode(exact: ModelExecutor) -> None:
+    test_swaps_change_no_token(exact)
+    for program in exact.target.compiled.values():
+        assert copies_of(program.as_text(), exact.target.pools.k.shape) == []
+
+
 def test_steps_go_on_while_the_draft_loads(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     elastic, may_load = swaps_of(executor), threading.Event()
     load = elastic._load_weights
@@ -229,7 +252,7 @@ def test_pages_that_cannot_be_copied_stay_where_they_are(
     moves = extended(texts)
     with monkeypatch.context() as patch:
         patch.setattr(elastic, "_copy_pages", failing)
-        with pytest.raises(SwapError, match="3 KV pages could not be copied: .*injected; they are where they were"):
+        with pytest.raises(SwapError, match=r"3 KV pages could not be copied: .*injected; they are where they were"):
             moved(texts, moves)
     texts.decode(draft=False)
     with pytest.raises(ValueError, match=f"must move to pages below {BASE_PAGES}, got"):
@@ -243,6 +266,24 @@ def test_pages_that_cannot_be_copied_stay_where_they_are(
     assert drafted_to_the_end(texts) == plain(executor)
 
 
+def test_pools_lost_in_a_copy_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy writes in place; where it was begun and failed, there is nothing to go back to."""
+    base, extension = (Pools(jnp.ones((1, pages, 1, 8, 4)), jnp.ones((1, pages, 1, 8, 4))) for pages in (3, 2))
+    target: Any = SimpleNamespace(pools=base._replace(extension=extension))
+    counter = CompileCounter()
+    elastic = Elastic(target, SimpleNamespace(params={"norm": jnp.ones(3)}), 2, counter)  # type: ignore[arg-type]
+
+    def lost(base: Pools, *_: object) -> None:
+        base.k.delete()
+        failing()
+
+    monkeypatch.setattr(elastic, "_copy_pages", lost)
+    with pytest.raises(EngineDeadError, match=r"the KV cache was lost while pages moved: .*injected; restart"):
+        elastic.move_pages(np.array([3]), np.array([0]))
+    elastic.close()
+    counter.close()
+
+
 @pytest.mark.parametrize("step", ["_free_extension", "_load_weights", "_new_draft_pools"])
 def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch, step: str
@@ -252,7 +293,7 @@ def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     with monkeypatch.context() as patch:
         patch.setattr(elastic, step, failing)
         executor.contract()
-        with pytest.raises(SwapError, match="the draft could not be loaded: .*injected; it is tried again"):
+        with pytest.raises(SwapError, match=r"the draft could not be loaded: .*injected; it is tried again"):
             elastic.wait()
         texts.decode(draft=False)
         assert not executor.draft_ready()
@@ -279,8 +320,8 @@ def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecut
     executor.contract()
     elastic.wait()
     assert live_bytes() == before
-    host = {name: held for name, held in elastic._host_copy._held.items()}
-    assert all(np.shares_memory(np.asarray(draft.params[name]), held) is False for name, held in host.items())
+    for name, held in elastic._host_copy._held.items():
+        assert not np.shares_memory(np.asarray(draft.params[name]), np.asarray(held))
 
 
 def size(arrays: object) -> int:
