@@ -129,7 +129,7 @@ def test_what_programs_take_is_checked_once_they_are_compiled(
     demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights and pages take 24.5 MiB; with the programs, which are those of the fixture, they do not fit 27."""
-    monkeypatch.setattr(executor_module, "compile_all", lambda *_: demo_engine.executor.target.compiled)
+    monkeypatch.setattr(executor_module, "compile_all", lambda *_: dict(demo_engine.executor.target.compiled))
     config = replace(SMALL, memory_limit_mib=27)
     executor = load_executor(config)
     try:
@@ -191,9 +191,9 @@ def test_auto_sizing_takes_what_weights_and_reserve_leave() -> None:
     assert pages < resolve(EngineConfig(), TARGET, DRAFT).limits.num_pages
     resolved.check_memory()
     # Never less than one request needs: then it is refused.
-    tight = resolve(replace(config, memory_limit_mib=32), TARGET, DRAFT)
-    assert tight.limits.num_pages == tight.limits.max_pages_per_request
-    with pytest.raises(ConfigError, match=r"num_pages at most \d+ and max_context at most \d+"):
+    tight = resolve(replace(config, memory_limit_mib=24), TARGET, DRAFT)
+    assert tight.limits.num_pages == tight.limits.max_pages_per_request == 16
+    with pytest.raises(ConfigError, match=r"target KV pages 5\.0 MiB \(16\), .* memory_limit_mib at least \d+$"):
         tight.check_memory()
 
 
