@@ -79,10 +79,10 @@ def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
 
 
 def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
-    """With other models. What programs with int8 weights take is not known: no less than the reserve is counted."""
+    """With other models. What their programs take is not known: as much more as their reserve is larger."""
     workspace = ledger.workspace
-    if workspace is not None and sizes.target_weights != ledger.sizes.target_weights:
-        workspace = Workspace(max(workspace.bytes, sizes.reserve))
+    if workspace is not None:
+        workspace = Workspace(workspace.bytes + max(0, sizes.reserve - ledger.sizes.reserve))
     extension = ledger.extension_pages if sizes.draft_weights else 0
     return replace(ledger, sizes=sizes, extension_pages=extension, workspace=workspace)
 

@@ -119,7 +119,7 @@ def test_every_change_that_is_named_is_enough(
         changed = ledger
         if "quantize int8" in change:
             assert changed.sizes.int8 is not None
-            known = None if workspace is None else Workspace(max(workspace, quantized.reserve))
+            known = None if workspace is None else Workspace(workspace + quantized.reserve - ledger.sizes.reserve)
             changed = replace(changed, sizes=changed.sizes.int8, workspace=known)
         if "draft none" in change:
             changed = replace(changed, sizes=changed.sizes.without_draft(), extension_pages=0)
