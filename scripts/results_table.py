@@ -1,8 +1,8 @@
 """Writes the measured tables of docs/results.md, between its markers, from committed results; no number is typed.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
-device-*.json: of device.py; validation-*, sweeps-* and calibration-*.json: of policy_validation.py, policy_sweeps.py
-(its verdict.json) and calibration.py. Imports no jax.
+device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
+policy_sweeps.py (its verdict.json), calibration.py and off_path.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ LOADS = (
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
-POLICY_PARTS = {"validation": validation_tables, "sweeps": sweeps_table, "calibration": calibration_table}
+OFF = (
+    "| requests at once | pairs | with the draft loaded, tokens/s | without one | times | times, decoding only |\n"
+    "|---|---|---|---|---|---|"
+)
 AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
 
 
@@ -187,6 +190,44 @@ def device_tables(result: dict[str, Any]) -> str:
     where = f"{result['machine']}; {result['device']}; {ceilings['dtype']}: {rates}"
     parts.append(f"{where}; jax {result['jax_version']}. Commit {result['commit'][:12]}.")
     return "\n\n".join(parts)
+
+
+def off_path_table(result: dict[str, Any]) -> str:
+    """One run of benchmarks/off_path.py."""
+    plan, config = result["plan"], result["config"]
+    words = ["python", "benchmarks/off_path.py", "--out", "off_path.json"]
+    words += ["--requests", ",".join(map(str, plan["requests"])), "--new-tokens", str(plan["new_tokens"])]
+    words += ["--precision", f"{plan['precision']:g}", "--minutes", f"{plan['seconds'] / 60:g}"]
+    rows = []
+    for point in result["points"]:
+        rates = [number(median(point[side]), 1) for side in ("with_draft_tps", "without_tps")]
+        ratios = [
+            f"{each['median']:.3f} ({each['low']:.3f} to {each['high']:.3f})"
+            for each in (point["ratio"], point["decode_ratio"])
+        ]
+        rows.append(line(str(point["requests"]), str(point["pairs"]), *rates, *ratios))
+    others = max((each["others_share"] for each in result["points"] if each["others_share"] is not None), default=None)
+    shared = "" if others is None else f" Other processes took up to {others:.0%} of the cores' time in a call."
+    sizes = [
+        f"{result[name]} ({result[f'{name}_params'] / 1e6:.1f}M parameters)"
+        if result[f"{name}_params"]
+        else result[name]
+        for name in ("target", "draft")
+    ]
+    low, high = result["prompt_tokens"]
+    about = (
+        f"Target {sizes[0]}, draft {sizes[1]}, {config['dtype']}; policy `{config['policy']}` in both engines, prompts "
+        f"of {low} to {high} tokens, {plan['new_tokens']} new tokens each, at most {config['max_requests']} requests "
+        f"at once; medians over pairs, in brackets the 95 % bootstrap interval. jax {result['jax_version']} on "
+        f"{result['device']}: {result['machine']}. Commit {result['commit'][:12]}.{shared}"
+    )
+    return "\n\n".join([f"Measured with `{shlex.join(words)}`:", "\n".join([OFF, *rows]), about])
+
+
+POLICY_PARTS = {
+    "validation": validation_tables, "sweeps": sweeps_table, "calibration": calibration_table,
+    "off-path": off_path_table,
+}  # fmt: skip
 
 
 def between(page: str, name: str, parts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.traces import load_trace
+from adaserve_jax.cli.memory import show_ledger, write_ledger
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
@@ -26,7 +27,10 @@ UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibra
 @takes("config", EngineConfig, FIELD_HELP, without=UNUSED)
 def profile(
     config: EngineConfig,
-    out: Annotated[Path, typer.Option(help="JSON file to write")],
+    out: Annotated[Path | None, typer.Option(help="JSON file to write; none: only with --memory")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="show what weights, KV pages and programs take, and measure nothing")
+    ] = False,
     name: Annotated[str, typer.Option(help="what a simulation calls this machine; none: the target's folder")] = "",
     check_seconds: Annotated[
         float, typer.Option(help="seconds of a mixed load that predictions are held against; 0: none")
@@ -41,6 +45,12 @@ def profile(
     plot: Annotated[Path | None, typer.Option(help="image of the roofline to write too, .png or .svg")] = None,
 ) -> None:
     """Measure draft and verify times at every size, depth and context; propose budgets. File: docs/profile.md."""
+    if memory:
+        if search or trace or plot is not None:
+            raise ConfigError("--memory measures nothing; leave out --search, --trace and --plot")
+        return _show_memory(config, out)
+    if out is None:
+        raise ConfigError("--out must name the JSON file to write; only --memory does without")
     if check_seconds < 0 or not 0 <= acceptance < 1:
         raise ConfigError("--check-seconds must not be below 0, and --acceptance must be from 0 to below 1")
     if search and (config.draft is None or not (check_seconds or acceptance)):
@@ -65,6 +75,19 @@ def profile(
         plot_profile(measured, plot)
     written = ", ".join(str(path) for path in (out, plot) if path is not None)
     notes().print(f"written: {written}", style="dim", highlight=False, soft_wrap=True)
+
+
+def _show_memory(config: EngineConfig, out: Path | None) -> None:
+    """Raises ConfigError after showing a ledger that does not fit."""
+    with progress_bar() as progress:
+        from adaserve_jax.runtime.planned import plan_memory  # imports jax
+
+        resolved, workspace = plan_memory(config, progress)
+    ledger = resolved.ledger(workspace)
+    show_ledger(ledger)
+    if out is not None:
+        write_ledger(out, ledger)
+    resolved.check_memory(workspace)
 
 
 def _print(measured: Profile) -> None:

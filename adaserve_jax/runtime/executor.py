@@ -13,9 +13,12 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError, IntegrityError
+from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import hosts
@@ -28,6 +31,7 @@ from adaserve_jax.runtime.compiling import (
 )
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
+from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, pack_verify
@@ -58,6 +62,7 @@ class ModelExecutor:
         self.chances = chances
         self._followers = followers
         self._profile = profile
+        self._workspace: Workspace | None = None
         self._counter = CompileCounter()
         self.elastic: Elastic | None = None
         """What swaps, where the draft's memory may become pages."""
@@ -87,14 +92,22 @@ class ModelExecutor:
             rehearse_swap(self, self.elastic, progress)
         return samples
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the engine takes of the first device's memory, and of the host's; with the workspace once compiled."""
+        return self.resolved.ledger(self._workspace)
+
     def compile(self, progress: Progress | None = None) -> None:
-        """Compile every program; the first half of `warm_up`."""
+        """Compile every program; the first half of `warm_up`. Raises ConfigError when the programs need more memory
+        than there is."""
         declared = declare_target(self.target, self.limits)
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
         if self.elastic is not None:
             declared += self.elastic.declare()
         compiled = compile_all(declared, progress)
+        self._workspace = workspace_of(compiled)
+        self.resolved.check_memory(self._workspace)
         self.target.compiled = compiled
         if self.local_drafter is not None:
             self.local_drafter.model.compiled = compiled
@@ -168,8 +181,8 @@ class ModelExecutor:
 def load_executor(config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
 
-    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto". Raises
-    CheckpointError, ConfigError.
+    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto".
+    Raises CheckpointError, ConfigError; where weights and pages need more memory than there is, before one is read.
     """
     if config.process_id:
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
@@ -190,8 +203,9 @@ def _load(
     config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None, swaps: bool
 ) -> ModelExecutor:
     pair = find_pair(config)
-    chances = _find_chances(config, pair)
+    chances = find_chances(config, pair)
     resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
+    resolved.check_memory()
     if followers is not None:
         followers.tell(resolved.config)
     profile = None
@@ -200,7 +214,7 @@ def _load(
         profile.check(identify(resolved, pair.target_folder, pair.draft_folder), config.profile)
         resolved = replace(resolved, config=_with_offsets(resolved.config, profile))
     target = load_target(pair, resolved, progress, None if followers is None else followers.announce)
-    drafter = _load_drafter(pair, resolved, chances, progress)
+    drafter = load_drafter(pair, resolved, chances, progress)
     return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile)
 
 
@@ -238,9 +252,11 @@ def find_pair(config: EngineConfig) -> Pair:
 
 
 def load_target(
-    pair: Pair, resolved: Resolved, progress: Progress | None, announce: Callable[[PackedStep], None] | None = None
-) -> DeviceModel:
-    """The target on its devices; in each of several processes, the part that lies on its own."""
+    pair: Pair, resolved: Resolved, progress: Progress | None, announce: Callable[[PackedStep], None] | None = None,
+    read: Callable[..., Params] = load_params,
+) -> DeviceModel:  # fmt: skip
+    """The target on its devices; in each of several processes, the part that lies on its own. read: called as
+    `load_params` is."""
     partition, limits = resolved.placement.partition, resolved.limits
     programs = ModelPrograms(
         partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition,
@@ -249,7 +265,7 @@ def load_target(
     return DeviceModel(
         "target",
         pair.target,
-        load_params(
+        read(
             pair.target_folder,
             pair.target,
             resolved.dtype,
@@ -272,28 +288,30 @@ def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
     return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
 
 
-def _load_drafter(
-    pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None
-) -> LocalDrafter | None:
+def load_drafter(
+    pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
+    read: Callable[..., Params] = load_params, placement: Placement | None = None,
+) -> LocalDrafter | None:  # fmt: skip
     """The draft on the first device, wherever the target lies: it is small, and exchanges would cost more than they
-    save."""
+    save. read: called as `load_params` is; placement: None for that device."""
     if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
     model = DeviceModel(
         "draft",
         pair.draft,
-        load_params(pair.draft_folder, pair.draft, resolved.dtype, progress),
+        read(pair.draft_folder, pair.draft, resolved.dtype, progress, placement),
         ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention),
         resolved.catchup_buckets,
         num_pages=limits.num_pages,
         page_size=limits.page_size,
         dtype=resolved.dtype,
+        placement=placement,
     )
     return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)
 
 
-def _find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
+def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
     """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
     pair. Raises CheckpointError: the file is not a table. ConfigError: it could not be written."""
     if pair.draft_folder is None:

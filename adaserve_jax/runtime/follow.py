@@ -9,6 +9,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime import hosts
 from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
 from adaserve_jax.runtime.executor import declare_target, find_pair, load_target
+from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.resolve import resolve
 from adaserve_jax.types import Progress
 
@@ -26,9 +27,11 @@ def follow(config: EngineConfig, progress: Progress | None = None) -> int:
     try:
         hosts.join(config)
         pair = find_pair(config)
-        resolved = resolve(leader.config(), pair.target, pair.draft)
+        resolved = resolve(leader.config(), pair.target, pair.draft).without_draft()
+        resolved.check_memory()
         target = load_target(pair, resolved, progress)
         target.compiled = compile_all(declare_target(target, resolved.limits), progress)
+        resolved.check_memory(workspace_of(target.compiled))
         while (step := leader.next_step()) is not None:
             target.run(step)
             steps += 1

@@ -9,23 +9,25 @@ import jax.numpy as jnp
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.advice import Shape, check_fits
+from adaserve_jax.memory.ledger import Ledger, MemoryLimit, Sizes, Workspace
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, check_supported
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.extension import extension_pages
+from adaserve_jax.runtime.footprint import memory_limit, sizes_of
 from adaserve_jax.types import Limits
 
 CPU_KV_BYTES = 2 << 30  # most memory that auto sizing gives to KV pages on a CPU
-DEVICE_KV_SHARE = 0.5  # share of a GPU's or TPU's memory that auto sizing gives to KV pages
 TPU_LANES = 128  # XLA lays out arrays whose last axis is a multiple of this in the order of their axes
 
 
 @dataclass(frozen=True)
 class Resolved:
     """A configuration without "auto", and the buckets and limits that follow from it. placement: of the target;
-    attention: who implements it, in both models."""
+    attention: who implements it, in both models. sizes, memory: what the ledger is made of."""
 
     config: EngineConfig
     limits: Limits
@@ -35,6 +37,22 @@ class Resolved:
     dtype: jnp.dtype
     placement: Placement
     attention: Implementation
+    sizes: Sizes
+    memory: MemoryLimit
+
+    def ledger(self, workspace: Workspace | None = None) -> Ledger:
+        """What all of it takes. workspace: what the compiled programs take; None: not known yet."""
+        limits = self.limits
+        return Ledger(self.sizes, self.memory, limits.num_pages, limits.extension_pages, workspace)
+
+    def check_memory(self, workspace: Workspace | None = None) -> None:
+        """Raises ConfigError, with what to change, unless the ledger fits the limit."""
+        limits = self.limits
+        check_fits(self.ledger(workspace), Shape(limits.page_size, limits.max_context, limits.max_requests))
+
+    def without_draft(self) -> Resolved:
+        """As another process than the first has it."""
+        return replace(self, sizes=self.sizes.without_draft())
 
 
 def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False) -> Resolved:
@@ -63,7 +81,10 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         )
     dtype = jnp.dtype(jnp.float32 if config.dtype == "f32" else jnp.bfloat16)
     placement = _placement(config, target)
-    pages = config.num_pages or _auto_pages(config, target, draft, dtype, placement)
+    verify = BucketSet(edges, rows, edges[-1] if config.deterministic else max_tree)
+    memory = memory_limit(config)
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory)
+    pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
@@ -73,18 +94,19 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
     attention = choose_attention(
         config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
     )
-    limits = replace(limits, extension_pages=extension_pages(config, limits, target, draft, dtype, attention, swaps))
-    sampled = edges[-1] if config.deterministic else max_tree
+    limits = replace(limits, extension_pages=extension_pages(config, limits, sizes, attention, swaps))
     catchup = _catchup_edges(edges)
     return Resolved(
         config=config,
         limits=limits,
-        verify_buckets=BucketSet(edges, rows, sampled),
+        verify_buckets=verify,
         catchup_buckets=BucketSet(catchup, rows, None),
         search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
         dtype=dtype,
         placement=placement,
         attention=attention,
+        sizes=sizes,
+        memory=memory,
     )
 
 
@@ -173,19 +195,12 @@ def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
     return Placement.over(tuple(devices[: config.tp]), Partition.of(target, config.tp, exact=config.deterministic))
 
 
-def _auto_pages(
-    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement
-) -> int:
-    """Pages for every request at full length, capped by the memory of the first device, which holds the draft's too.
-    CPU devices share one memory."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    available = stats.get("bytes_limit")
-    partition = placement.partition
-    of_target = partition.local(target) if available else partition.whole(target)
-    models = [of_target] if draft is None else [of_target, draft]
-    page_bytes = sum(2 * m.num_layers * m.kv_size * config.page_size * dtype.itemsize for m in models)
-    wanted = config.max_requests * -(-config.max_context // config.page_size)
-    cap = int(available * DEVICE_KV_SHARE) if available else CPU_KV_BYTES
+def _auto_pages(config: EngineConfig, sizes: Sizes, memory: MemoryLimit, on_cpu: bool) -> int:
+    """Pages for every request at full length, as far as the memory goes that weights and the reserve for the workspace
+    leave; on a CPU, which has other work, within CPU_KV_BYTES. Never less than one request needs: what does not fit
+    then is refused."""
     least = -(-config.max_context // config.page_size)
-    return max(least, min(wanted, cap // page_bytes))
+    most = sizes.pages_within(memory)
+    if on_cpu:
+        most = min(most, CPU_KV_BYTES // sizes.page)
+    return max(least, min(config.max_requests * least, most))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.controllers.fixed import FixedController
 from adaserve_jax.scheduler.controllers.joint import JointController
 from adaserve_jax.scheduler.policies import POLICIES, Parts, Policy, closed_form
 
@@ -25,6 +26,10 @@ def _budget_by_cost(parts: Parts) -> Controller:
 
 def _slack_sized_prefill(parts: Parts) -> Controller:
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective, admits_by_pace=False)
+
+
+def _off(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 0)
 
 
 _EQUAL = Policy(
@@ -50,6 +55,7 @@ ABLATIONS: dict[str, Policy] = {
     "ladder-prefill": _PREFILL,
     "order-slowest": replace(_ADAPTED, about="`adaserve`, but the slowest first", slo_order="slowest-first"),
     "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
+    "off": replace(_ADAPTED, about="`adaserve`, but speculation is off, with the draft loaded", controller=_off),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
 """Each adds one part to the one before; `adaserve` adds admission by pace, the order by deadline and, where the draft's

@@ -185,6 +185,8 @@ class Planner:
     def _plan_draft(self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]) -> DraftPlan | None:
         """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
         with half of what is left when prompts wait too; then the prefill chunks."""
+        if not (decision.depth or decision.feed_draft):
+            return None
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)
         speculates = np.zeros(num_decode, bool)

@@ -17,6 +17,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models import converted
 from adaserve_jax.models.convert import convert
 from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.runtime.footprint import page_bytes, weight_bytes
 from adaserve_jax.runtime.model import DeviceModel
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
@@ -55,6 +56,16 @@ def bytes_by_device(arrays: dict[str, jax.Array] | tuple[jax.Array, ...]) -> lis
     return [held[device] for device in sorted(held)]
 
 
+def ledger_bytes(model: DeviceModel, quantize: str) -> dict[str, int]:
+    """What the ledger says of one device."""
+    partition, dtype = model.programs.partition, model.pools.k.dtype
+    page = page_bytes(model.programs.config, model.pools.page_size, dtype)
+    return {
+        "weights": weight_bytes(model.whole, dtype, quantize, partition),
+        "pools": model.pools.num_pages * page,
+    }
+
+
 def texts(ways: int) -> list[list[int]]:
     params = [
         SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True)
@@ -85,18 +96,20 @@ def main(folder: Path) -> None:
     converted.CHUNK_BYTES = 2048  # shards begin and end inside chunks
     convert(checkpoints["norms"], folder / "converted")
     checkpoints["converted"] = folder / "converted"
-    logits, held, hlo = {}, {}, {}
+    logits, held, ledger, hlo = {}, {}, {}, {}
     for case, (name, canonical, quantize, numbers) in CASES.items():
         for ways in numbers:
             model = build(checkpoints[name], canonical, ways, quantize)
             key = f"{case}-{ways}"
             logits[key] = logits_of(model)
             held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}
+            ledger[key] = ledger_bytes(model, quantize)
             hlo[key] = [program.as_text() for program in model.compiled.values()] if case == "norms" else []
             model.close()
     np.savez(folder / "logits.npz", **logits)
     report = {
         "held": held,
+        "ledger": ledger,
         "hlo": hlo,
         "texts": {ways: texts(ways) for ways in TEXT_WAYS},
         "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},

@@ -85,6 +85,13 @@ def test_every_device_holds_its_share(mesh: Mesh) -> None:
         assert least <= several["weights"][0] / one["weights"][0] < most
 
 
+def test_the_ledger_knows_the_share_of_every_device(mesh: Mesh) -> None:
+    """To the byte, in f32 and int8, in both orders of the sums."""
+    for key, held in mesh.report["held"].items():
+        ways = int(key.rpartition("-")[2])
+        assert {name: [size] * ways for name, size in mesh.report["ledger"][key].items()} == held, key
+
+
 def test_no_program_on_a_mesh_copies_a_pool(mesh: Mesh) -> None:
     held = mesh.report["held"]
     for ways, heads in ((1, 2), (2, 1), (4, 1)):

@@ -1,0 +1,90 @@
+"""`adaserve profile --memory`: tables in both layouts, JSON, and a refusal after what it shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adaserve_jax.cli import app
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.memory.ledger import Workspace
+from adaserve_jax.runtime import planned
+from adaserve_jax.runtime.resolve import Resolved, resolve
+from tests.runtime.test_resolve import DRAFT, TARGET
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", "profile", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+@pytest.fixture
+def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that take 3 MiB, and an extension of 20 pages where there is a draft."""
+
+    def plan_memory(config: EngineConfig, progress: Any) -> tuple[Resolved, Workspace]:
+        resolved = resolve(config, TARGET, None if config.draft is None else DRAFT)
+        extension = 0 if config.draft is None else 20
+        return replace(resolved, limits=replace(resolved.limits, extension_pages=extension)), Workspace(3 << 20)
+
+    monkeypatch.setattr(planned, "plan_memory", plan_memory)
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_the_ledger_is_shown_and_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A page of the target takes 5 x 2 x 2 x 64 x 64 x 4 bytes, 0.3 MiB; the draft's weights 2.4 MiB."""
+    path = tmp_path / "ledger.json"
+    assert run(monkeypatch, "--memory", "--num-pages", "64", "--out", str(path)) == 0
+    resident, away = capsys.readouterr().out.split("draft away, pages in its place")
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in away.splitlines() if "│" in line]
+    assert ["target KV pages", "20.0", ""] in [row[:3] for row in rows]
+    assert ["extension pages", "6.2", ""] in [row[:3] for row in rows]
+    assert ["draft weights (away)", "", "2.4"] in [row[:3] for row in rows]
+    assert ["workspace", "3.0", ""] in [row[:3] for row in rows]
+    assert "draft resident" in resident and "draft KV pages" in resident and "extension" not in resident
+    assert "copies on the host count too" in away
+
+    written = json.loads(path.read_text())
+    assert (written["kind"], written["fits"], written["target_page_bytes"]) == ("adaserve ledger", True, 327680)
+    parts = {part["name"]: part for part in written["layouts"]["draft away, pages in its place"]}
+    assert parts["extension pages"] == {"name": "extension pages", "device_bytes": 20 * 327680, "host_bytes": 0}
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_what_does_not_fit_is_shown_and_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--draft", "none", "--num-pages", "64", "--memory-limit-mib", "32"]
+    assert run(monkeypatch, "--memory", *options) == 2
+    out, err = capsys.readouterr()
+    assert "without a draft" in out and "122.1%" in out  # 16.1 + 20 + 3 of 32
+    assert err.count("\n") == 1 and "the engine takes 39.1 MiB of memory, but the limit is 32.0 MiB" in err
+    assert "num_pages at most 41; memory_limit_mib at least 40" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--out must name the JSON file to write; only --memory does without"),
+        (["--memory", "--search"], "--memory measures nothing; leave out --search, --trace and --plot"),
+        (
+            ["--memory", "--num-processes", "2", "--coordinator", "host:1"],
+            "memory is planned for one process, got num_processes 2; leave it out",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and message in err

@@ -1,0 +1,213 @@
+"""The ledger of real models: to the byte what the arrays take, refused where it does not fit, and advice that works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.llm import LLM
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.ledger import MIB
+from adaserve_jax.runtime import executor as executor_module
+from adaserve_jax.runtime import footprint
+from adaserve_jax.runtime.executor import load_executor
+from adaserve_jax.runtime.footprint import RESERVE_SHARE, weight_bytes
+from adaserve_jax.runtime.planned import plan_memory
+from adaserve_jax.runtime.resolve import CPU_KV_BYTES, Resolved, resolve
+from adaserve_jax.types import SamplingParams
+from tests.runtime.test_resolve import DRAFT, TARGET
+
+SMALL = EngineConfig(
+    max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
+    token_edges=(16, 64), row_edges=(16,),
+)  # fmt: skip
+
+
+def held(arrays: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bf16"}, {"quantize": "int8"}, {"dtype": "bf16", "quantize": "int8"}]
+)
+def test_weights_and_pages_are_the_bytes_of_the_arrays(options: dict[str, Any]) -> None:
+    executor = load_executor(replace(SMALL, **options))
+    try:
+        drafter = executor.local_drafter
+        assert drafter is not None
+        parts = {part.name: part.device_bytes for part in executor.ledger.parts()}
+        assert parts == {
+            "target weights": held(executor.target.params),
+            "target KV pages": held(executor.target.pools),
+            "draft weights": held(drafter.model.params),
+            "draft KV pages": held(drafter.model.pools),
+        }
+    finally:
+        executor.close()
+
+
+def test_untied_heads_and_biases_count() -> None:
+    """Qwen-like: an own head of 2048 x 256, and in each of 5 layers biases of (4 + 2 x 2) x 64."""
+    more = replace(TARGET, tie_embeddings=False, qkv_bias=True)
+    f32 = jax.numpy.dtype("float32")
+    assert weight_bytes(more, f32) - weight_bytes(TARGET, f32) == 4 * (2048 * 256 + 5 * 8 * 64)
+    # In int8 the head has a byte for each value and a scale for each row.
+    assert weight_bytes(more, f32, "int8") - weight_bytes(TARGET, f32, "int8") == 2048 * (256 + 4) + 4 * 5 * 8 * 64
+
+
+def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> None:
+    """Programs of the `demo_engine` fixture; those of 16 tokens are a part of all."""
+    executor = demo_engine.executor
+    analyses = {key: program.memory_analysis() for key, program in executor.target.compiled.items()}
+    temporary = max(each.temp_size_in_bytes for each in analyses.values())
+    result = max(each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses.values())
+    workspace = executor.ledger.workspace
+    assert workspace is not None and workspace.bytes == temporary + result
+    assert sorted(workspace.by_tokens) == [16, 64]
+    assert workspace.by_tokens[16] < workspace.by_tokens[64] == workspace.bytes
+    assert executor.ledger.fits and executor.ledger.taken() > sum(
+        held((model.params, model.pools)) for model in (executor.target, executor.local_drafter.model)
+    )
+    reserve = executor.ledger.sizes.reserve - int(RESERVE_SHARE * executor.ledger.limit.bytes)
+    assert workspace.bytes <= reserve <= 4 * workspace.bytes
+
+
+def test_what_is_planned_is_what_is_there(demo_engine: LocalEngine) -> None:
+    """Nothing is read: programs are compiled for shapes, and are the same."""
+    resolved, workspace = plan_memory(SMALL)
+    assert resolved.ledger(workspace) == demo_engine.executor.ledger
+
+
+def refused(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The message, which comes before any weight is read."""
+    with monkeypatch.context() as patch:
+        patch.setattr(executor_module, "load_target", lambda *_, **__: pytest.fail("weights were read"))
+        with pytest.raises(ConfigError) as error:
+            load_executor(config)
+    return str(error.value)
+
+
+def advised(message: str) -> list[dict[str, Any]]:
+    """The options of each change that a refusal names."""
+    changes = []
+    for change in message.partition("change one of: ")[2].split("; "):
+        options: dict[str, Any] = {
+            name: int(number) for name, number in re.findall(r"(\w+) at (?:most|least) (\d+)", change)
+        }
+        options |= {"draft": None} if "draft none" in change else {}
+        options |= {"quantize": "int8"} if "quantize int8" in change else {}
+        changes.append(options)
+    return changes
+
+
+def test_advice_before_loading_works(demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16.1 MiB of weights and 5 of pages in 18: each change passes, and leaves room for what programs really take."""
+    message = refused(replace(SMALL, memory_limit_mib=18), monkeypatch)
+    assert "the engine takes 24.5 MiB of memory, but the limit is 18.0 MiB (memory_limit_mib)" in message
+    changes = advised(message)
+    assert [sorted(change) for change in changes] == [
+        ["max_context", "num_pages", "quantize"], ["draft", "num_pages", "quantize"], ["memory_limit_mib"],
+    ]  # fmt: skip
+    for change in changes:
+        resolved = resolve_for(replace(SMALL, **{"memory_limit_mib": 18} | change))
+        resolved.check_memory()
+        resolved.check_memory(demo_engine.executor.ledger.workspace)
+
+
+def resolve_for(config: EngineConfig) -> Resolved:
+    pair = executor_module.find_pair(config)
+    return resolve(config, pair.target, pair.draft)
+
+
+def test_what_programs_take_is_checked_once_they_are_compiled(
+    demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and pages take 24.5 MiB; with the programs, which are those of the fixture, they do not fit 27."""
+    monkeypatch.setattr(executor_module, "compile_all", lambda *_: dict(demo_engine.executor.target.compiled))
+    config = replace(SMALL, memory_limit_mib=27)
+    executor = load_executor(config)
+    try:
+        with pytest.raises(
+            ConfigError, match=r"workspace 3\.\d MiB; to make it fit, change one of: num_pages"
+        ) as error:
+            executor.compile()
+    finally:
+        executor.close()
+    changes = advised(str(error.value))
+    assert {name for change in changes for name in change} == {
+        "num_pages", "max_batch_tokens", "draft", "quantize", "memory_limit_mib",
+    }  # fmt: skip
+    executor = load_executor(replace(config, **changes[0]))
+    try:
+        executor.compile()
+        more = replace(executor.limits, num_pages=changes[0]["num_pages"] + 1)
+        with pytest.raises(ConfigError, match="change one of: "):
+            replace(executor.resolved, limits=more).check_memory(executor.ledger.workspace)
+    finally:
+        executor.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(5))
+def test_an_engine_that_follows_advice_serves(demo_engine: LocalEngine, number: int) -> None:
+    """Each change that a refusal names after compilation: with its own programs, which are others."""
+    workspace = demo_engine.executor.ledger.workspace
+    with pytest.raises(ConfigError) as error:
+        resolve_for(replace(SMALL, memory_limit_mib=27)).check_memory(workspace)
+    change = advised(str(error.value))[number]
+    if tokens := change.get("max_batch_tokens"):
+        change |= {"token_edges": (tokens,), "max_tree_tokens": tokens}
+    with LLM.over(started(replace(SMALL, **{"memory_limit_mib": 27} | change))) as llm:
+        (output,) = llm.generate("def", SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    assert len(output.token_ids) == 8
+
+
+def started(config: EngineConfig) -> LocalEngine:
+    engine = LocalEngine(config)
+    engine.start()
+    return engine
+
+
+def test_auto_sizing_with_plenty_of_memory_is_bounded_by_need_and_share() -> None:
+    """A page of both: 5 layers of 2 heads and 2 of one, 64 slots of 64 f32, K and V."""
+    page = 2 * (5 * 2 + 2 * 1) * 64 * 64 * 4
+    assert resolve(EngineConfig(), TARGET, DRAFT).limits.num_pages == 32 * (1024 // 64)
+    many = resolve(EngineConfig(max_requests=128, max_context=1024), TARGET, DRAFT)
+    assert (many.sizes.page, many.limits.num_pages) == (page, min(128 * 16, CPU_KV_BYTES // page))
+
+
+def test_auto_sizing_takes_what_weights_and_reserve_leave() -> None:
+    config = EngineConfig(memory_limit_mib=192)
+    resolved = resolve(config, TARGET, DRAFT)
+    sizes, pages = resolved.sizes, resolved.limits.num_pages
+    beside = sizes.target_weights + 2 * sizes.draft_weights + sizes.reserve  # the draft's copy lies in the same memory
+    assert beside + pages * sizes.page <= 192 * MIB < beside + (pages + 1) * sizes.page
+    assert pages < resolve(EngineConfig(), TARGET, DRAFT).limits.num_pages
+    resolved.check_memory()
+    # Never less than one request needs: then it is refused.
+    tight = resolve(replace(config, memory_limit_mib=24), TARGET, DRAFT)
+    assert tight.limits.num_pages == tight.limits.max_pages_per_request == 16
+    with pytest.raises(ConfigError, match=r"target KV pages 5\.0 MiB \(16\), .* memory_limit_mib at least \d+$"):
+        tight.check_memory()
+
+
+def test_a_device_that_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does; then no share is kept for other work, and copies on the host are not its concern."""
+
+    class Device:
+        platform = "gpu"
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 1 << 30}
+
+    monkeypatch.setattr(footprint.jax, "local_devices", lambda: [Device()])
+    limit = footprint.memory_limit(EngineConfig())
+    assert (limit.bytes, limit.own_bytes, limit.covers_host) == (1 << 30, 1 << 30, False)
+    assert footprint.memory_limit(EngineConfig(memory_limit_mib=1 << 20)).bytes == 1 << 30  # no more than there is
+    assert footprint.memory_limit(EngineConfig(memory_limit_mib=100)).bytes == 100 * MIB
