@@ -18,11 +18,11 @@ class SimKV:
     that what it reads is one text from its beginning on."""
 
     def __init__(self, limits: Limits, vocab_size: int):
-        self._num_pages = limits.num_pages
+        self._num_pages, self._extension_pages = limits.num_pages, limits.extension_pages
         self._vocab_size = vocab_size
         self._texts: dict[tuple[int, int], list[_Text]] = {}
-        self._target = _Record(limits.num_pages + limits.extension_pages, limits.page_size)
-        self._draft = _Record(limits.num_pages, limits.page_size)
+        self._target = _Record(limits.num_pages, limits.extension_pages, limits.page_size)
+        self._draft = _Record(limits.num_pages, 0, limits.page_size)
 
     def know(self, prompt_ids: np.ndarray, seed: int, choice: int) -> None:
         """A request with this prompt, seed and choice will run."""
@@ -51,9 +51,14 @@ class SimKV:
         """The target's KV of pages is copied to other pages."""
         self._target.copy(from_pages, to_pages)
 
+    def add_extension(self) -> None:
+        """The pages of the extension slab are there, with nothing in them."""
+        self._target.in_force = self._num_pages + self._extension_pages
+
     def drop_extension(self) -> None:
         """The extension slab is gone, with what it held."""
         self._target.clear(self._num_pages)
+        self._target.in_force = self._num_pages
 
     def drop_draft(self) -> None:
         """The draft's KV is gone."""
@@ -96,12 +101,14 @@ class _Text:
 
 
 class _Record:
-    """By page and slot: the name of what it holds (0: nothing), and of what is before it in its text."""
+    """By page and slot: the name of what it holds (0: nothing), and of what is before it in its text. in_force: pages
+    that are there now."""
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, extension_pages: int, page_size: int):
         self._page_size = page_size
-        self._name = np.zeros((num_pages, page_size), np.uint64)
-        self._before = np.zeros((num_pages, page_size), np.uint64)
+        self.in_force = num_pages
+        self._name = np.zeros((num_pages + extension_pages, page_size), np.uint64)
+        self._before = np.zeros_like(self._name)
 
     def read(self, pages: np.ndarray, count: int, row: int) -> np.ndarray:
         """u64[count], the names of the first tokens of a row. Raises IntegrityError unless they are one text."""
@@ -136,8 +143,8 @@ class _Record:
     def _places(self, pages: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         position = np.arange(first, end)
         page = pages[position // self._page_size]
-        if len(page) and page.max() >= len(self._name):
-            raise IntegrityError(f"page {page.max()} is none of the {len(self._name)} that hold this model's KV")
+        if len(page) and page.max() >= self.in_force:
+            raise IntegrityError(f"page {page.max()} is none of the {self.in_force} that hold this model's KV")
         return page, position % self._page_size
 
 

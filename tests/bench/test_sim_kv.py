@@ -60,7 +60,7 @@ def test_a_page_with_the_same_tokens_may_be_read_by_all(kv: SimKV):
         ((1, 8, [3, 2, 4], [4]), "reads KV that it did not write"),
         ((1, 8, [2, 4, 5], [4]), "reads KV that it did not write"),
         ((2, 4, [2, 4], [7]), "is fed tokens that are not its own"),
-        ((2, 4, [2, 9], [70]), "page 9 is none of the 9"),
+        ((2, 4, [2, 6], [70]), "page 6 is none of the 6"),
     ],
     ids=["other tokens", "other place", "swapped", "never written", "wrong token", "no page"],
 )
@@ -88,10 +88,16 @@ def test_the_draft_may_feed_a_shared_page_again(kv: SimKV):
 
 
 def test_contents_move_with_their_pages_and_go_with_the_extension(kv: SimKV):
+    kv.add_extension()
     run(kv, (1, 8, [2, 3, 7], [4]))
+    with pytest.raises(IntegrityError, match="page 9 is none of the 9"):
+        run(kv, (2, 4, [2, 9], [70]))
     kv.move_pages(np.array([7]), np.array([5]))
     kv.drop_extension()
     run(kv, (1, 9, [2, 3, 5], [5]))
+    with pytest.raises(IntegrityError, match="page 7 is none of the 6"):
+        run(kv, (1, 9, [2, 3, 7], [5]))
+    kv.add_extension()
     with pytest.raises(IntegrityError, match="did not write"):
         run(kv, (1, 9, [2, 3, 7], [5]))
 
