@@ -14,8 +14,8 @@ from adaserve_jax.types import Limits, StepPlan
 
 
 class SimKV:
-    """The KV of target and draft. `know` tells what a request's text is; one that is not known is held to what it wrote
-    or found at first."""
+    """The KV of target and draft. `know` tells what a request's text is; of one that is not known only this is checked,
+    that what it reads is one text from its beginning on."""
 
     def __init__(self, limits: Limits, vocab_size: int):
         self._num_pages, self._extension_pages = limits.num_pages, limits.extension_pages
@@ -77,41 +77,27 @@ class SimKV:
                 raise IntegrityError(f"row {row} finds KV of another row among its own")
 
     def _check_text(self, seed: int, choice: int, names: np.ndarray, read: int, row: int) -> None:
-        texts = self._texts.setdefault((seed, choice), [])
-        if any(text.takes(names) for text in texts):
+        texts = self._texts.get((seed, choice), [])
+        if not texts or any(text.agrees(names) for text in texts):
             return
-        if read and texts and not any(text.agrees(names[:read]) and not text.known for text in texts):
-            raise IntegrityError(f"row {row} reads KV of tokens that are not its own")
-        if any(text.known for text in texts):
-            raise IntegrityError(f"row {row} is fed tokens that are not its own")
-        text = _Text(None, seed, choice, self._vocab_size)
-        text.takes(names)
-        texts.append(text)
+        fault = "is fed" if any(text.agrees(names[:read]) for text in texts) else "reads KV of"
+        raise IntegrityError(f"row {row} {fault} tokens that are not its own")
 
 
 class _Text:
-    """Names of one request's KV by position: all of them where its prompt is known, else those seen so far."""
+    """Names of one request's KV by position."""
 
-    def __init__(self, prompt_ids: np.ndarray | None, seed: int, choice: int, vocab_size: int):
-        self.known = prompt_ids is not None
-        self._tokens_at = lambda first, end: token_at(seed, choice, np.arange(first, end), vocab_size)
-        self._prompt_len = 0 if prompt_ids is None else len(prompt_ids)
-        self._names = np.zeros(0, np.uint64) if prompt_ids is None else _continued(np.zeros(0, np.uint64), prompt_ids)
+    def __init__(self, prompt_ids: np.ndarray, seed: int, choice: int, vocab_size: int):
+        self._of = (seed, choice)
+        self._vocab_size = vocab_size
+        self._names = _continued(np.zeros(0, np.uint64), prompt_ids)
 
     def agrees(self, names: np.ndarray) -> bool:
-        """Whether all of `names`, as far as this text is known, are its own."""
-        if self.known and len(names) > len(self._names):
-            more = self._tokens_at(len(self._names), 2 * len(names))
+        """Whether all of `names` are its own."""
+        if len(names) > len(self._names):
+            more = token_at(*self._of, np.arange(len(self._names), 2 * len(names)), self._vocab_size)
             self._names = _continued(self._names, more)
-        both = min(len(names), len(self._names))
-        return np.array_equal(names[:both], self._names[:both])
-
-    def takes(self, names: np.ndarray) -> bool:
-        """The same; names beyond what was seen are taken in."""
-        agrees = self.agrees(names)
-        if agrees and len(names) > len(self._names):
-            self._names = names
-        return agrees
+        return np.array_equal(names, self._names[: len(names)])
 
 
 class _Record:

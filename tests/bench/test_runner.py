@@ -48,6 +48,18 @@ def test_one_engine_serves_all_points_with_the_same_requests(make_engine, worklo
     assert len({r.run_id for r in rows}) == 1
 
 
+def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_engine, workload, tmp_path: Path):
+    engine = make_engine("ar")
+    plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2)
+    for _ in range(2):
+        run_bench(plan, workload, lambda _: engine, tmp_path, close=False)
+    salts: dict[str, set[str]] = {}
+    for request in engine.submitted:
+        salts.setdefault(request.cache_salt, set()).add(request.request_id.rpartition("-")[0])
+    assert len(salts) == 2 * 4 * 2, "a salt for each point of each run, and for its warm-up"
+    assert all(len(points) == 1 for points in salts.values())
+
+
 def test_rows_and_records_are_on_disk_and_agree(make_engine, workload, tmp_path: Path):
     plan = BenchPlan(("ar",), (100.0,), duration_s=0.2)
     rows = run_bench(plan, workload, make_engine, tmp_path)

@@ -1,4 +1,4 @@
-"""A `LocalEngine` whose executor is simulated."""
+"""A `LocalEngine` whose executor is simulated, and one in deterministic mode."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import llm, local
 from adaserve_jax.engine.local import LocalEngine
@@ -35,3 +36,14 @@ def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
     yield engine
     engine.close()
     assert [machine.closed for machine in machines] == [1]
+
+
+@pytest.fixture(scope="session")
+def deterministic() -> Iterator[LLM]:
+    """The embedded pair in deterministic mode; leave it idle, on any policy."""
+    with LLM(
+        deterministic=True, max_requests=8, max_context=128, page_size=16, max_batch_tokens=32, max_depth=4,
+        max_width=3, eq8_eq9=True,
+    ) as llm:  # fmt: skip
+        yield llm
+        assert llm.stats().compiles_after_ready == 0

@@ -5,8 +5,6 @@ The full size (64 prompts x 64 tokens) is `make bench-exactness`; here the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -29,15 +27,6 @@ PROMPTS = [
 ]
 POLICIES = ("ar", "spec:4", "adaserve")
 TOKENS = 24
-
-
-@pytest.fixture(scope="module")
-def deterministic() -> Iterator[LLM]:
-    with LLM(
-        deterministic=True, max_requests=8, max_context=128, max_batch_tokens=32, max_depth=4, max_width=3, eq8_eq9=True
-    ) as llm:
-        yield llm
-        assert llm.stats().compiles_after_ready == 0
 
 
 def texts(llm: LLM, temperature: float, at_once: int) -> list[list[int]]:

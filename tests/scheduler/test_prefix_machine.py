@@ -23,7 +23,7 @@ asks = st.tuples(
 
 
 class Swaps:
-    """What a swap does to scheduler and machine, step by step, so that it can fail between any two."""
+    """What a swap does to scheduler and machine, part by part, so that it can fail between any two."""
 
     def __init__(self, run: Run):
         self._run, self._batch, self._kv = run, run.scheduler._batch, run.executor._kv
@@ -37,6 +37,7 @@ class Swaps:
         self.use_draft(False)
         self._kv.drop_draft()
         self._batch.forget_draft()
+        self._kv.add_extension()
         self._batch.pool.extend()
 
     def contract(self, fails: str) -> None:
@@ -70,7 +71,7 @@ class ServingMachine(RuleBasedStateMachine):
         limits = limits_of(
             max_requests=4, max_context=MAX_CONTEXT, page_size=PAGE, num_pages=num_pages, extension_pages=extension
         )
-        self.run = Run.of(limits, policy=policy)
+        self.run = Run.of(limits, policy=policy, elastic="off")  # swaps come when the machine wants them
         self.swaps = Swaps(self.run) if extension else None
         self.asked: dict[str, Request] = {}
         for text in range(3):  # so that there is something to find

@@ -1,0 +1,108 @@
+"""The simulated machine's KV: shared pages are legal where contents are the same, and nothing else is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.sim_kv import SimKV
+from adaserve_jax.errors import IntegrityError
+from adaserve_jax.types import DraftPlan, Limits, RowSampling, StepPlan
+
+LIMITS = Limits(4, (64,), 16, 32, 4, 6, 2, 2, extension_pages=3)
+PROMPT = [5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
+
+
+def prefill(rows: list[tuple[int, int, list[int], list[int]]], draft_ctx: list[int] | None = None) -> StepPlan:
+    """rows: seed, tokens computed before, pages, the tokens of the chunk. draft_ctx: the same tokens for the draft."""
+    seeds = np.array([row[0] for row in rows], np.uint64)
+    table = np.zeros((len(rows), 8), np.int32)
+    for index, row in enumerate(rows):
+        table[index, : len(row[2])] = row[2]
+    counts = np.array([len(row[3]) for row in rows], np.int32)
+    tokens = np.array([token for row in rows for token in row[3]], np.int32)
+    zeros = np.zeros(len(rows), np.float32)
+    draft = None
+    if draft_ctx is not None:
+        draft = DraftPlan(0, 1, tokens, counts, np.array(draft_ctx, np.int32), np.zeros(0, bool))
+    return StepPlan(
+        0, np.arange(len(rows), dtype=np.int32), 0, np.zeros(0, np.int32),
+        np.array([row[1] for row in rows], np.int32), table,
+        RowSampling(seeds, np.zeros(len(rows), np.int32), zeros, np.zeros(len(rows), np.int32), zeros, zeros),
+        tokens, counts, np.zeros(len(rows), bool), draft, 0,
+    )  # fmt: skip
+
+
+def run(kv: SimKV, *rows: tuple[int, int, list[int], list[int]]) -> None:
+    plan = prefill(list(rows))
+    kv.extend_target(plan, np.zeros((len(rows), 3), np.int32), np.zeros(len(rows), np.int32))
+
+
+@pytest.fixture
+def kv() -> SimKV:
+    """Request 1 has computed 8 tokens into pages 2 and 3; request 2 begins with the same 4."""
+    made = SimKV(LIMITS, 100)
+    made.know(np.array(PROMPT), 1, 0)
+    made.know(np.array([*PROMPT[:4], 70, 71]), 2, 0)
+    run(made, (1, 0, [2, 3], PROMPT[:8]))
+    return made
+
+
+def test_a_page_with_the_same_tokens_may_be_read_by_all(kv: SimKV):
+    run(kv, (2, 4, [2, 4], [70, 71]), (1, 8, [2, 3, 5], [4]))
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ((2, 8, [2, 3, 4], [70]), "reads KV of tokens that are not its own"),
+        ((2, 4, [3, 4], [70]), "reads KV that it did not write"),
+        ((1, 8, [3, 2, 4], [4]), "reads KV that it did not write"),
+        ((1, 8, [2, 4, 5], [4]), "reads KV that it did not write"),
+        ((2, 4, [2, 4], [7]), "is fed tokens that are not its own"),
+        ((2, 4, [2, 6], [70]), "page 6 is none of the 6"),
+    ],
+    ids=["other tokens", "other place", "swapped", "never written", "wrong token", "no page"],
+)
+def test_everything_else_is_seen(kv: SimKV, row, text: str):
+    with pytest.raises(IntegrityError, match=text):
+        run(kv, row)
+
+
+def test_the_target_writes_pages_of_its_own_only(kv: SimKV):
+    with pytest.raises(IntegrityError, match="one of them writes it"):
+        run(kv, (1, 4, [2, 3], PROMPT[4:6]), (2, 4, [2, 3], [70]))
+
+
+def test_the_draft_may_feed_a_shared_page_again(kv: SimKV):
+    plan = prefill([(1, 0, [2], PROMPT[:4]), (2, 0, [2], PROMPT[:4])], [0, 0])
+    kv.extend_draft(plan)
+    kv.extend_draft(prefill([(2, 4, [2, 4], [70])], [4]))
+    with pytest.raises(IntegrityError, match="KV of another row"):
+        kv.extend_draft(prefill([(1, 4, [2, 5], [9]), (2, 4, [2, 5], [70])], [4, 4]))
+    kv.drop_draft()
+    with pytest.raises(IntegrityError, match="did not write"):
+        kv.extend_draft(prefill([(2, 4, [2, 4], [70])], [4]))
+    with pytest.raises(IntegrityError, match="page 6 is none of the 6"):
+        kv.extend_draft(prefill([(1, 0, [6], PROMPT[:4])], [0]))
+
+
+def test_contents_move_with_their_pages_and_go_with_the_extension(kv: SimKV):
+    kv.add_extension()
+    run(kv, (1, 8, [2, 3, 7], [4]))
+    with pytest.raises(IntegrityError, match="page 9 is none of the 9"):
+        run(kv, (2, 4, [2, 9], [70]))
+    kv.move_pages(np.array([7]), np.array([5]))
+    kv.drop_extension()
+    run(kv, (1, 9, [2, 3, 5], [5]))
+    with pytest.raises(IntegrityError, match="page 7 is none of the 6"):
+        run(kv, (1, 9, [2, 3, 7], [5]))
+    kv.add_extension()
+    with pytest.raises(IntegrityError, match="did not write"):
+        run(kv, (1, 9, [2, 3, 7], [5]))
+
+
+def test_a_request_that_is_not_known_may_have_any_text_but_reads_one(kv: SimKV):
+    run(kv, (3, 4, [2, 4], [8]))
+    with pytest.raises(IntegrityError, match="did not write"):
+        run(kv, (3, 5, [3, 4], [8]))
