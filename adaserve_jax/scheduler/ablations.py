@@ -1,6 +1,6 @@
 """Policies between AdaServe's building blocks and `adaserve`, one part apart each, to see what a part is worth.
 
-Every command that takes policies takes these too, and `ladder` and `orders` for all of theirs.
+Every command that takes policies takes these too, and `ladder`, `halves` and `orders` for all of theirs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.policies import POLICIES, Parts, Policy, closed_form
+from adaserve_jax.scheduler.controllers.nightjar import V2
+from adaserve_jax.scheduler.policies import POLICIES, Parts, Policy, closed_form, pure_arms
 
 PREFILL_PARTS = 8
 """Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
@@ -25,6 +26,10 @@ def _budget_by_cost(parts: Parts) -> Controller:
 
 def _slack_sized_prefill(parts: Parts) -> Controller:
     return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective, admits_by_pace=False)
+
+
+def _model_alone(parts: Parts) -> Controller:
+    return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
 
 
 _EQUAL = Policy(
@@ -48,9 +53,15 @@ ABLATIONS: dict[str, Policy] = {
     "ladder-calibrated": _CALIBRATED,
     "ladder-budget": _BUDGET,
     "ladder-prefill": _PREFILL,
+    "half-model": replace(_ADAPTED, about="`adaserve`, but the cost model alone decides", controller=_model_alone),
+    "half-bandit": replace(
+        _ADAPTED, about="`adaserve`, but a bandit over chains alone decides: `nightjar`'s", controller=pure_arms(V2)
+    ),
     "order-slowest": replace(_ADAPTED, about="`adaserve`, but the slowest first", slo_order="slowest-first"),
     "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
 """Each adds one part to the one before; `adaserve` adds admission by pace and the order by deadline."""
+HALVES = ("half-model", "half-bandit", "adaserve")
+"""Who decides: the tables, what was earned, or both."""
 ORDERS = ("order-slowest", "order-fastest", "adaserve")

@@ -225,7 +225,7 @@ class Scheduler:
         outcome: StepOutcome, now: float,
     ) -> None:  # fmt: skip
         plan = planned.plan
-        self._cost.observe(plan, outcome, now - planned.made_s)
+        predicted_s = self._cost.observe(plan, outcome, now - planned.made_s)
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
             self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
             if self._calibrator is not None:
@@ -235,7 +235,7 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, verified, outcome, now - planned.made_s))
+            self._controller.learn(_feedback(plan, verified, outcome, now - planned.made_s, predicted_s))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -260,7 +260,9 @@ def build_scheduler(
     return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator)
 
 
-def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float) -> Feedback:
+def _feedback(
+    plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float, predicted_s: float
+) -> Feedback:  # fmt: skip
     draft, counts = plan.draft, outcome.counts[: plan.num_decode]
     decoded = int(counts.sum())
     rows = emitted = 0
@@ -277,4 +279,5 @@ def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: 
         prefill_tokens=plan.num_prefill_tokens,
         catchup_tokens=int(draft.catchup_counts[: plan.num_decode].sum()) if draft is not None else 0,
         step_s=step_s,
+        predicted_s=predicted_s,
     )

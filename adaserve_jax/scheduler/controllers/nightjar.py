@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from math import isqrt
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_its_chain
 from adaserve_jax.scheduler.controllers.fixed import fill
+from adaserve_jax.scheduler.controllers.schedule import Schedule
 from adaserve_jax.scheduler.controllers.switching import SwitchTable, doubling
 from adaserve_jax.types import Limits
 
@@ -54,33 +54,6 @@ class Rule:
 V2 = Rule(explore_power=1.0, locks=True, focus=FOCUS)
 V1 = Rule(explore_power=0.5, locks=False)
 BINGREEDY = Rule(explore_power=0.5, locks=False, contextual=False, switching=False)
-
-
-class Schedule:
-    """When to explore: blocks of H = 1, 2, 4, ... of isqrt(H) bins of isqrt(H) steps each."""
-
-    def __init__(self) -> None:
-        self.block = 1
-        """j."""
-        self.bin = 1
-        """k."""
-        self.step = 1
-        """tau."""
-
-    @property
-    def bin_steps(self) -> int:
-        """Steps of a bin, and bins of a block."""
-        return isqrt(1 << (self.block - 1))
-
-    def advance(self) -> bool:
-        """One step on; whether it ended a block."""
-        self.step += 1
-        if self.step > self.bin_steps:
-            self.bin, self.step = self.bin + 1, 1
-        if self.bin <= self.bin_steps:
-            return False
-        self.block, self.bin = self.block + 1, 1
-        return True
 
 
 class Bucket:
