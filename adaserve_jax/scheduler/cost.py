@@ -127,8 +127,9 @@ class CostTable:
         rows = min(tokens, self.grid.row_buckets[-1])
         return self.grid.catchup_s(tokens, self._or_typical(load, rows)) * self._draft_drift
 
-    def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float) -> None:
-        """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit.
+    def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float) -> float:
+        """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit. Returns
+        seconds as they were predicted of what was run, 0 where nothing was.
 
         A call of the draft that only catches up is not waited for, so that its time says nothing.
         """
@@ -139,19 +140,21 @@ class CostTable:
         drafting = plan.draft is not None and plan.draft.depth > 0
         overhead_predicted_s = self._overhead_s[drafting]
         draft_predicted_s = self._observe_draft(plan, outcome.draft_s, load) if drafting else 0.0
-        verify_predicted_s = 0.0
+        predicted_s = 0.0
         if outcome.verify_s > 0 and outcome.bucket <= self._edges[-1]:
             edge = bisect_left(self._edges, outcome.bucket)
             verify_predicted_s = self._observe_verify(edge, rows, load, outcome.verify_s)
+            predicted_s = verify_predicted_s + draft_predicted_s + overhead_predicted_s
             self.predictions.add(
                 verify=(verify_predicted_s, outcome.verify_s),
                 draft=(draft_predicted_s, outcome.draft_s if drafting else 0.0),
-                step=(verify_predicted_s + draft_predicted_s + overhead_predicted_s, step_s),
+                step=(predicted_s, step_s),
             )
         overhead_s = min(max(step_s - outcome.draft_s - outcome.verify_s, 0.0), OUTLIER * self.baseline_s)
         self.served.steps += 1
         self.served.overhead_s += overhead_s
         self._overhead_s[drafting] += DRIFT_RATE * (overhead_s - self._overhead_s[drafting])
+        return predicted_s
 
     def _observe_draft(self, plan: StepPlan, seconds: float, load: float) -> float:
         """Seconds as they were predicted."""

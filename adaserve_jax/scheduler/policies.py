@@ -13,6 +13,7 @@ from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
+from adaserve_jax.scheduler.controllers.corrected import CorrectedController
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.goodput import GoodputController
 from adaserve_jax.scheduler.controllers.joint import JointController
@@ -50,6 +51,11 @@ class Parts:
     depth_offset: int
     width_offset: int
     seed: int
+
+    @property
+    def switch(self) -> SwitchTable:
+        """What turning speculation on costs."""
+        return SwitchTable.of(self.cost, self.limits)
 
     @property
     def chain_costs(self) -> ChainCosts:
@@ -93,7 +99,11 @@ class Policy:
 def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:
         return closed_form(parts)
-    return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
+    joint = JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
+    if not parts.limits.max_depth:
+        return joint
+    plain_step_s = parts.cost.baseline_s
+    return CorrectedController(joint, parts.limits, parts.switch, parts.seed, plain_step_s=plain_step_s)
 
 
 def closed_form(parts: Parts) -> Controller:
@@ -134,17 +144,16 @@ def _probing_goodput(parts: Parts) -> Controller:
     return GoodputController(parts.limits, parts.cost, probe_steps=DSD_PROBE_STEPS)
 
 
-def _nightjar(rule: Rule) -> Callable[[Parts], Controller]:
+def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
     def build(parts: Parts) -> Controller:
-        switch = SwitchTable.of(parts.cost, parts.limits)
-        return NightjarController(parts.limits, parts.chain_costs, switch, rule, parts.seed)
+        return NightjarController(parts.limits, parts.chain_costs, parts.switch, rule, parts.seed)
 
     return build
 
 
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
-        "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
+        "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what was earned; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
         weighs_pages=True,
     ),
@@ -181,13 +190,13 @@ POLICIES: dict[str, Policy] = {
     ),
     "nightjar": Policy(
         "Nightjar: chain length by seconds per token, none included, learned by size of batch; an arm for each bin",
-        _nightjar(V2), selector="equal", elastic=True,
+        pure_arms(V2), selector="equal", elastic=True,
     ),
     "nightjar-v1": Policy(
-        "its first version: explores more, and chooses anew in each step", _nightjar(V1), selector="equal"
+        "its first version: explores more, and chooses anew in each step", pure_arms(V1), selector="equal"
     ),
     "bingreedy": Policy(
-        "ADA-BINGREEDY: the same, blind to the size of the batch and to what switching costs", _nightjar(BINGREEDY),
+        "ADA-BINGREEDY: the same, blind to the size of the batch and to what switching costs", pure_arms(BINGREEDY),
         selector="equal",
     ),
     "linucb": Policy(

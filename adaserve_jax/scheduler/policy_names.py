@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.ablations import ABLATIONS, LADDER, ORDERS
+from adaserve_jax.scheduler.ablations import ABLATIONS, HALVES, LADDER, ORDERS
 from adaserve_jax.scheduler.policies import POLICIES, Policy
 
-GROUPS = {"ladder": LADDER, "orders": ORDERS}
+GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
 """Names that commands take in place of several."""
 
 

@@ -18,7 +18,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.controllers.base import Controller, Feedback
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
@@ -113,6 +113,11 @@ class Scheduler:
         return self._in_flight is not None
 
     @property
+    def controller(self) -> Controller:
+        """Who decides; for benchmarks."""
+        return self._controller
+
+    @property
     def predictions(self) -> PredictionLog:
         """Predicted and measured seconds of the latest steps."""
         return self._cost.predictions
@@ -127,6 +132,7 @@ class Scheduler:
         """A snapshot of the totals, with the gauges as of now."""
         pool, prefixes = self._batch.pool, self._batch.prefixes
         extension_used = pool.extension_used
+        report = self._controller.arms()
         return replace(
             self._stats,
             running=len(self._batch.running),
@@ -144,6 +150,8 @@ class Scheduler:
             swap_s=dict(self._stats.swap_s),
             accepted_per_position=list(self._stats.accepted_per_position),
             finished=dict(self._stats.finished),
+            arms=report.arms,
+            arm_regret_s=report.regret_s,
             calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
             calibration_error=self._calibrator.errors if self._calibrator is not None else {},
         )
@@ -261,9 +269,11 @@ class Scheduler:
         outcome: StepOutcome, now: float,
     ) -> None:  # fmt: skip
         plan = planned.plan
-        self._cost.observe(plan, outcome, now - planned.made_s)
+        predicted_s = self._cost.observe(plan, outcome, now - planned.made_s)
+        expected = 0.0
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
-            self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
+            speculates = plan.draft.speculates
+            expected = self._acceptance.observe(candidates, plan.draft.width, speculates, trees, outcome.accepted)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
@@ -271,7 +281,8 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, verified, outcome, now - planned.made_s))
+            feedback = _feedback(plan, verified, outcome, now - planned.made_s)
+            self._controller.learn(replace(feedback, predicted_s=predicted_s, expected=expected))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats

@@ -7,14 +7,13 @@ budget is chosen again, from the real ones, after it. Source: docs/equations.md,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.controllers.shapes import OUT_OF_REACH, Reach, Shapes
+from adaserve_jax.scheduler.controllers.weighing import Choices, Correction, Weighed
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
@@ -28,31 +27,9 @@ CATCHUP_STEPS = 32
 PACE_MARGIN = 0.6
 """Share of the budget that keeping everyone on pace may take when one more request asks to start."""
 COARSE_EDGES = 12
-"""Token edges that are tried with every shape; those between are tried with the best shapes only."""
-FINE_SHAPES = 3
-"""Shapes that are."""
+"""Token edges that are tried with every shape; those between are tried with the best shapes only (`weighing.py`)."""
 REACH_STEPS = 4
 """Steps for which what a shape is expected to bring is taken from the averages once computed."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Choices:
-    """Values f64[O, E, F] of the shapes x edges x shares that were weighed, and their chunks i64[E, F]."""
-
-    value: np.ndarray
-    chunk: np.ndarray
-
-    def best(self) -> tuple[int, int, int]:
-        shape, edge, share = np.unravel_index(int(self.value.argmax()), self.value.shape)
-        return int(shape), int(edge), int(share)
-
-    def neighbours(self, shapes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The best shapes, and all edges from those next to the best one of any of them."""
-        by_edge = self.value.max(axis=2)
-        finest = np.argsort(-by_edge.max(axis=1), kind="stable")[:FINE_SHAPES]
-        at = by_edge[finest].argmax(axis=1)
-        first, last = edges[max(int(at.min()) - 1, 0)], edges[min(int(at.max()) + 1, len(edges) - 1)]
-        return shapes[finest], np.arange(first, last + 1)
 
 
 class JointController(Controller):
@@ -79,23 +56,35 @@ class JointController(Controller):
         self._reach: Reach | None = None
         self._reach_age = 0
 
+    @property
+    def shapes(self) -> Shapes:
+        """Of the draft, that are weighed; shape 0 is none."""
+        return self._shapes
+
     def decide(self, load: Load) -> Decision:
-        rows = load.num_decode
+        return self.weigh(load).pick().decision
+
+    def weigh(self, load: Load, correction: Correction | None = None, switch_s: float | None = None) -> Weighed:
+        """Every shape at some edges. correction: of what the tables say of shapes; None: they are right. switch_s:
+        seconds until drafts that lag have caught up; None: as the tables have it."""
         shapes = np.arange(len(self._shapes.depth) if load.can_speculate.any() else 1)
         low, high = self._edge_range(load, len(shapes))
-        all_rows, context = rows + load.num_prefill, self._cost.context_load(load.context)
-        draft_s = self._draft_s(all_rows, self._catchup_s(load, int(self._edges[high]), context), context)
+        all_rows, context = load.num_decode + load.num_prefill, self._cost.context_load(load.context)
+        catchup_s = self._catchup_s(load, int(self._edges[high]), context, switch_s)
+        draft_s = self._draft_s(all_rows, catchup_s, context)
         verify_s = self._cost.verify_s(all_rows, context)
         edges = _spread(low, high, COARSE_EDGES)
-        choices = self._weigh(load, shapes, edges, draft_s, verify_s)
-        shape, edge, share = choices.best()
-        if high - low >= len(edges):
-            shapes, edges = choices.neighbours(shapes, edges)
-            choices = self._weigh(load, shapes, edges, draft_s, verify_s)
-            best, edge, share = choices.best()
-            shape = int(shapes[best])
-        depth = int(self._shapes.depth[shape])
-        prefill = int(choices.chunk[edge, share])
+
+        def look(shapes: np.ndarray, edges: np.ndarray) -> Choices:
+            return self._look(load, shapes, edges, draft_s, verify_s, correction)
+
+        def decision(shape: int, prefill: int) -> Decision:
+            return self._decision(load, shape, prefill)
+
+        return Weighed(shapes, edges, look(shapes, edges), look if high - low >= len(edges) else None, decision)
+
+    def _decision(self, load: Load, shape: int, prefill: int) -> Decision:
+        depth, rows = int(self._shapes.depth[shape]), load.num_decode
         most = min(self._limits.max_tree_tokens, self._limits.max_tokens - prefill)
         feed_draft = self._limits.max_depth > 0 and (depth > 0 or rows == 0)
         return Decision(depth, int(self._shapes.width[shape]), most if depth else rows, prefill, feed_draft)
@@ -119,13 +108,16 @@ class JointController(Controller):
         nodes = reach.nodes_for(feasible, step_s, shapes).sum(axis=2)
         return bool((nodes <= budget - rows).any())
 
-    def _weigh(
-        self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray
-    ) -> _Choices:
+    def _look(
+        self, load: Load, shapes: np.ndarray, at: np.ndarray, draft_s: np.ndarray, verify_s: np.ndarray,
+        correction: Correction | None,
+    ) -> Choices:  # fmt: skip
         """The objective of `shapes` (indices) at the edges `at` (indices), for every share of prefill. draft_s: f64[O],
         of all shapes; verify_s: f64[E], of all edges."""
         rows, reach = load.num_decode, self._reach_now()
         step_s = draft_s[shapes, None] + verify_s[at]
+        if correction is not None:
+            step_s *= correction.seconds[shapes, None]
         chunk = self._chunks(load, self._edges[at])
         extra = np.minimum(self._edges[at][:, None] - chunk, self._limits.max_tree_tokens) - rows
 
@@ -142,10 +134,11 @@ class JointController(Controller):
             on_pace[:, :, share] = np.count_nonzero(spent <= extra[:, share, None], axis=2)
 
         speculating = max(int(np.count_nonzero(load.can_speculate)), 1)
-        emitted = rows + speculating * reach.gain(extra / speculating, shapes)
+        gain = speculating * reach.gain(extra / speculating, shapes)
+        emitted = rows + (gain if correction is None else gain * correction.tokens[shapes, None, None])
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
-        return _Choices(np.where(extra >= 0, on_pace + rate, -np.inf), chunk)
+        return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
 
     def _reach_now(self) -> Reach:
         """Computed anew when the averages have moved on by some steps."""
@@ -185,13 +178,14 @@ class JointController(Controller):
         draft_s[0] = cost.overhead_s(False)
         return draft_s
 
-    def _catchup_s(self, load: Load, most_tokens: int, context: float | None) -> float:
+    def _catchup_s(self, load: Load, most_tokens: int, context: float | None, switch_s: float | None) -> float:
         """Seconds of this step's catch-up; what a long lag costs beyond the usual is spread over the steps to come."""
         lag = load.draft_lag[load.can_speculate]
         usual = int(np.minimum(lag, self._limits.max_depth + 1).sum())
         missing = int(lag.sum()) - usual
         usual += min(load.prefill_tokens, max(most_tokens - load.num_decode, 0))
-        return self._cost.catchup_s(usual, context) + self._cost.catchup_s(missing, context) / CATCHUP_STEPS
+        rest_s = self._cost.catchup_s(missing, context) if switch_s is None else switch_s
+        return self._cost.catchup_s(usual, context) + rest_s / CATCHUP_STEPS
 
     def _chunks(self, load: Load, edges: np.ndarray) -> np.ndarray:
         """i64[E, F], prefill tokens of every edge and share; one share while no prompt waits."""

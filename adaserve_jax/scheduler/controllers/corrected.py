@@ -1,0 +1,238 @@
+"""The controller of `adaserve`: the joint choice, corrected by what shapes of the draft were seen to take and bring.
+
+Per size of batch it learns how far the tables are off for each shape, and now and then plays a shape beside the
+proposed one to find out, never at the price of a request on pace. Source: Nightjar's bandit, from chains to trees;
+docs/architecture/scheduler.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from adaserve_jax.scheduler.controllers.alone import Alone
+from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, arm_name
+from adaserve_jax.scheduler.controllers.chain_costs import tells_of_its_chain
+from adaserve_jax.scheduler.controllers.evidence import Ratios
+from adaserve_jax.scheduler.controllers.joint import JointController
+from adaserve_jax.scheduler.controllers.schedule import Schedule
+from adaserve_jax.scheduler.controllers.shapes import Shapes
+from adaserve_jax.scheduler.controllers.switching import SwitchTable, doubling
+from adaserve_jax.scheduler.controllers.weighing import Correction, Pick, Weighed
+from adaserve_jax.types import Limits
+
+EXPLORE_SHARE = 0.1
+"""Most of the bins that begin with a trial; the chance falls with the bin's number in its block beyond that."""
+NEAR = 0.08
+"""Share by which a shape may be worth less than the best, as corrected, to be tried."""
+UNSURE = 0.5
+"""More of it for a shape that has shown nothing: tables may be off by a factor of two."""
+TRIAL_STEPS = 3
+"""Steps that a shape is given to become the best one while it does better than believed."""
+MIN_DWELL = 8
+"""Steps that speculation stays off at least where coming back takes longer than a plain step, unless that would keep
+fewer requests on pace. Where drafts lag by little, on and off may alternate: chains are free beside prompts that fill
+the same bucket."""
+STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
+"""Of a shape's seconds: what is noise, and weights in steps. They hardly scatter."""
+TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
+"""Of its tokens, with weights in accepted nodes that were expected. They do scatter."""
+HALF_LIFE = 256
+"""Steps of a size of batch in which what its shapes have shown halves in weight."""
+LEAST_EXPECTED = 0.05
+"""Accepted nodes that must have been expected of a step for it to say something of tokens."""
+
+
+class Bucket:
+    """What shapes have shown at sizes of batch that share it. best: shape last thought best; trial: shape on trial in
+    this bin, None: none. undecided: whether the bin has yet to be begun."""
+
+    def __init__(self, shapes: int):
+        self.seconds = Ratios(shapes, noise=STEP_NOISE, prior=STEP_PRIOR, lately=STEP_LATELY, memory=STEP_MEMORY)
+        self.tokens = Ratios(shapes, noise=TOKEN_NOISE, prior=TOKEN_PRIOR, lately=TOKEN_LATELY, memory=TOKEN_MEMORY)
+        self._correction = Correction(self.seconds.factor, self.tokens.factor)
+        self.schedule = Schedule()
+        self.best = 0
+        self.undecided = True
+        self.trial: int | None = None
+        self.trial_steps = 0
+        self.believed = 1.0
+
+    @property
+    def correction(self) -> Correction | None:
+        """Of the tables; None where they are right but for noise."""
+        return self._correction if self.seconds.corrects or self.tokens.corrects else None
+
+    def begin(self, trial: int | None) -> None:
+        """A bin, with the shape that it tries."""
+        self.undecided = False
+        self.trial, self.trial_steps = trial, 0
+        if trial is not None:
+            self.believed = self.speed(trial)
+
+    def speed(self, shape: int) -> float:
+        """How much more than predicted the shape brings per second."""
+        return self.tokens.factor.item(shape) / self.seconds.factor.item(shape)
+
+    def advance(self) -> None:
+        """One step on."""
+        steps = self.schedule.bin_steps
+        self.schedule.advance()
+        if self.schedule.step == 1:
+            share = 0.5 ** (steps / HALF_LIFE)
+            self.seconds.fade(share)
+            self.tokens.fade(share)
+            self.undecided = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Playing:
+    """best: what would have been played but for a trial or the dwell."""
+
+    bucket: Bucket
+    pick: Pick
+    best: Pick
+
+
+class CorrectedController(Controller):
+    """Arms of a size of batch: no speculation, and the shapes around the one that the corrected tables propose."""
+
+    def __init__(
+        self, joint: JointController, limits: Limits, switch: SwitchTable, seed: int, *, plain_step_s: float
+    ):  # fmt: skip
+        """plain_step_s: of one request, without speculation."""
+        self._plain_step_s = plain_step_s
+        self._joint = joint
+        self._limits = limits
+        self._switch = switch
+        self._rng = np.random.default_rng(seed)
+        self._sizes = doubling(limits.max_requests)
+        self._buckets: list[Bucket | None] = [None] * len(self._sizes)
+        self._beside = neighbours(joint.shapes)
+        self._on = True
+        self._since_change = MIN_DWELL
+        self._playing: _Playing | None = None
+        self._regret_s = 0.0
+
+    def decide(self, load: Load) -> Decision:
+        if not load.num_decode:
+            return self._prompts_only(load)
+        bucket = self._bucket(load.num_decode)
+        if not load.draft_resident:
+            self._on = False  # its KV is gone: it will have to catch up
+        if not load.can_speculate.any():  # whatever the reason, it says nothing of shapes
+            self._playing = None
+            return self._joint.weigh(load, bucket.correction).pick().decision
+        switch_s = None  # while speculation is on, what lags is charged as it is
+        if not self._on:
+            switch_s = self._switch.switch_s(int((load.draft_lag * load.can_speculate).max()), load.num_decode)
+        weighed = self._joint.weigh(load, bucket.correction, switch_s)
+        best = pick = weighed.pick()
+        if bucket.undecided:
+            bucket.begin(self._draw(bucket, weighed, best.shape))
+        if switch_s is not None and best.shape and self._must_dwell(switch_s):
+            off = weighed.pick(0)
+            pick = off if off.on_pace >= best.on_pace else best
+        elif bucket.trial is not None and bucket.trial != best.shape:
+            pick = self._try(bucket, weighed, best)
+        self._playing = _Playing(bucket, pick, best)
+        return pick.decision
+
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
+    ) -> bool:
+        return self._joint.sustains(need_rate, others, prefill_tokens, draft_resident=draft_resident)
+
+    def fastest_alone(self, alone: Alone) -> float:
+        return self._joint.fastest_alone(alone)
+
+    def learn(self, feedback: Feedback) -> None:
+        playing, self._playing = self._playing, None
+        if playing is None:
+            return
+        bucket, pick = playing.bucket, playing.pick
+        on = pick.shape > 0
+        self._since_change = 1 if on != self._on else self._since_change + 1
+        self._on = on
+        bucket.best = playing.best.shape
+        if pick.shape != bucket.best:
+            self._regret_s += feedback.step_s * _lost(pick, playing.best)
+        depth = pick.decision.depth
+        if tells_of_its_chain(feedback, depth) and feedback.predicted_s > 0:
+            bucket.seconds.learn(pick.shape, feedback.step_s / feedback.predicted_s, 1.0)
+            if feedback.expected > LEAST_EXPECTED:
+                bucket.tokens.learn(pick.shape, feedback.accepted / feedback.expected, feedback.expected)
+        if pick.shape == bucket.trial:
+            bucket.trial_steps += 1
+        bucket.advance()
+
+    def arms(self) -> ArmReport:
+        """The shape last thought best at each size of batch that was met."""
+        shapes, met = self._joint.shapes, zip(self._sizes, self._buckets, strict=True)
+        best = {str(size): bucket.best for size, bucket in met if bucket is not None}
+        named = {size: arm_name(int(shapes.depth[arm]), int(shapes.width[arm])) for size, arm in best.items()}
+        return ArmReport(named, self._regret_s)
+
+    def _bucket(self, rows: int) -> Bucket:
+        index = bisect_left(self._sizes, rows)
+        bucket = self._buckets[index]
+        if bucket is None:
+            bucket = self._buckets[index] = Bucket(len(self._joint.shapes.depth))
+        return bucket
+
+    def _must_dwell(self, switch_s: float) -> bool:
+        return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
+
+    def _prompts_only(self, load: Load) -> Decision:
+        """The draft is fed them unless their number of requests was last served without it."""
+        decision = self._joint.weigh(load).pick().decision
+        bucket = self._buckets[bisect_left(self._sizes, load.num_prefill)] if load.num_prefill else None
+        return replace(decision, feed_draft=False) if bucket is not None and not bucket.best else decision
+
+    def _draw(self, bucket: Bucket, weighed: Weighed, best: int) -> int | None:
+        """The shape to try in the bin that begins."""
+        if self._rng.random() >= min(EXPLORE_SHARE, 1 / bucket.schedule.bin):
+            return None
+        value, on_pace = weighed.by_shape()
+        beside = self._beside[best] if best else [1 + int(value[1:].argmax())]
+        fit = [shape for shape in beside if _may_be_tried(bucket, value, on_pace, shape, best)]
+        return fit[int(self._rng.integers(len(fit)))] if fit else None
+
+    def _try(self, bucket: Bucket, weighed: Weighed, best: Pick) -> Pick:
+        """The shape on trial, where nobody's pace is at stake; no more once it is seen to be worse."""
+        shape = bucket.trial
+        assert shape is not None
+        if bucket.trial_steps and (bucket.trial_steps >= TRIAL_STEPS or bucket.speed(shape) <= bucket.believed):
+            bucket.trial = None
+            return best
+        pick = weighed.pick(shape)
+        return pick if pick.on_pace >= best.on_pace else best
+
+
+def neighbours(shapes: Shapes) -> list[list[int]]:
+    """By shape, those beside it: none; a level more or less; the next width up or down."""
+    index = {(depth, width): at for at, (depth, width) in enumerate(zip(shapes.depth, shapes.width, strict=True))}
+    widths = sorted({width for depth, width in index if depth})
+    beside: list[list[int]] = []
+    for depth, width in index:
+        at = widths.index(width) if depth else 0
+        other = [(depth, each) for each in widths[max(at - 1, 0) : at + 2] if each != width] if depth else []
+        near = [(0, 0), (depth - 1, width), (depth + 1, width), *other]
+        beside.append(sorted({index[each] for each in near if each in index and each != (depth, width)}))
+    return beside
+
+
+def _may_be_tried(bucket: Bucket, value: np.ndarray, on_pace: np.ndarray, shape: int, best: int) -> bool:
+    """Whether all that are on pace stay so, and the rates are near enough."""
+    if on_pace[shape] < on_pace[best]:
+        return False
+    margin = NEAR + UNSURE * bucket.seconds.doubt(shape)
+    return bool(value[shape] - on_pace[shape] >= (1 - margin) * (value[best] - on_pace[best]))
+
+
+def _lost(pick: Pick, best: Pick) -> float:
+    """Share of a step's time that the pick earns less than the best would."""
+    rate = best.value - best.on_pace
+    return max(0.0, 1 - (pick.value - pick.on_pace) / rate) if rate > 0 else 0.0
