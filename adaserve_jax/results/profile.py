@@ -17,7 +17,7 @@ from adaserve_jax.results.timings import Timings
 from adaserve_jax.types import Limits
 
 KIND, VERSION = "adaserve profile", 1
-FREE_LIMITS = ("num_pages",)
+FREE_LIMITS = ("num_pages", "extension_pages")
 """Limits that times do not depend on."""
 
 
@@ -127,8 +127,9 @@ def parse_profile(values: Any, where: str) -> Profile:
         identity, timings = dict(given["identity"]), dict(given["timings"])
         _check_names(Identity, identity, where)
         _check_names(Timings, timings, where)
-        _check_names(Limits, identity["limits"], where)
-        limits = identity["limits"] | {"token_edges": tuple(identity["limits"]["token_edges"])}
+        limits = {"extension_pages": 0} | identity["limits"]
+        _check_names(Limits, limits, where)
+        limits["token_edges"] = tuple(limits["token_edges"])
         identity["limits"] = Limits(**limits)
         for name, size in _TIMED.items():
             timings[name] = _by_key(timings[name], size)
