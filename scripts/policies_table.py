@@ -10,7 +10,7 @@ from adaserve_jax.scheduler.policies import POLICIES, Policy
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- policies -->", "<!-- /policies -->"
-HEADER = "| policy | what it is | nodes to verify | requests by | draft |\n|---|---|---|---|---|"
+HEADER = "| policy | what it is | nodes to verify | requests by | draft | its memory |\n|---|---|---|---|---|---|"
 NEEDS = {"horizon": "need over a horizon", "step": "need of one step", "code": "need of one step"}
 RULES = {
     "equal": "as many for each request",
@@ -31,7 +31,8 @@ def policies_table() -> str:
     """One row per policy: its parts, as the code composes them."""
     rows = [
         f"| `{name}` | {policy.about} | {nodes(policy)} | {policy.ordering} | "
-        f"{'needed' if policy.needs_draft else 'used' if policy.uses_draft else '-'} |"
+        f"{'needed' if policy.needs_draft else 'used' if policy.uses_draft else '-'} | "
+        f"{'elastic' if policy.elastic else 'fixed' if policy.uses_draft else '-'} |"
         for name, policy in POLICIES.items()
     ]
     return "\n".join([HEADER, *rows])

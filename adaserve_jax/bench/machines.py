@@ -7,13 +7,14 @@ too (`profiled_machine.py`). Imports no jax.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from adaserve_jax.bench.sim_executor import SwapTimes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import is_profile
 from adaserve_jax.types import CostSamples, Limits
@@ -26,7 +27,8 @@ PAGE_SIZE = 64
 class Machine:
     """verify_ms: by packed tokens, linear between, whatever the rows. draft_level_ms: of a level, whatever its size.
     token_step: distance of the token edges up to max_batch_tokens. acceptance: of the draft's first choice, by SLO
-    class; requests of other classes have the mean of all.
+    class; requests of other classes have the mean of all. swap_ms: expand, contract and load, as of `SwapTimes`, whose
+    values stand for those that are missing.
     """
 
     name: str
@@ -41,6 +43,11 @@ class Machine:
     token_step: int
     max_context: int
     acceptance: dict[str, float]
+    swap_ms: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def swap_times(self) -> SwapTimes:
+        return SwapTimes(**{f"{name}_s": ms / 1e3 for name, ms in self.swap_ms.items()})
 
     @property
     def baseline_s(self) -> float:
@@ -118,7 +125,7 @@ def _machine(values: Any, where: str) -> Machine:
     if not isinstance(values, dict) or values.pop("version", None) != VERSION:
         raise ConfigError(f"machine {where}: expected an object of version {VERSION}")
     names = {field.name for field in fields(Machine)}
-    wrong = sorted(names ^ set(values))
+    wrong = sorted((names ^ set(values)) - {"swap_ms"})
     if wrong:
         raise ConfigError(f"machine {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")
     try:
@@ -126,8 +133,11 @@ def _machine(values: Any, where: str) -> Machine:
         machine = Machine(**values)
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
+        swaps_ok = min(astuple(machine.swap_times)) >= 0
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"machine {where}: {error}") from error
     if not ok:
         raise ConfigError(f"machine {where}: times must be above 0, and acceptance between 0 and 1")
+    if not swaps_ok:
+        raise ConfigError(f"machine {where}: swap_ms must not be below 0, got {machine.swap_ms}")
     return machine

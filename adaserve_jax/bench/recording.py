@@ -124,5 +124,17 @@ class RecordingExecutor:
         self._recorder.observe(plan, trees, outcome)
         return outcome
 
+    def expand(self) -> None:
+        self._executor.expand()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        self._executor.move_pages(from_pages, to_pages)
+
+    def contract(self) -> None:
+        self._executor.contract()
+
+    def draft_ready(self) -> bool:
+        return self._executor.draft_ready()
+
     def close(self) -> None:
         self._executor.close()

@@ -12,6 +12,7 @@ from adaserve_jax.bench.sim_executor import VirtualClock
 from adaserve_jax.bench.token_times import TokenTimes
 from adaserve_jax.results.records import Status
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.swapping import swap_if_due
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import (
     CandidateTrees,
@@ -22,6 +23,7 @@ from adaserve_jax.types import (
     RequestUpdate,
     StepOutcome,
     StepPlan,
+    StepStats,
 )
 
 OnEnd = Callable[["Replica", str, Assigned, RequestMetrics, Status, tuple[float, ...]], None]
@@ -53,6 +55,10 @@ class Replica:
         return self._scheduler.has_work
 
     @property
+    def stats(self) -> StepStats:
+        return self._scheduler.stats
+
+    @property
     def is_stepping(self) -> bool:
         return self._in_flight is not None
 
@@ -81,12 +87,13 @@ class Replica:
         self._in_flight = (plan, trees, candidates, self._executor.verify(plan, trees))
 
     def end_step(self) -> None:
-        """Take in what the step brought, at its end."""
+        """Take in what the step brought, at its end; the draft and pages change places after it, where that is due."""
         assert self._in_flight is not None, "a step is ended after it was begun"
         plan, trees, candidates, outcome = self._in_flight
         self._in_flight = None
         now = self.clock.now()
         self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
+        swap_if_due(self._scheduler, self._executor, self.clock.now)
 
     def cut_off(self) -> None:
         """End all requests as they are."""

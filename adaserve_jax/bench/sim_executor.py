@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from adaserve_jax.bench.sim_kv import KVRecord
 from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.memory.residency import State
 from adaserve_jax.scheduler.cost_grid import CostGrid
 from adaserve_jax.types import (
     CandidateTrees,
@@ -45,12 +47,26 @@ class VirtualClock:
         self._now_s += seconds
 
 
+@dataclass(frozen=True)
+class SwapTimes:
+    """Seconds of exchanging the draft and KV pages. expand: of freeing the draft and making the slab. contract: of
+    moving pages and freeing the slab. load: until the draft is back, while steps go on.
+
+    The first two are Nightjar's, of a 30B model on 2 L20 GPUs (table 6); `load` is that of 2.5 GB, a draft of 1B in
+    bf16, at 20 GB/s from the host.
+    """
+
+    expand_s: float = 0.1439
+    contract_s: float = 0.0119
+    load_s: float = 0.125
+
+
 class SimExecutor:
     """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
     requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
     from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
     plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
-    the same."""
+    the same. swap_times: of exchanging the draft and pages."""
 
     def __init__(
         self,
@@ -63,6 +79,7 @@ class SimExecutor:
         overhead_s: float = 0.0,
         vocab_size: int = 1000,
         strict: bool = True,
+        swap_times: SwapTimes | None = None,
     ):
         self._limits = limits
         self._cost = cost
@@ -76,6 +93,9 @@ class SimExecutor:
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
         self._target_kv = KVRecord(limits) if strict else None
         self._draft_kv = KVRecord(limits) if strict else None
+        self._swap_times = swap_times or SwapTimes()
+        self._place: State = "resident"
+        self._loaded_at_s = 0.0
 
     @property
     def limits(self) -> Limits:
@@ -94,6 +114,7 @@ class SimExecutor:
         draft = plan.draft
         if draft is None:
             raise IntegrityError("speculate needs a plan with a draft")
+        self._require("resident", "a plan has a draft")
         if self._draft_kv is not None:
             self._draft_kv.extend(plan, draft.draft_ctx, draft.catchup_counts)
             ends = draft.draft_ctx + draft.catchup_counts
@@ -132,8 +153,42 @@ class SimExecutor:
         draft_s, self._draft_s = self._draft_s, 0.0
         return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
 
+    def expand(self) -> None:
+        self._require("resident", "expand is called")
+        self._clock.advance(self._swap_times.expand_s)
+        self._place = "expanded"
+        if self._target_kv is not None and self._draft_kv is not None:
+            self._draft_kv.forget()
+            self._target_kv.add_extension()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        self._require("expanded", "move_pages is called")
+        if np.intersect1d(from_pages, to_pages).size:
+            raise IntegrityError(f"pages are moved onto each other: {from_pages} to {to_pages}")
+        if self._target_kv is not None:
+            self._target_kv.move(from_pages, to_pages)
+
+    def contract(self) -> None:
+        self._require("expanded", "contract is called")
+        self._clock.advance(self._swap_times.contract_s)
+        self._place = "loading"
+        self._loaded_at_s = self._clock.now() + self._swap_times.load_s
+        if self._target_kv is not None:
+            self._target_kv.drop_extension()
+
+    def draft_ready(self) -> bool:
+        self._require("loading", "draft_ready is called")
+        if self._clock.now() < self._loaded_at_s:
+            return False
+        self._place = "resident"
+        return True
+
     def close(self) -> None:
         return None
+
+    def _require(self, place: State, what: str) -> None:
+        if self._place != place:
+            raise IntegrityError(f"{what} while the draft is {self._place}; it must be {place}")
 
     def _load(self, plan: StepPlan) -> float:
         """Where context costs nothing, it is not counted."""

@@ -14,7 +14,25 @@ class KVRecord:
 
     def __init__(self, limits: Limits):
         self._page_size = limits.page_size
-        self._content = np.zeros((limits.num_pages, limits.page_size), np.uint64)
+        self._base_pages = self._in_force = limits.num_pages
+        self._content = np.zeros((limits.num_pages + limits.extension_pages, limits.page_size), np.uint64)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self._content[:] = 0
+
+    def add_extension(self) -> None:
+        """The pages of the extension are there, with nothing in them."""
+        self._in_force = len(self._content)
+
+    def drop_extension(self) -> None:
+        """They are not, and what they held is lost."""
+        self._in_force = self._base_pages
+        self._content[self._base_pages :] = 0
+
+    def move(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        """Copy pages, i32[N] each."""
+        self._content[to_pages] = self._content[from_pages]
 
     def extend(self, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray) -> None:
         """Check the first `ctx` tokens (i32[R]) of every row, then write the `counts` next ones."""
@@ -28,5 +46,7 @@ class KVRecord:
             self._content[page[ctx[row] :], slot[ctx[row] :]] = name[ctx[row] :]
         ends = -(-(ctx + counts) // self._page_size)
         held = np.concatenate([plan.page_table[row, : ends[row]] for row in range(plan.num_rows)])
+        if held.max(initial=0) >= self._in_force:
+            raise IntegrityError(f"a row names a page that is not there: {held.max()} of {self._in_force}")
         if len(np.unique(held)) != len(held):
             raise IntegrityError("two rows of one step hold the same page")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import Literal
@@ -27,12 +27,13 @@ from adaserve_jax.bench.traces import Trace
 from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import Request, RequestMetrics, SamplingParams
+from adaserve_jax.types import Limits, Request, RequestMetrics, SamplingParams, StepStats
 
 TUNED = "tuned"
 """Label of a row whose setting was chosen for its point."""
@@ -47,6 +48,8 @@ class SimulationPlan:
     replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
     whether the best fixed policy of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
+    num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
+    beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
     """
 
     policies: tuple[str, ...]
@@ -59,14 +62,24 @@ class SimulationPlan:
     acceptance: AcceptanceModel | None = None
     keep_token_times: bool = True
     tune: Literal["no", "search", "grid"] = "no"
+    num_pages: int = 0
+    extension_pages: int = 0
+    elastic: str = "auto"
+    swap_rule: SwapRule = field(default_factory=SwapRule)
+
+    def limits(self, machine: Machine) -> Limits:
+        """Of one replica."""
+        own = machine.limits(self.max_requests)
+        return replace(own, num_pages=self.num_pages or own.num_pages, extension_pages=self.extension_pages)
 
 
 @dataclass
 class Simulated:
-    """One policy over one trace. wall_s: of the virtual clock."""
+    """One policy over one trace. wall_s: of the virtual clock. stats: the totals of each replica's scheduler."""
 
     records: list[RequestRecord]
     wall_s: float
+    stats: list[StepStats]
 
 
 OnPoint = Callable[[Simulated, list[ResultRow]], None]
@@ -147,7 +160,8 @@ class _Simulation:
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
         self._run_id, self._recorder = run_id, recorder
         self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
-        self._limits = machine.limits(plan.max_requests)
+        self._limits = plan.limits(machine)
+        _check_pages(self._limits, trace)
         self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
         self._seeds = seeds.tolist()
@@ -168,21 +182,22 @@ class _Simulation:
             replica.add(self._request(number, arrivals[number]), arrivals[number])
 
         wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
-        return Simulated(self._records, wall_s)
+        return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas])
 
     def _replica(self, index: int) -> Replica:
         """Replicas differ in what their policies draw at random, and in nothing else."""
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
             self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
-            overhead_s=self._machine.overhead_s, strict=False,
+            overhead_s=self._machine.overhead_s, strict=False, swap_times=self._machine.swap_times,
         )  # fmt: skip
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
             max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],
-            eq9_c2=self._machine.offsets[1],
+            eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
+            prefix_cache=False,  # a trace says how long prompts are, not what they say
         )  # fmt: skip
-        scheduler = build_scheduler(config, self._limits, self._samples)
+        scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
         return Replica(index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times)
 
@@ -225,6 +240,16 @@ class _Simulation:
                 token_offsets_s=token_offsets_s,
                 replica=replica.index,
             )
+        )
+
+
+def _check_pages(limits: Limits, trace: Trace) -> None:
+    longest = max(r.prompt_tokens + r.output_tokens for r in trace.requests)
+    needed = -(-min(longest, limits.max_context) // limits.page_size)
+    if limits.num_pages < needed:
+        raise ConfigError(
+            f"num_pages must hold the longest request of {trace.name}, which takes {needed} pages of "
+            f"{limits.page_size} tokens, got {limits.num_pages}"
         )
 
 

@@ -34,7 +34,7 @@ def result_rows(
 
 
 def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str) -> Provenance:
-    limits = machine.limits(plan.max_requests)
+    limits = plan.limits(machine)
     return Provenance(
         run_id=run_id,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -55,4 +55,7 @@ def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: st
         workload_hash=trace.sha256,
         seed=plan.seed,
         max_prefill_tokens=plan.max_prefill_tokens,
+        num_pages=limits.num_pages,
+        extension_pages=limits.extension_pages,
+        elastic=plan.elastic,
     )

@@ -19,7 +19,9 @@ from adaserve_jax.cli.bench import parse_rate
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows
 from adaserve_jax.cli.terminal import notes
+from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policy_names import expand, find_policy
@@ -69,6 +71,17 @@ def simulate(
     max_prefill_tokens: Annotated[
         int, typer.Option(help="most prompt tokens that one step computes; 0: what the policy finds room for")
     ] = 0,
+    num_pages: Annotated[int, typer.Option(help="KV pages of a replica; 0: so many that they never run out")] = 0,
+    extension_pages: Annotated[
+        int, typer.Option(help="KV pages that the draft's memory makes while it is away; 0: the draft stays")
+    ] = 0,
+    elastic: Annotated[str, typer.Option(help=FIELD_HELP["elastic"])] = "auto",
+    tau_low: Annotated[
+        float, typer.Option(help="share of the pages that must be spare, else the draft's memory may become pages")
+    ] = TAU_LOW,
+    swap_after: Annotated[
+        int, typer.Option(help="steps that pages must be short, and speculation off, before it does")
+    ] = T_PERSIST,
     drain: Annotated[float, typer.Option(help="most seconds to serve requests after the last arrival")] = 600.0,
     seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and what is drawn of traces")] = 0,
     token_times: Annotated[
@@ -82,10 +95,11 @@ def simulate(
     """
     names = expand(comma_list("policies", policies, str))
     simulated = load_machine(machine)
-    if min(ttft_slo, max_requests, max_prefill_tokens, requests) < 0 or min(time_scale, drain) <= 0:
+    counts = (max_requests, max_prefill_tokens, requests, num_pages, extension_pages)
+    if min(ttft_slo, *counts) < 0 or min(time_scale, drain) <= 0:
         raise ConfigError(
-            "--ttft-slo, --max-requests, --max-prefill-tokens and --requests must not be below 0, --time-scale and "
-            "--drain must be above"
+            "--ttft-slo, --max-requests, --max-prefill-tokens, --requests, --num-pages and --extension-pages must not "
+            "be below 0, --time-scale and --drain must be above"
         )
     if exhaustive and not tune:
         raise ConfigError("--exhaustive says how --tune looks for a setting; give --tune too")
@@ -101,7 +115,8 @@ def simulate(
     plan = SimulationPlan(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
         None if acceptance is None else load_acceptance(acceptance), token_times,
-        "no" if not tune else "grid" if exhaustive else "search",
+        "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
+        EngineConfig(elastic=elastic).elastic, SwapRule(tau_low, swap_after),
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")

@@ -14,7 +14,11 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.outputs import OutputTracker
 from adaserve_jax.models.detokenizer import Decodes
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.swapping import bring_back_draft, swap_if_due
 from adaserve_jax.types import CandidateTrees, Executor, Request
+
+SETTLE_S = 0.001
+"""Between two questions whether the draft is there."""
 
 
 class EngineCore:
@@ -79,7 +83,8 @@ class EngineCore:
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
     def step(self) -> list[OutputChunk]:
-        """Plan, speculate, select, verify, commit. Empty when no token came."""
+        """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
+        when no token came."""
         scheduler, executor = self.scheduler, self.executor
         plan = scheduler.plan(self.clock())
         if plan is None:
@@ -92,7 +97,12 @@ class EngineCore:
         updates = scheduler.commit(plan, trees, candidates, outcome, self.clock(), self._tracker.stop_check)
         chunks = [self._tracker.chunk(update) for update in updates]
         self._forget_finished(chunks)
+        swap_if_due(scheduler, executor, self.clock)
         return chunks
+
+    def settle(self) -> None:
+        """Bring the draft back; only while idle, before another core takes over the executor. Raises SwapError."""
+        bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
 
     def _choices(self, request: GenerateRequest, arrival_s: float) -> list[Request]:
         sampling = request.sampling

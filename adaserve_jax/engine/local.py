@@ -125,11 +125,13 @@ class LocalEngine:
         )
 
     def set_policy(self, policy: str) -> None:
-        """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle."""
+        """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle,
+        SwapError when the draft's memory is KV pages and it cannot be brought back."""
         config = replace(self.config, policy=policy)
         with self._lock:
             if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
+            self._core.settle()
             self._core = self._build_core(config)
             self._info = self._describe(config)
 
@@ -172,7 +174,7 @@ class LocalEngine:
         return EngineStats(
             scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
-            draft_resident=self._executor.drafter is not None,
+            draft_resident=live.draft_resident,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
         )
 

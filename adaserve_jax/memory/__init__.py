@@ -1,1 +1,1 @@
-"""KV memory. Host files (page_pool) never import jax."""
+"""KV memory. Host files (page_pool, migration, prefix_cache) never import jax."""

@@ -1,58 +1,127 @@
 """Which KV pages are free, and who else holds a page: ids and reference counts only.
 
-Host side; knows nothing of arrays on a device, of requests, or of what a page contains.
+Two slabs: the base pool, and an extension that is there only between `extend` and `trim`. Host side; knows nothing of
+arrays on a device, of requests, or of what a page contains.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
 
 from adaserve_jax.errors import ConfigError, IntegrityError, OutOfPagesError
+from adaserve_jax.memory.migration import Migration
+
+
+class PageKeeper(Protocol):
+    """Who remembers what pages contain, and so wants them idle, not free, when their last holder leaves."""
+
+    def evicted(self, pages: list[int]) -> None:
+        """These idle pages are taken for something else."""
+        ...
+
+    def moved(self, migration: Migration) -> None:
+        """What these pages contained is in others now."""
+        ...
+
+
+class _FreeList:
+    """Free page ids of one slab; the last one given back is the first to be taken."""
+
+    def __init__(self, first: int, end: int):
+        self._ids = np.arange(end - 1, first - 1, -1, dtype=np.int32)  # the first `count` entries are free
+        self.count = end - first
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self._ids[: self.count]
+
+    def take(self, count: int) -> np.ndarray:
+        end = self.count
+        self.count = end - count
+        return self._ids[self.count : end][::-1].copy()
+
+    def give(self, pages: np.ndarray) -> None:
+        self._ids[self.count : self.count + len(pages)] = pages[::-1]
+        self.count += len(pages)
 
 
 class PagePool:
-    """Hands out page ids 0 <= id < num_pages; a page returns to the free list when its last holder frees it.
+    """Hands out page ids; a page returns to the free list when its last holder frees it, or becomes idle when a keeper
+    remembers it: then it counts as free, and is taken, least recently used first, only when no page is truly free.
 
-    Every operation costs O(pages named in it). Not thread-safe: one engine thread owns it.
+    Base pages are ids below base_pages, K; while extended there are K to K + extension_pages - 1 too. Every operation
+    costs O(pages named in it) but those of a contraction, O(all). Not thread-safe: one engine thread owns it.
     """
 
-    def __init__(self, num_pages: int, page_size: int):
+    def __init__(self, num_pages: int, page_size: int, extension_pages: int = 0):
         if num_pages < 1 or page_size < 1:
             raise ConfigError(f"num_pages and page_size must be at least 1, got {num_pages} and {page_size}")
-        self.num_pages = num_pages
+        if extension_pages < 0:
+            raise ConfigError(f"extension_pages must be at least 0, got {extension_pages}")
+        total = num_pages + extension_pages
+        self.base_pages = num_pages
         self.page_size = page_size
-        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # the first _num_free entries are free ids
-        self._num_free = num_pages
-        self._refs = np.zeros(num_pages, np.int32)
+        self.extended = False
+        self._total = total
+        self._base = _FreeList(0, num_pages)
+        self._extension = _FreeList(num_pages, num_pages)
+        self._refs = np.zeros(total, np.int32)
+        self._keeper: PageKeeper | None = None
+        self._known = np.zeros(total, bool)  # by the keeper
+        self._idle: OrderedDict[int, None] = OrderedDict()  # known, without holders; least recently used first
+        self._planned: Migration | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in force, of both slabs."""
+        return self._total if self.extended else self.base_pages
 
     @property
     def num_free(self) -> int:
-        return self._num_free
+        """Pages that `alloc` can hand out: truly free ones and idle ones."""
+        return self._base.count + self._extension.count + len(self._idle)
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - self._num_free
+        return self.num_pages - self.num_free
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def extension_used(self) -> int:
+        """Pages of the extension slab that somebody holds."""
+        return int(np.count_nonzero(self._refs[self.base_pages :]))
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def alloc(self, count: int) -> np.ndarray:
-        """Take `count` free pages with one reference each: i32[count], or raise OutOfPagesError and take none."""
-        if count > self._num_free:
-            raise OutOfPagesError(
-                f"asked for {count} KV pages, {self._num_free} of {self.num_pages} are free; "
-                "preempt or finish a request, or raise num_pages"
-            )
-        first = self._num_free - count
-        pages = self._stack[first : self._num_free][::-1].copy()
-        self._num_free = first
+        """Take `count` pages with one reference each: i32[count], or raise OutOfPagesError and take none.
+
+        Base pages first, then those of the extension, then idle ones, which their keeper is told.
+        """
+        if count <= self._base.count and self._planned is None:
+            pages = self._base.take(count)
+        else:
+            pages = self._alloc_beyond_base(count)
         self._refs[pages] = 1
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
-        """Add one holder to each page of `pages` (i32[n], distinct, all in use)."""
-        self._require_held(pages)
+        """Add one holder to each page of `pages` (i32[n], distinct, all in use or idle)."""
+        self._require_ids(pages)
+        resting = np.asarray(pages)[self._refs[pages] == 0].tolist()
+        if any(page not in self._idle for page in resting):
+            raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use or idle")
+        for page in resting:
+            del self._idle[page]
         self._refs[pages] += 1
 
     def fork(self, pages: np.ndarray) -> np.ndarray:
@@ -61,32 +130,171 @@ class PagePool:
         return np.array(pages, np.int32)
 
     def free(self, pages: np.ndarray) -> None:
-        """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free."""
-        self._require_held(pages)
+        """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free, or idle where
+        the keeper knows them, the last one named first to be evicted."""
+        self._require_ids(pages)
+        if np.count_nonzero(self._refs[pages] < 1):
+            raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use")
         self._refs[pages] -= 1
         empty = np.asarray(pages, np.int32)[self._refs[pages] == 0]
-        self._stack[self._num_free : self._num_free + len(empty)] = empty[::-1]
-        self._num_free += len(empty)
+        if self._keeper is not None:
+            known = self._known[empty]
+            for page in empty[known][::-1].tolist():
+                self._idle[page] = None
+            empty = empty[~known]
+        self._give(empty)
 
     def references(self, pages: np.ndarray) -> np.ndarray:
         """Holders of each page: i32[n]."""
         return self._refs[pages]
 
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every page is either free once or held at least once."""
-        free = self._stack[: self._num_free]
-        if len(np.unique(free)) != self._num_free:
-            raise IntegrityError("a KV page is in the free list twice")
-        if self._refs[free].any():
-            raise IntegrityError("a free KV page has holders")
-        if np.count_nonzero(self._refs > 0) != self.num_used or (self._refs < 0).any():
-            raise IntegrityError("a KV page is neither free nor held")
+    def is_idle(self, pages: np.ndarray) -> np.ndarray:
+        """bool[n], of pages that the keeper knows: whether nobody holds them."""
+        return self._refs[pages] == 0
 
-    def _require_held(self, pages: np.ndarray) -> None:
+    # ---- idle pages ----
+
+    def keep_for(self, keeper: PageKeeper) -> None:
+        """From now on `keeper` may remember pages. Raises IntegrityError when there is one already."""
+        if self._keeper is not None:
+            raise IntegrityError("a page pool has one keeper")
+        self._keeper = keeper
+
+    def remember(self, page: int) -> None:
+        """The keeper knows this page, which somebody holds, until it is evicted."""
+        if self._keeper is None or self._refs[page] < 1:
+            raise IntegrityError(f"KV page {page} cannot be kept: it has no keeper or no holder")
+        self._known[page] = True
+
+    def _evict(self, pages: list[int]) -> None:
+        """Idle pages become truly free."""
+        for page in pages:
+            del self._idle[page]
+        self._known[pages] = False
+        if self._keeper is not None and pages:
+            self._keeper.evicted(pages)
+        self._give(np.array(pages, np.int32))
+
+    # ---- the extension ----
+
+    def extend(self) -> None:
+        """The pages of the extension slab become free. Raises IntegrityError: extended already, or no such slab."""
+        if self.extended or self._total == self.base_pages:
+            raise IntegrityError(f"there is no extension of {self._total - self.base_pages} pages to begin")
+        self.extended = True
+        self._extension = _FreeList(self.base_pages, self._total)
+
+    def plan_contraction(self) -> Migration | None:
+        """Where the pages of the extension that somebody holds can go; None, and nothing changed, without room.
+
+        The targets are reserved. Idle base pages are evicted for pages in use; idle pages of the extension come along,
+        most recently used first, only as far as truly free base pages are left. Raises IntegrityError: not extended,
+        or a plan is open.
+        """
+        if not self.extended or self._planned is not None:
+            raise IntegrityError("a contraction is planned once, while extended")
+        live = (self.base_pages + self._refs[self.base_pages :].nonzero()[0]).astype(np.int32)
+        lacking = len(live) - self._base.count
+        if lacking > 0:
+            idle = self._idle_where(self._idle, below=True)
+            if lacking > len(idle):
+                return None
+            self._evict(idle[:lacking])
+        along = self._idle_where(reversed(self._idle), below=False)[: self._base.count - len(live)]
+        from_pages = np.concatenate([live, np.array(along, np.int32)])
+        self._planned = Migration(from_pages, self._base.take(len(from_pages)))
+        return self._planned
+
+    def abandon(self, migration: Migration) -> None:
+        """Give the targets back; nothing moves. Raises IntegrityError unless `migration` is the open plan."""
+        self._close(migration)
+        self._base.give(migration.to_pages)
+
+    def publish(self, migration: Migration) -> np.ndarray:
+        """The pages have moved: holders, idle places and the keeper's knowledge follow, the sources are free.
+
+        Pages whose last holder left since the plan do not count as moved. Returns i32[num_pages], remap[old] = new.
+        Raises IntegrityError unless `migration` is the open plan.
+        """
+        self._close(migration)
+        alive = (self._refs[migration.from_pages] > 0) | self._known[migration.from_pages]
+        self._base.give(migration.to_pages[~alive])
+        moves = migration.only(alive)
+        for values in (self._refs, self._known):
+            values[moves.to_pages] = values[moves.from_pages]
+            values[moves.from_pages] = 0
+        remap = moves.remap(self.num_pages)
+        self._idle = OrderedDict.fromkeys(remap[list(self._idle)].tolist() if self._idle else ())
+        if self._keeper is not None:
+            self._keeper.moved(moves)
+        self._extension.give(moves.from_pages)
+        return remap
+
+    def trim(self) -> None:
+        """End the extension; what is idle in it is forgotten. Raises IntegrityError while anybody holds a page of it."""
+        if not self.extended or self._planned is not None or self.extension_used:
+            raise IntegrityError(
+                f"the extension cannot end: extended {self.extended}, {self.extension_used} pages of it in use"
+            )
+        self._evict(self._idle_where(self._idle, below=False))
+        self.extended = False
+        self._extension = _FreeList(self.base_pages, self.base_pages)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every page in force is exactly one of free, idle, held, or reserved."""
+        state = np.zeros(self._total, np.int32)
+        for name, pages in (
+            ("free", np.concatenate([self._base.ids, self._extension.ids])),
+            ("idle", np.array(list(self._idle), np.int32)),
+            ("reserved", self._planned.to_pages if self._planned is not None else np.zeros(0, np.int32)),
+        ):
+            np.add.at(state, pages, 1)
+            if len(np.unique(pages)) != len(pages):
+                raise IntegrityError(f"a KV page is {name} twice")
+            if self._refs[pages].any():
+                raise IntegrityError(f"a {name} KV page has holders")
+            if (self._known[pages] != (name == "idle")).any():
+                raise IntegrityError(f"a {name} KV page is {'not ' if name == 'idle' else ''}known to a keeper")
+        state += self._refs > 0
+        if (state[: self.num_pages] != 1).any() or (self._refs < 0).any():
+            raise IntegrityError("a KV page is neither free nor held, or both")
+        if state[self.num_pages :].any() or (self._base.ids >= self.base_pages).any():
+            raise IntegrityError("a KV page that is not in force is free or held")
+
+    def _alloc_beyond_base(self, count: int) -> np.ndarray:
+        if self._planned is not None:
+            raise IntegrityError("KV pages are not handed out between the plan of a contraction and its end")
+        if count > self.num_free:
+            raise OutOfPagesError(
+                f"asked for {count} KV pages, {self.num_free} of {self.num_pages} are free; "
+                "preempt or finish a request, or raise num_pages"
+            )
+        lacking = count - self._base.count - self._extension.count
+        if lacking > 0:
+            self._evict([page for page, _ in zip(self._idle, range(lacking), strict=False)])
+        base = self._base.take(min(count, self._base.count))
+        return np.concatenate([base, self._extension.take(count - len(base))])
+
+    def _give(self, pages: np.ndarray) -> None:
+        if not self.extended:
+            self._base.give(pages)
+            return
+        base = pages < self.base_pages
+        self._base.give(pages[base])
+        self._extension.give(pages[~base])
+
+    def _idle_where(self, idle: Iterable[int], *, below: bool) -> list[int]:
+        """Those of `idle` that are base pages, or those that are not."""
+        return [page for page in idle if (page < self.base_pages) == below]
+
+    def _close(self, migration: Migration) -> None:
+        if self._planned is not migration:
+            raise IntegrityError("a migration ends once, while it is the open plan")
+        self._planned = None
+
+    def _require_ids(self, pages: np.ndarray) -> None:
         ids = np.asarray(pages).tolist()
         if ids and (min(ids) < 0 or max(ids) >= self.num_pages):
             raise IntegrityError(f"KV page ids must be from 0 to {self.num_pages - 1}, got {ids}")
-        if np.count_nonzero(self._refs[pages] < 1):
-            raise IntegrityError(f"KV pages {ids} are not all in use")
         if len(set(ids)) != len(ids):
             raise IntegrityError(f"KV pages {ids} are named twice in one call")

@@ -36,6 +36,9 @@ class Provenance:
     workload_hash: str
     seed: int
     max_prefill_tokens: int = field(default=0, kw_only=True)
+    num_pages: int | None = field(default=None, kw_only=True)
+    extension_pages: int | None = field(default=None, kw_only=True)
+    elastic: str | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -52,5 +52,6 @@ ABLATIONS: dict[str, Policy] = {
     "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
-"""Each adds one part to the one before; `adaserve` adds admission by pace and the order by deadline."""
+"""Each adds one part to the one before; `adaserve` adds admission by pace, the order by deadline and, where the draft's
+memory may become KV pages, that."""
 ORDERS = ("order-slowest", "order-fastest", "adaserve")

@@ -23,13 +23,15 @@ class Batch:
 
     def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False):
         self.limits = limits
-        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
         self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
         self.preemptions = 0
+        self.turned_away = False
+        """Whether pages alone kept the next request from running in the last plan, or took them from one that ran."""
         # every running row may need one sampled position and one token of the step
         self._capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
 
@@ -43,6 +45,7 @@ class Batch:
 
         Returns whether anything was preempted.
         """
+        self.turned_away = False
         slots, table = self.slots, self.table
         num_tokens = table.num_tokens[slots]
         # a prefill row has held the pages of all its tokens since it was admitted
@@ -54,7 +57,7 @@ class Batch:
             while state.is_running and not self._reserve_all(np.array([state.slot]), np.array([state.num_tokens])):
                 victim = max(self.running, key=lambda state: state.rank)
                 self._preempt(victim)
-                preempted = True
+                preempted = self.turned_away = True
         return preempted
 
     def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
@@ -101,6 +104,7 @@ class Batch:
     def _room_for(self, state: RequestState) -> bool:
         while not self._fits(state):
             if not self._make_way(state):
+                self.turned_away = len(self.running) < self._capacity
                 return False
         return True
 
@@ -126,6 +130,15 @@ class Batch:
         row = self.running.index(state)
         del self.running[row]
         self._slots[row : len(self.running)] = self._slots[row + 1 : len(self.running) + 1]
+
+    def remap(self, remap: np.ndarray) -> None:
+        """Pages have moved: page i is page remap[i] now (i32[pages in force]). Between steps only."""
+        slots = self.slots
+        self.table.page_table[slots] = remap[self.table.page_table[slots]]  # unused entries name page 0, which stays
+
+    def forget_draft(self) -> None:
+        """The draft's KV is lost: no request has any of it. Between steps only."""
+        self.table.draft_computed[:] = 0
 
     def _preempt(self, state: RequestState) -> None:
         self.release(state)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.memory.residency import Residency
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
@@ -42,7 +43,8 @@ class Pace:
 class PlannedStep:
     """A plan with what selection and commit need to know of its rows.
 
-    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned. slots: i64[R].
+    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned. slots: i64[R]. decided_depth: of the
+    draft, whether or not any row could use it.
     """
 
     plan: StepPlan
@@ -51,6 +53,7 @@ class PlannedStep:
     remaining: np.ndarray
     wait_ratio: float
     made_s: float
+    decided_depth: int
 
 
 class Planner:
@@ -58,11 +61,13 @@ class Planner:
 
     max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
     tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
+    residency: where the draft is; None: here, always.
     """
 
     def __init__(
         self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
         uses_draft: bool, calibrated: bool = True, calibrator: Calibrator | None = None,
+        residency: Residency | None = None,
     ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
@@ -74,6 +79,11 @@ class Planner:
         self._uses_draft = uses_draft
         self._calibrated = calibrated
         self._calibrator = calibrator
+        self._residency = residency
+
+    @property
+    def _draft_is_here(self) -> bool:
+        return self._residency is None or self._residency.draft_is_here
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""
@@ -85,7 +95,8 @@ class Planner:
         decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
         # a row whose draft lags by more than one step can catch up decodes plainly until it has
-        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup if self._uses_draft else np.zeros(len(lag), bool)
+        drafts = self._uses_draft and self._draft_is_here
+        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup if drafts else np.zeros(len(lag), bool)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
@@ -97,6 +108,7 @@ class Planner:
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
             ),
+            draft_resident=self._draft_is_here,
         )
         decision = self._controller.decide(load)
         chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
@@ -106,9 +118,9 @@ class Planner:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
         scheduled_s = batch.table.first_scheduled_s[slots]
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        draft = self._plan_draft(decision, slots, load, chunks) if self._uses_draft else None
+        draft = self._plan_draft(decision, slots, load, chunks) if drafts else None
         plan = self._assemble(step, slots, chunks, draft, decision)
-        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
 
     def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
         """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
@@ -142,7 +154,8 @@ class Planner:
                 others = len(known) - len(rates)
             rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step):
+            drafts = self._draft_is_here
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, draft_resident=drafts):
                 return False
             rates, others = more, beside
             return True

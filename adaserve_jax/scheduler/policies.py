@@ -65,7 +65,8 @@ class Policy:
     by level (selector "static" only). search_budget: whether the verify budget is chosen again, over the token
     edges, once the candidates are known. calibrated: whether f is made of calibrated chances, or of the draft's own
     probabilities. uses_draft: whether the draft is fed and searched at all, when one is loaded. needs_draft: whether
-    it is refused without one.
+    it is refused without one. elastic: whether the draft's memory becomes KV pages while speculation is off and pages
+    are short; else the draft stays.
     """
 
     about: str
@@ -79,6 +80,7 @@ class Policy:
     calibrated: bool = True
     uses_draft: bool = True
     needs_draft: bool = False
+    elastic: bool = False
 
     @property
     def gives_up(self) -> bool:
@@ -142,7 +144,7 @@ def _nightjar(rule: Rule) -> Callable[[Parts], Controller]:
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
-        _adaserve, selector="slo", ordering="deadline", search_budget=True,
+        _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",
@@ -177,7 +179,7 @@ POLICIES: dict[str, Policy] = {
     ),
     "nightjar": Policy(
         "Nightjar: chain length by seconds per token, none included, learned by size of batch; an arm for each bin",
-        _nightjar(V2), selector="equal",
+        _nightjar(V2), selector="equal", elastic=True,
     ),
     "nightjar-v1": Policy(
         "its first version: explores more, and chooses anew in each step", _nightjar(V1), selector="equal"

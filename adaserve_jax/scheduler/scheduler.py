@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
+from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
@@ -29,6 +30,7 @@ from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.swapping import Swapping, may_swap
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import (
     CandidateTrees,
@@ -49,10 +51,12 @@ class Scheduler:
     at any time between those calls."""
 
     def __init__(
-        self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig, calibrator: Calibrator | None = None
-    ):
+        self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig,
+        calibrator: Calibrator | None = None, swap_rule: SwapRule | None = None,
+    ):  # fmt: skip
         """policy: a name that `policy_names.find_policy` knows. calibrator: what verifications teach; it may have
-        learned from other schedulers before. Raises ConfigError: an unknown policy, or one that needs a draft."""
+        learned from other schedulers before. swap_rule: when the draft's memory becomes pages, where it may; None: as
+        by default. Raises ConfigError: an unknown policy, or one that needs a draft."""
         self._policy, parameter = find_policy(policy, limits.max_depth)
         self._limits = limits
         self._cost = costs
@@ -69,6 +73,11 @@ class Scheduler:
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
         self._batch = Batch(limits, self._policy.ordering, gives_up=self._policy.gives_up)
+        self._stats = StepStats(pages_total=limits.num_pages)
+        self.swapping: Swapping | None = None
+        """Of the draft and KV pages; None where the draft stays."""
+        if limits.max_depth and may_swap(self._policy.elastic, limits, config):
+            self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats)
         self._planner = Planner(
             self._batch,
             self._controller,
@@ -78,6 +87,7 @@ class Scheduler:
             uses_draft=self._policy.uses_draft and limits.max_depth > 0,
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
+            residency=None if self.swapping is None else self.swapping.residency,
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -88,11 +98,15 @@ class Scheduler:
         self._in_flight: PlannedStep | None = None
         self._added = 0
         self._steps = 0
-        self._stats = StepStats(pages_total=limits.num_pages)
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step was planned and not committed."""
+        return self._in_flight is not None
 
     @property
     def predictions(self) -> PredictionLog:
@@ -107,12 +121,20 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with the gauges as of now."""
+        pool = self._batch.pool
+        extension_used = pool.extension_used
         return replace(
             self._stats,
             running=len(self._batch.running),
             waiting=len(self._batch.queue),
-            pages_used=self._batch.pool.num_used,
+            pages_used=pool.num_used - extension_used,
+            pages_cached=pool.num_idle,
+            extension_used=extension_used,
+            extension_total=pool.num_pages - pool.base_pages,
             preemptions=self._batch.preemptions,
+            draft_resident=self._draft_is_here,
+            swaps=dict(self._stats.swaps),
+            swap_s=dict(self._stats.swap_s),
             accepted_per_position=list(self._stats.accepted_per_position),
             finished=dict(self._stats.finished),
             calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
@@ -211,6 +233,8 @@ class Scheduler:
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
         self._count(plan, trees, outcome)
+        if self.swapping is not None:
+            self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         return updates
 
@@ -219,6 +243,11 @@ class Scheduler:
         self._batch.check_integrity()
         if len(self._requests) != len(self._batch.running) + len(self._batch.queue):
             raise IntegrityError("a request is neither running nor waiting, or both")
+
+    @property
+    def _draft_is_here(self) -> bool:
+        here = self.swapping is None or self.swapping.residency.draft_is_here
+        return here and self._limits.max_depth > 0
 
     def _learn(
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
@@ -254,10 +283,11 @@ class Scheduler:
 
 
 def build_scheduler(
-    config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None
-) -> Scheduler:
+    config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None,
+    swap_rule: SwapRule | None = None,
+) -> Scheduler:  # fmt: skip
     """The scheduler of a configured engine whose executor has warmed up."""
-    return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator)
+    return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator, swap_rule)
 
 
 def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float) -> Feedback:

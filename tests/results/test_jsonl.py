@@ -72,7 +72,7 @@ def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str):
 
 def test_a_column_with_a_default_may_be_absent_from_an_older_file(tmp_path: Path):
     values = dataclasses.asdict(row())
-    for name in ("replicas", "router", "label", "max_prefill_tokens"):
+    for name in ("replicas", "router", "label", "max_prefill_tokens", "num_pages", "extension_pages", "elastic"):
         del values[name]
     path = tmp_path / "old.jsonl"
     path.write_text(json.dumps(values) + "\n")

@@ -9,7 +9,9 @@ import numpy as np
 
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
+from adaserve_jax.scheduler.swapping import swap_if_due
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, RequestUpdate, SamplingParams
 
 VOCAB = 1000
@@ -87,10 +89,13 @@ class Run:
     steps: int = 0
 
     @classmethod
-    def of(cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, **config) -> Run:
+    def of(
+        cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, swap_rule: SwapRule | None = None,
+        executor: type[SimExecutor] = SimExecutor, **config,
+    ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)
-        executor = SimExecutor(limits, costs, acceptance, clock, vocab_size=VOCAB)
-        return cls(build_scheduler(EngineConfig(**config), limits, costs), executor, clock)
+        scheduler = build_scheduler(EngineConfig(**config), limits, costs, swap_rule=swap_rule)
+        return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
@@ -113,6 +118,8 @@ class Run:
         trees = self.scheduler.select(plan, candidates, self.clock.now())
         outcome = self.executor.verify(plan, trees)
         self.take(self.scheduler.commit(plan, trees, candidates, outcome, self.clock.now()))
+        self.scheduler.check_integrity()
+        swap_if_due(self.scheduler, self.executor, self.clock.now)
         self.scheduler.check_integrity()
         self.steps += 1
         return plan, trees

@@ -1,0 +1,144 @@
+"""How a swap of the draft and KV pages goes: its parts in order, on host and device, and what a failure leaves.
+
+When one is due says memory/residency.py. Everything here runs between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import IntegrityError, SwapError
+from adaserve_jax.memory.residency import Pressure, Residency, Swap, SwapRule
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.types import Executor, Limits, StepStats
+
+if TYPE_CHECKING:
+    from adaserve_jax.scheduler.scheduler import Scheduler
+
+FAILED = "failed"
+"""Kind of a swap that raised SwapError, in the statistics."""
+
+
+def may_swap(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
+    """Whether the draft's memory may ever become pages. elastic_policy: whether the policy's memory rule says so."""
+    if not elastic_policy or config.elastic == "off" or not limits.extension_pages:
+        return False
+    holds_all = limits.num_pages >= limits.max_requests * limits.max_pages_per_request
+    return config.elastic == "on" or not holds_all
+
+
+class Swapping:
+    """The swaps of one scheduler: what its residency is asked, and the totals."""
+
+    def __init__(self, batch: Batch, rule: SwapRule, stats: StepStats):
+        limits = batch.limits
+        self.batch = batch
+        self.residency = Residency(rule, limits.num_pages, limits.extension_pages)
+        self.speculates: bool | None = None
+        """Whether speculation was on in the last step; None: it had no decode rows."""
+        self._stats = stats
+
+    def due(self) -> Swap | None:
+        """Once after each step."""
+        batch = self.batch
+        running = len(batch.running)
+        pressure = Pressure(batch.pool.num_free - running, batch.turned_away, len(batch.queue), running)
+        return self.residency.due(pressure, self.speculates)
+
+    def count(self, kind: str, seconds: float) -> None:
+        """One more swap of that kind, which took the step loop so long."""
+        self._stats.swaps[kind] = self._stats.swaps.get(kind, 0) + 1
+        self.took(kind, seconds)
+
+    def took(self, kind: str, seconds: float) -> None:
+        self._stats.swap_s[kind] = self._stats.swap_s.get(kind, 0.0) + seconds
+
+
+def swap_if_due(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+    """Let the draft and KV pages change places where that is due; call it once after each step's commit.
+
+    A swap that fails is counted, leaves requests, texts and pages as they were, and is tried again later.
+    Raises IntegrityError: a step is in flight.
+    """
+    swapping = scheduler.swapping
+    if swapping is None:
+        return
+    due = swapping.due()
+    if due is None:
+        return
+    if scheduler.is_stepping:
+        raise IntegrityError(f"a swap ({due}) is due while a step is in flight; commit the step first")
+    _swap(swapping, due, executor, clock)
+
+
+def bring_back_draft(
+    scheduler: Scheduler, executor: Executor, clock: Callable[[], float], wait: Callable[[], None]
+) -> None:
+    """Leave the draft resident, whatever swap was under way; only without requests. wait: between two questions.
+
+    Raises SwapError: it cannot be brought back now.
+    """
+    swapping = scheduler.swapping
+    if swapping is None:
+        return
+    state = swapping.residency.state
+    if state == "expanded":
+        _swap(swapping, "contract", executor, clock)
+        if swapping.residency.state == "expanded":
+            raise SwapError("the KV pages in the draft's memory could not be given up; try again later")
+    while not swapping.residency.draft_is_here:
+        failures = swapping.residency.failures
+        _swap(swapping, "reload", executor, clock)
+        if swapping.residency.failures > failures:
+            raise SwapError("the draft could not be loaded again; try again later")
+        if not swapping.residency.draft_is_here:
+            wait()
+
+
+def _swap(swapping: Swapping, due: Swap, executor: Executor, clock: Callable[[], float]) -> None:
+    began = clock()
+    do = {"expand": _expand, "contract": _contract, "reload": _reload}[due]
+    try:
+        done = do(swapping.batch, executor)
+    except SwapError:
+        swapping.residency.failed()
+        swapping.count(FAILED, clock() - began)
+        return
+    if done:
+        swapping.residency.succeeded(due)
+        swapping.count(due, clock() - began)
+    else:
+        swapping.took(due, clock() - began)
+
+
+def _expand(batch: Batch, executor: Executor) -> bool:
+    try:
+        executor.expand()
+    finally:
+        batch.forget_draft()  # where it failed the draft is there, but its KV is not
+    batch.pool.extend()
+    return True
+
+
+def _contract(batch: Batch, executor: Executor) -> bool:
+    """Move what lives in the extension below it, publish, and only then free the slab and send for the draft."""
+    pool = batch.pool
+    migration = pool.plan_contraction()
+    if migration is None:
+        raise SwapError("too few base pages are free to take in those of the extension")
+    if len(migration.from_pages):
+        try:
+            executor.move_pages(migration.from_pages, migration.to_pages)
+        except SwapError:
+            pool.abandon(migration)
+            raise
+    batch.remap(pool.publish(migration))
+    executor.contract()
+    pool.trim()
+    return True
+
+
+def _reload(batch: Batch, executor: Executor) -> bool:
+    return executor.draft_ready()

@@ -1,0 +1,136 @@
+"""When the draft's memory becomes pages, and when it comes back: by sequences of steps made by hand."""
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.residency import LONGEST_WAIT, Pressure, Residency, SwapRule
+
+RULE = SwapRule(tau_low=0.1, persist_steps=4, min_stay_steps=6)
+PLENTY = Pressure(spare=1000, turned_away=False, waiting=0, running=3)
+ENOUGH = Pressure(spare=10, turned_away=False, waiting=0, running=3)
+SHORT = Pressure(spare=9, turned_away=False, waiting=0, running=3)
+TURNED_AWAY = Pressure(spare=50, turned_away=True, waiting=2, running=3)
+
+
+def residency(rule: SwapRule = RULE, **pages) -> Residency:
+    """100 base pages, so that fewer than 10 are short; 20 more while expanded."""
+    return Residency(rule, **{"base_pages": 100, "extension_pages": 20, **pages})
+
+
+def expanded() -> Residency:
+    each = residency()
+    each.succeeded("expand")
+    return each
+
+
+def swaps(each: Residency, steps: list[tuple[Pressure, bool | None]]) -> list[str | None]:
+    return [each.due(pressure, speculates) for pressure, speculates in steps]
+
+
+class TestExpand:
+    def test_after_pages_were_short_and_speculation_off_for_so_many_steps_on_end(self) -> None:
+        assert swaps(residency(), [(SHORT, False)] * 5) == [None, None, None, "expand", "expand"]
+
+    @pytest.mark.parametrize("between", [(SHORT, True), (ENOUGH, False), (PLENTY, True)])
+    def test_one_other_step_begins_the_count_anew(self, between) -> None:
+        steps = [(SHORT, False)] * 3 + [between] + [(SHORT, False)] * 4
+        assert swaps(residency(), steps) == [None] * 7 + ["expand"]
+
+    def test_a_step_of_prompts_alone_decides_nothing_and_does_not_count(self) -> None:
+        steps = [(SHORT, False)] * 3 + [(SHORT, None)] * 2 + [(SHORT, False)]
+        assert swaps(residency(), steps) == [None] * 5 + ["expand"]
+        assert swaps(residency(), [(SHORT, None)] * 9) == [None] * 9
+
+    def test_whoever_was_turned_away_for_pages_makes_them_short_however_many_are_free(self) -> None:
+        assert swaps(residency(), [(TURNED_AWAY, False)] * 4)[-1] == "expand"
+        assert swaps(residency(), [(ENOUGH, False)] * 9) == [None] * 9
+
+    def test_tau_low_is_rounded_up(self) -> None:
+        assert [residency(base_pages=pages).tau_low for pages in (1, 10, 11, 100)] == [1, 1, 2, 10]
+
+
+class TestContract:
+    def test_when_nobody_waits_and_the_draft_and_tau_low_fit_what_is_spare(self) -> None:
+        """20 pages go and 10 must be left: more than 30. The minimum stay of 6 steps is over at the sixth."""
+        for spare, waiting, due in [(31, 0, "contract"), (30, 0, None), (31, 1, None)]:
+            pressure = Pressure(spare, turned_away=False, waiting=waiting, running=3)
+            assert swaps(expanded(), [(pressure, False)] * 6) == [None] * 5 + [due]
+
+    def test_at_once_when_nothing_runs_or_waits(self) -> None:
+        idle = Pressure(spare=120, turned_away=False, waiting=0, running=0)
+        assert expanded().due(idle, False) == "contract"
+
+    def test_what_is_left_then_is_not_short(self) -> None:
+        """The least spare at which it contracts, and the same after that."""
+        each = expanded()
+        assert swaps(each, [(Pressure(31, False, 0, 3), False)] * 6)[-1] == "contract"
+        each.succeeded("contract")
+        each.succeeded("reload")
+        assert swaps(each, [(Pressure(31 - 20, False, 0, 3), False)] * 40) == [None] * 40
+
+    def test_is_not_asked_for_where_the_draft_is(self) -> None:
+        assert swaps(residency(), [(PLENTY, False)] * 9) == [None] * 9
+
+
+class TestReload:
+    def test_is_asked_for_in_every_step_until_it_is_there(self) -> None:
+        each = expanded()
+        each.succeeded("contract")
+        assert each.state == "loading" and not each.draft_is_here
+        assert swaps(each, [(SHORT, False)] * 3) == ["reload"] * 3
+        each.succeeded("reload")
+        assert each.draft_is_here
+
+    def test_then_the_draft_stays_a_while_however_short_pages_are(self) -> None:
+        each = expanded()
+        each.succeeded("contract")
+        each.succeeded("reload")
+        assert swaps(each, [(SHORT, False)] * 6) == [None] * 5 + ["expand"]
+
+
+class TestFailures:
+    def test_the_next_try_waits_twice_as_long_each_time(self) -> None:
+        each, tries = residency(), []
+        for step in range(1, 60):
+            if each.due(SHORT, False):
+                tries.append(step)
+                each.failed()
+        assert tries == [4, 10, 22, 46], "6, 12 and 24 steps apart"
+
+    @pytest.mark.parametrize("state", ["expand", "contract"])
+    def test_the_state_stays(self, state) -> None:
+        each = residency()
+        each.succeeded(state)
+        before = each.state
+        each.failed()
+        assert each.state == before
+
+    def test_a_load_that_fails_is_asked_for_again_after_the_wait(self) -> None:
+        each = expanded()
+        each.succeeded("contract")
+        assert each.due(SHORT, False) == "reload"
+        each.failed()
+        assert swaps(each, [(SHORT, False)] * 7) == [None] * 5 + ["reload"] * 2
+
+    def test_no_wait_is_longer_than_the_longest_and_success_forgets_them(self) -> None:
+        each = residency()
+        for _ in range(99):
+            each.failed()
+        tried = next(step for step in range(1, 2 * LONGEST_WAIT) if each.due(SHORT, False))
+        assert tried == LONGEST_WAIT
+        each.succeeded("expand")
+        assert swaps(each, [(PLENTY, False)] * 6)[-1] == "contract"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tau_low": 0.0}, "tau_low must be a share of the base pages above 0 and below 1, got 0.0"),
+        ({"tau_low": 1.0}, "got 1.0"),
+        ({"persist_steps": 0}, "persist_steps and min_stay_steps must be at least 1, got 0 and 64"),
+        ({"min_stay_steps": 0}, "got 32 and 0"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SwapRule(**values)

@@ -1,0 +1,251 @@
+"""Swaps of the draft and KV pages under load, in the simulator that knows what every KV slot holds, and what failures
+of each of their parts leave. Texts are held to plain decoding's own definition.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.sim_executor import SimExecutor
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import IntegrityError, SwapError
+from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.scheduler.swapping import bring_back_draft, may_swap, swap_if_due
+from adaserve_jax.types import Limits, Request, StepPlan
+from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
+
+QUICK = SwapRule(persist_steps=4, min_stay_steps=8)
+LIMITS = limits_of(num_pages=40, extension_pages=24)
+"""Pages are short with 4 of the load's requests, which take 10 on average."""
+
+
+class Watched(SimExecutor):
+    """Notes what plans bring, and fails where `failing` says, so many times."""
+
+    failing: str = ""
+    failures = 0
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.deepest: list[int] = []
+        """Depth of each step's draft."""
+        self.highest_page = 0
+        self.moved = 0
+        self.failed: list[str] = []
+
+    def verify(self, plan: StepPlan, trees):
+        self.deepest.append(plan.draft.depth if plan.draft is not None else 0)
+        self.highest_page = max(self.highest_page, int(plan.page_table.max()))
+        return super().verify(plan, trees)
+
+    def expand(self) -> None:
+        if self._fails("expand"):
+            assert self._draft_kv is not None
+            self._draft_kv.forget()
+            raise SwapError("no room for the slab")
+        super().expand()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        if self._fails("move_pages"):
+            assert self._target_kv is not None
+            self._target_kv.move(to_pages[::-1], to_pages)  # what they hold now is nobody's business
+            raise SwapError("the copy was cut off")
+        self.moved += len(from_pages)
+        super().move_pages(from_pages, to_pages)
+
+    def contract(self) -> None:
+        if self._fails("contract"):
+            raise SwapError("the slab is still there")
+        super().contract()
+
+    def draft_ready(self) -> bool:
+        if self._fails("draft_ready"):
+            raise SwapError("the host copy could not be read")
+        return super().draft_ready()
+
+    def _fails(self, part: str) -> bool:
+        if part != self.failing or len(self.failed) >= self.failures:
+            return False
+        self.failed.append(part)
+        return True
+
+
+def crowd_and_calm(seed: int) -> list[Request]:
+    """More than 40 pages hold for some seconds, then few, then a crowd again."""
+    parts = [("", 40, 12.0, 0.0), ("-calm", 8, 2.0, 12.0), ("-again", 24, 12.0, 24.0)]
+    return [
+        replace(request, request_id=request.request_id + name, arrival_s=request.arrival_s + after_s)
+        for number, (name, count, rate, after_s) in enumerate(parts)
+        for request in random_load(seed + number, count, rate)
+    ]
+
+
+def watched(
+    policy: str = "nightjar", limits: Limits = LIMITS, failing: str = "", rule: SwapRule = QUICK, **config
+) -> Run:
+    """A draft that is of use to one request alone, and of none to several."""
+    kind = type("Failing", (Watched,), {"failing": failing, "failures": 2})
+    return Run.of(limits, acceptance=0.2, knee=1, policy=policy, swap_rule=rule, executor=kind, **config)
+
+
+def check_texts(run: Run, load: list[Request]) -> None:
+    for request in load:
+        reason = run.last[request.request_id].finish_reason
+        assert (run.text[request.request_id], reason) == expected_text(request, 256), request.request_id
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("nightjar", 1), ("adaserve", 2)])
+def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy: str, seed: int) -> None:
+    run, load = watched(policy), crowd_and_calm(seed)
+    away: list[int] = []
+    run.serve(load, lambda step: away.extend([] if run.scheduler.stats.draft_resident else [step]))
+    check_texts(run, load)
+    stats = run.scheduler.stats
+    assert stats.swaps["expand"] == stats.swaps["contract"] == stats.swaps["reload"] >= 2
+    assert run.executor.highest_page >= 40, "pages of the extension were used"
+    assert run.executor.moved > 0, "and what lived there moved when it went"
+    depths = run.executor.deepest
+    assert not any(depths[step] for step in away), "nobody drafts while the draft is away or loading"
+    assert any(depths[: away[0]]) and any(depths[away[0] : away[-1]]), "they do before, and when it was back"
+    assert stats.draft_resident and stats.extension_total == stats.extension_used == stats.pages_used == 0
+
+
+@pytest.mark.parametrize("part", ["expand", "move_pages", "contract", "draft_ready"])
+def test_a_part_that_fails_leaves_what_was_there_and_is_done_later(part: str) -> None:
+    """Twice each; the record of KV slots would see a page, or the draft's KV, that is not what the scheduler thinks."""
+    run, load = watched(failing=part), crowd_and_calm(1)
+    states: list[tuple[str, int]] = []
+    residency = run.scheduler.swapping.residency
+    run.serve(load, lambda _: states.append((residency.state, len(run.executor.failed))))
+    check_texts(run, load)
+    assert run.executor.failed == [part, part]
+    stats = run.scheduler.stats
+    assert stats.swaps["failed"] == 2 and stats.swaps["reload"] >= 1
+    stays = {"expand": "resident", "move_pages": "expanded", "contract": "expanded", "draft_ready": "loading"}
+    first = next(index for index, (_, failed) in enumerate(states) if failed)
+    second = next(index for index, (_, failed) in enumerate(states) if failed == 2)
+    assert {state for state, _ in states[first:second]} == {stays[part]}
+    assert second - first >= QUICK.min_stay_steps, "the second try waits"
+
+
+def test_a_contraction_without_room_changes_nothing_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, refused = PagePool.plan_contraction, []
+
+    def refuse_twice(pool: PagePool):
+        if len(refused) == 2:
+            return plan(pool)
+        refused.append(pool.extension_used)
+        return None
+
+    monkeypatch.setattr(PagePool, "plan_contraction", refuse_twice)
+    run, load = watched(), crowd_and_calm(1)
+    run.serve(load)
+    check_texts(run, load)
+    assert len(refused) == 2 and run.scheduler.stats.swaps["failed"] == 2
+    assert run.scheduler.stats.swaps["contract"] >= 1
+
+
+class TestWhereSwapsHappen:
+    @pytest.mark.parametrize(
+        ("elastic", "num_pages", "extension", "policy", "swaps"),
+        [
+            ("on", 40, 24, "nightjar", True),
+            ("auto", 40, 24, "adaserve", True),
+            ("auto", 256, 24, "adaserve", False),  # 8 requests of 32 pages: nobody is ever short
+            ("on", 256, 24, "adaserve", True),
+            ("off", 40, 24, "nightjar", False),
+            ("on", 40, 0, "nightjar", False),
+            ("on", 40, 24, "dsd", False),
+            ("on", 40, 24, "ar", False),
+        ],
+    )
+    def test_by_option_pages_and_policy(self, elastic, num_pages, extension, policy, swaps) -> None:
+        run = watched(policy, limits_of(num_pages=num_pages, extension_pages=extension), elastic=elastic)
+        assert (run.scheduler.swapping is not None) == swaps
+
+    def test_not_without_a_draft(self) -> None:
+        limits = limits_of(num_pages=40, extension_pages=24, max_depth=0, max_width=0)
+        run = watched("adaserve", limits)
+        assert run.scheduler.swapping is None and not run.scheduler.stats.draft_resident
+
+    def test_a_draft_that_stays_is_resident_all_the_time(self) -> None:
+        run, load = watched(elastic="off"), crowd_and_calm(1)
+        run.serve(load)
+        check_texts(run, load)
+        assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps == {}
+        assert may_swap(True, LIMITS, EngineConfig()) and not may_swap(False, LIMITS, EngineConfig())
+
+
+def expanded(rule: SwapRule = QUICK) -> Run:
+    """With three requests that run or wait."""
+    run = watched(rule=rule)
+    for index in range(3):
+        run.scheduler.add(request_of(f"r{index}", prompt=90, tokens=60))
+    while run.scheduler.stats.draft_resident:
+        run.step()
+    return run
+
+
+def test_the_draft_is_sent_for_when_the_last_request_has_ended_however_short_the_stay_was() -> None:
+    run = expanded(SwapRule(persist_steps=4, min_stay_steps=1000))
+    while run.scheduler.has_work:
+        assert run.scheduler.swapping.residency.state == "expanded"
+        run.step()
+    assert run.scheduler.swapping.residency.state == "loading"
+
+
+class TestBringBackDraft:
+    def test_contracts_and_waits_for_the_load(self) -> None:
+        run, asked = expanded(), []
+        for request_id in ("r0", "r1", "r2"):
+            run.scheduler.abort(request_id)
+
+        def wait() -> None:
+            asked.append(run.clock.now())
+            run.clock.advance(0.05)
+
+        bring_back_draft(run.scheduler, run.executor, run.clock.now, wait)
+        assert len(asked) == 3, "0.125 s by 0.05"
+        assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps["reload"] == 1
+
+    @pytest.mark.parametrize(
+        ("part", "message"), [("contract", "could not be given up"), ("draft_ready", "could not be loaded")]
+    )
+    def test_says_so_when_it_cannot(self, part: str, message: str) -> None:
+        run = expanded()
+        for request_id in ("r0", "r1", "r2"):
+            run.scheduler.abort(request_id)
+        run.executor.failing = part
+        with pytest.raises(SwapError, match=message):
+            bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
+        run.executor.failing = ""
+        bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
+        assert run.scheduler.stats.draft_resident
+
+    def test_has_nothing_to_do_where_the_draft_stays(self) -> None:
+        run = watched(elastic="off")
+        bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: pytest.fail("waited"))
+
+
+def test_a_swap_while_a_step_is_in_flight_is_refused() -> None:
+    run = watched()
+    for index in range(3):
+        run.scheduler.add(request_of(f"r{index}", prompt=90, tokens=60))
+    swapping = run.scheduler.swapping
+    run.step()
+    run.scheduler.plan(run.clock.now())
+    swapping.residency.succeeded("expand")
+    swapping.residency.succeeded("contract")
+    with pytest.raises(IntegrityError, match="while a step is in flight"):
+        swap_if_due(run.scheduler, run.executor, run.clock.now)
+
+
+def test_seconds_of_swaps_are_counted_by_kind() -> None:
+    """143.9 ms and 11.9 ms of the loop for each, and none while the draft loads beside it."""
+    run = watched()
+    run.serve(random_load(1, 40, 12.0))
+    stats = run.scheduler.stats
+    expected = {"expand": 0.1439 * stats.swaps["expand"], "contract": 0.0119 * stats.swaps["contract"], "reload": 0.0}
+    assert stats.swap_s == pytest.approx({kind: expected[kind] for kind in stats.swap_s})
