@@ -39,7 +39,7 @@ CONTEXTUAL = ("linucb", "lints", "bingreedy", "nightjar-v1", OURS)
 SEGMENT_MINUTES = 20
 POISSON, DYNAMIC = "Poisson", "dynamic"
 LOW, HIGH = 0.25, 1.25
-SHARES = (0.1, LOW, 0.5, 0.75, 1.0, HIGH)
+SHARES = (LOW, 0.5, 0.75, 1.0, HIGH)
 """Of the capacity. LOW and HIGH are the low and the high rate of the tables of methods."""
 DYNAMIC_SHARE = 0.75
 """The mean of the dynamic load; its busiest minute is 1.37 times as busy as its mean."""

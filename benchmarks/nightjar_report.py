@@ -49,8 +49,8 @@ def readme(result: dict[str, Any], tables: Tables) -> str:
         f"runs, ratios within runs. Lengths, and the shape of the dynamic load, are those of {segment['trace']}: "
         f"{segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request has a target.",
         "*Throughput* is all output tokens over the run's time, *while busy* over the time in which a request is "
-        "there: below saturation the first is what is offered, whatever the policy. *Latency* is the mean from arrival to the "
-        "last token.",
+        "there: below saturation the first is what is offered, whatever the policy. *Latency* is the mean from "
+        "arrival to the last token.",
         table(
             ("setup", "one of so many prompt tokens", "mean prompt", "mean output", "capacity, requests/s", "depth",
              "running"),

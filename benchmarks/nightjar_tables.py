@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +29,7 @@ import typer
 from nightjar_points import QUICK, Point, Scale, Setup, Workloads, find_setups, made_segment, points, segment_of
 from nightjar_views import FIGURES, Line, pages_of
 
+from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.simulation import new_run_id, simulate
 from adaserve_jax.bench.simulation_rows import result_rows
 from adaserve_jax.bench.traces import Trace
@@ -45,18 +50,25 @@ def key_of(point: Point, segment: Trace, scale: Scale, commit: str) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def run(point: Point, workloads: Workloads, key: str) -> Line:
+@dataclass(frozen=True)
+class Job:
+    """One point with what it runs on."""
+
+    key: str
+    point: Point
+    machine: Machine
+    trace: Trace
+
+
+def run(job: Job) -> Line:
     """Simulate one point."""
-    trace, plan = workloads.trace(point), point.plan
-    run_id = new_run_id()
-    done = simulate(point.policy, plan, workloads.machine, trace, run_id=run_id)
-    rows = result_rows(
-        point.policy, plan, workloads.machine, trace, done.records, wall_s=done.wall_s, run_id=run_id
-    )  # fmt: skip
+    point, plan, run_id = job.point, job.point.plan, new_run_id()
+    done = simulate(point.policy, plan, job.machine, job.trace, run_id=run_id)
+    rows = result_rows(point.policy, plan, job.machine, job.trace, done.records, wall_s=done.wall_s, run_id=run_id)
     row = asdict(next(row for row in rows if row.slo_class == ALL_CLASSES))
     swaps = {name: sum(stats.swaps.get(name, 0) for stats in done.stats) for name in SWAPS}
     return Line(
-        key, point.setup.name, point.load, point.share, point.policy, point.seed,
+        job.key, point.setup.name, point.load, point.share, point.policy, point.seed,
         None if point.pool is None else asdict(point.pool), {name: row[name] for name in FIGURES},
         {name: row[name] for name in ("rate_rps", "requests", "wall_s", "workload", "workload_hash", "commit")},
         None if point.pool is None else swaps,
@@ -64,29 +76,39 @@ def run(point: Point, workloads: Workloads, key: str) -> Line:
 
 
 def run_all(
-    setups: Sequence[Setup], segment: Trace, scale: Scale, out: Path, *, minutes: float
+    setups: Sequence[Setup], segment: Trace, scale: Scale, out: Path, *, minutes: float, workers: int = 1
 ) -> tuple[list[Line], dict[str, Any], int]:
     """Every point, those of `out` that have its key not again. Returns the lines, what the setups are, and how many
     points are left when `minutes` are over."""
     commit, path = source_commit(), out / "nightjar.jsonl"
     known = {line.key: line for line in (read_rows(path, Line) if path.exists() else [])}
-    todo = [(point, key_of(point, segment, scale, commit)) for point in points(setups, scale)]
-    missing = [(point, key) for point, key in todo if key not in known]
+    todo = [(key_of(point, segment, scale, commit), point) for point in points(setups, scale)]
+    missing = [(key, point) for key, point in todo if key not in known]
     notes().print(f"{len(todo)} points, {len(todo) - len(missing)} of them in {path}", highlight=False)
-    workloads = {setup.name: Workloads(setup, segment, scale) for setup in setups}
+    loads = {setup.name: Workloads(setup, segment, scale) for setup in setups}
+    jobs = (Job(key, at, loads[at.setup.name].machine, loads[at.setup.name].trace(at)) for key, at in missing)
     begin_s = time.monotonic()
-    for done, (point, key) in enumerate(missing):
-        spent_s = time.monotonic() - begin_s
-        if spent_s > 60 * minutes:
-            break
-        known[key] = run(point, workloads[point.setup.name], key)
-        append_rows(path, [known[key]])
-        _note(known[key], done + 1, len(missing), time.monotonic() - begin_s)
-    about = {
-        name: each.about() | _setting(setup) for setup, (name, each) in zip(setups, workloads.items(), strict=True)
-    }
-    lines = [known[key] for _, key in todo if key in known]
+    for done, line in enumerate(_lines(jobs, workers, begin_s + 60 * minutes), 1):
+        append_rows(path, [line])
+        known[line.key] = line
+        _note(line, done, len(missing), time.monotonic() - begin_s)
+    about = {setup.name: loads[setup.name].about() | _setting(setup) for setup in setups}
+    lines = [known[key] for key, _ in todo if key in known]
     return lines, about, len(todo) - len(lines)
+
+
+def _lines(jobs: Iterator[Job], workers: int, until_s: float) -> Iterator[Line]:
+    """Lines as they end, in as many processes; none is begun after `until_s` of time.monotonic."""
+    in_time = takewhile(lambda _: time.monotonic() < until_s, jobs)
+    if workers == 1:
+        yield from map(run, in_time)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run, job) for job in islice(in_time, workers)}
+        while running:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= {pool.submit(run, job) for job in islice(in_time, len(ended))}
+            yield from (future.result() for future in ended)
 
 
 def _setting(setup: Setup) -> dict[str, Any]:
@@ -126,6 +148,7 @@ def nightjar_tables(
     setups: Annotated[str, typer.Option(help="setups to run, separated by commas; none: all")] = "",
     seeds: Annotated[int, typer.Option(help="independent runs of each point")] = 3,
     minutes: Annotated[float, typer.Option(help="begin no point after so many minutes")] = 120.0,
+    jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
     report_only: Annotated[bool, typer.Option(help="run nothing: write the report of nightjar-lines.json")] = False,
     quick: Annotated[bool, typer.Option(help="a short made trace and few policies, to see it work")] = False,
 ) -> None:
@@ -137,13 +160,13 @@ def nightjar_tables(
         return
     if not quick and azure is None:
         raise ConfigError("--azure: give Azure's conversation trace, or --quick for a made one")
-    if seeds < 1 or not minutes > 0:
-        raise ConfigError("--seeds must be at least 1, and --minutes above 0")
+    if seeds < 1 or jobs < 0 or not minutes > 0:
+        raise ConfigError("--seeds must be at least 1, --jobs not below 0, and --minutes above 0")
     scale = QUICK if quick else replace(Scale(), seeds=seeds)
     segment = made_segment() if azure is None else segment_of(azure)
     chosen = find_setups(comma_list("setups", setups, str))
     make_folder(out)
-    lines, about, left = run_all(chosen, segment, scale, out, minutes=minutes)
+    lines, about, left = run_all(chosen, segment, scale, out, minutes=minutes, workers=jobs or os.cpu_count() or 1)
     known = {"trace": segment.name, "requests": len(segment.requests), "rate_rps": segment.rate_rps}
     write_result(lines, about, known | {"sha256": segment.sha256}, out)
     write_report(json.loads((out / LINES).read_text()), out)
