@@ -2,7 +2,7 @@
 
 The token at position p of a request is `token_at(seed, choice, p)`, whatever the policy; candidate trees carry it with
 a given acceptance and f's that say so honestly. With `strict` it also keeps track of every KV slot, and raises when a
-plan reads KV that was never written, writes another request's page, or breaks a limit.
+plan reads KV of other tokens than the request's own, writes a page that others hold, or breaks a limit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from adaserve_jax.bench.sim_kv import KVRecord
+from adaserve_jax.bench.sim_kv import SimKV
 from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.residency import State
@@ -26,6 +26,7 @@ from adaserve_jax.types import (
     DraftTrees,
     Limits,
     Progress,
+    Request,
     StepOutcome,
     StepPlan,
     context_load,
@@ -91,8 +92,7 @@ class SimExecutor:
         self._vocab_size = vocab_size
         self._draft_s = 0.0
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
-        self._target_kv = KVRecord(limits) if strict else None
-        self._draft_kv = KVRecord(limits) if strict else None
+        self._kv = SimKV(limits, vocab_size) if strict else None
         self._swap_times = swap_times or SwapTimes()
         self._place: State = "resident"
         self._loaded_at_s = 0.0
@@ -115,8 +115,8 @@ class SimExecutor:
         if draft is None:
             raise IntegrityError("speculate needs a plan with a draft")
         self._require("resident", "a plan has a draft")
-        if self._draft_kv is not None:
-            self._draft_kv.extend(plan, draft.draft_ctx, draft.catchup_counts)
+        if self._kv is not None:
+            self._kv.extend_draft(plan)
             ends = draft.draft_ctx + draft.catchup_counts
             caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
             if draft.depth and not caught_up[draft.speculates].all():
@@ -145,9 +145,8 @@ class SimExecutor:
             sampling = plan.sampling
             tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
             counts[rows:] = plan.prefill_final
-        if self._target_kv is not None:
-            written = np.concatenate([counts[:rows], plan.prefill_counts])
-            self._target_kv.extend(plan, plan.ctx_len, written)
+        if self._kv is not None:
+            self._kv.extend_target(plan, tokens, counts)
         verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
         self._clock.advance(verify_s + self._overhead_s)
         draft_s, self._draft_s = self._draft_s, 0.0
@@ -157,24 +156,24 @@ class SimExecutor:
         self._require("resident", "expand is called")
         self._clock.advance(self._swap_times.expand_s)
         self._place = "expanded"
-        if self._target_kv is not None and self._draft_kv is not None:
-            self._draft_kv.forget()
-            self._target_kv.add_extension()
+        if self._kv is not None:
+            self._kv.drop_draft()
+            self._kv.add_extension()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         self._require("expanded", "move_pages is called")
         if np.intersect1d(from_pages, to_pages).size:
             raise IntegrityError(f"pages are moved onto each other: {from_pages} to {to_pages}")
-        if self._target_kv is not None:
-            self._target_kv.move(from_pages, to_pages)
+        if self._kv is not None:
+            self._kv.move_pages(from_pages, to_pages)
 
     def contract(self) -> None:
         self._require("expanded", "contract is called")
         self._clock.advance(self._swap_times.contract_s)
         self._place = "loading"
         self._loaded_at_s = self._clock.now() + self._swap_times.load_s
-        if self._target_kv is not None:
-            self._target_kv.drop_extension()
+        if self._kv is not None:
+            self._kv.drop_extension()
 
     def draft_ready(self) -> bool:
         self._require("loading", "draft_ready is called")
@@ -182,6 +181,11 @@ class SimExecutor:
             return False
         self._place = "resident"
         return True
+
+    def know(self, request: Request) -> None:
+        """What the text of a request is, so that with `strict` it reads no other's KV even where it shares pages."""
+        if self._kv is not None:
+            self._kv.know(request.prompt_ids, request.seed, request.choice)
 
     def close(self) -> None:
         return None

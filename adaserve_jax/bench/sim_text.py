@@ -39,9 +39,10 @@ def tokens_after(seed: np.ndarray, choice: np.ndarray, root: np.ndarray, count: 
     return _token(_mixed(word[:, None] + _steps(count)), vocab_size)
 
 
-def kv_name(seed: np.ndarray | int, choice: np.ndarray | int, position: np.ndarray) -> np.ndarray:
-    """u64, what stands for the KV of a token: no two tokens of a simulation share one."""
-    return _mixed(_word(_u64(seed), _u64(choice)) + _u64(position) * _POSITION + _NAME)
+def kv_terms(token_ids: np.ndarray, position: np.ndarray) -> np.ndarray:
+    """u64[n], of tokens at positions (integers [n]): their sum from a text's first token to one of them stands for the
+    KV of that one, since no two texts of a simulation share such a sum."""
+    return _mixed(_u64(token_ids) * _SEED + _u64(position) * _POSITION + _NAME)
 
 
 @dataclass(frozen=True, eq=False)

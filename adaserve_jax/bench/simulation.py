@@ -195,7 +195,7 @@ class _Simulation:
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
             max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],
             eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
-            prefix_cache=False,  # a trace says how long prompts are, not what they say
+            prefix_cache=False,  # prompts are all zeros: nothing is known of what they share
         )  # fmt: skip
         scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)

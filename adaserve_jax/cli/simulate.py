@@ -98,7 +98,7 @@ def simulate(
     counts = (max_requests, max_prefill_tokens, requests, num_pages, extension_pages)
     if min(ttft_slo, *counts) < 0 or min(time_scale, drain) <= 0:
         raise ConfigError(
-            "--ttft-slo, --max-requests, --max-prefill-tokens, --requests, --num-pages and --extension-pages must not "
+            "--ttft-slo, --max-requests, --max-prefill-tokens, --num-pages, --extension-pages and --requests must not "
             "be below 0, --time-scale and --drain must be above"
         )
     if exhaustive and not tune:

@@ -66,7 +66,7 @@ class PagePool:
         self.base_pages = num_pages
         self.page_size = page_size
         self.extended = False
-        self._total = total
+        self.total_pages = total
         self._base = _FreeList(0, num_pages)
         self._extension = _FreeList(num_pages, num_pages)
         self._refs = np.zeros(total, np.int32)
@@ -78,7 +78,7 @@ class PagePool:
     @property
     def num_pages(self) -> int:
         """Pages in force, of both slabs."""
-        return self._total if self.extended else self.base_pages
+        return self.total_pages if self.extended else self.base_pages
 
     @property
     def num_free(self) -> int:
@@ -148,9 +148,10 @@ class PagePool:
         """Holders of each page: i32[n]."""
         return self._refs[pages]
 
-    def is_idle(self, pages: np.ndarray) -> np.ndarray:
-        """bool[n], of pages that the keeper knows: whether nobody holds them."""
-        return self._refs[pages] == 0
+    @property
+    def known(self) -> np.ndarray:
+        """Pages that the keeper knows, held or idle: i64[n], increasing."""
+        return self._known.nonzero()[0]
 
     # ---- idle pages ----
 
@@ -179,10 +180,10 @@ class PagePool:
 
     def extend(self) -> None:
         """The pages of the extension slab become free. Raises IntegrityError: extended already, or no such slab."""
-        if self.extended or self._total == self.base_pages:
-            raise IntegrityError(f"there is no extension of {self._total - self.base_pages} pages to begin")
+        if self.extended or self.total_pages == self.base_pages:
+            raise IntegrityError(f"there is no extension of {self.total_pages - self.base_pages} pages to begin")
         self.extended = True
-        self._extension = _FreeList(self.base_pages, self._total)
+        self._extension = _FreeList(self.base_pages, self.total_pages)
 
     def plan_contraction(self) -> Migration | None:
         """Where the pages of the extension that somebody holds can go; None, and nothing changed, without room.
@@ -231,7 +232,7 @@ class PagePool:
         return remap
 
     def trim(self) -> None:
-        """End the extension; what is idle in it is forgotten. Raises IntegrityError while anybody holds a page of it."""
+        """End the extension and forget what is idle in it. Raises IntegrityError while anybody holds a page of it."""
         if not self.extended or self._planned is not None or self.extension_used:
             raise IntegrityError(
                 f"the extension cannot end: extended {self.extended}, {self.extension_used} pages of it in use"
@@ -242,7 +243,7 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page in force is exactly one of free, idle, held, or reserved."""
-        state = np.zeros(self._total, np.int32)
+        state = np.zeros(self.total_pages, np.int32)
         for name, pages in (
             ("free", np.concatenate([self._base.ids, self._extension.ids])),
             ("idle", np.array(list(self._idle), np.int32)),

@@ -12,6 +12,7 @@ import numpy as np
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.scheduler.prefixes import Prefixes
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
 from adaserve_jax.scheduler.slots import SlotTable
 from adaserve_jax.scheduler.state import RequestState
@@ -21,10 +22,12 @@ from adaserve_jax.types import Limits
 class Batch:
     """The running requests, in order of admission, and those that wait for a slot."""
 
-    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False):
+    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False):
+        """prefix_cache: whether pages of requests that ended are kept for those that begin alike."""
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
+        self.prefixes = Prefixes(self.pool, self.table) if prefix_cache else None
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
@@ -97,9 +100,20 @@ class Batch:
                 if state is None or not self._room_for(state):
                     return
             self.queue.take(state)
-            self.table.bind(state, self.pool.alloc(self.pool.pages_for(state.num_tokens)))
-            self._slots[len(self.running)] = state.slot
-            self.running.append(state)
+            self._start(state)
+
+    def _start(self, state: RequestState) -> None:
+        """Give a request a slot and the pages of all its tokens, those that the prefix cache knows first."""
+        pages = self.pool.pages_for(state.num_tokens)
+        if self.prefixes is None:
+            self.table.bind(state, self.pool.alloc(pages))
+        else:
+            shared = self.prefixes.find(state)
+            self.pool.retain(shared)
+            self.table.bind(state, np.concatenate([shared, self.pool.alloc(pages - len(shared))]))
+            self.prefixes.start(state, shared)
+        self._slots[len(self.running)] = state.slot
+        self.running.append(state)
 
     def _room_for(self, state: RequestState) -> bool:
         while not self._fits(state):
@@ -109,9 +123,13 @@ class Batch:
         return True
 
     def _fits(self, state: RequestState) -> bool:
-        pages = self.pool.pages_for(state.num_tokens)
-        crowded = pages + len(self.running) > self.pool.num_free and (self.running or pages > self.pool.num_free)
-        return len(self.running) < self._capacity and not crowded
+        if len(self.running) >= self._capacity:
+            return False
+        pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
+        if self.prefixes is not None and pages + len(self.running) > free:
+            # pages that others hold already cost nothing; idle ones are not free once they are taken
+            pages -= np.count_nonzero(self.pool.references(self.prefixes.find(state)))
+        return pages + len(self.running) <= free or (not self.running and pages <= free)
 
     def _make_way(self, state: RequestState) -> bool:
         """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
@@ -139,6 +157,8 @@ class Batch:
     def forget_draft(self) -> None:
         """The draft's KV is lost: no request has any of it. Between steps only."""
         self.table.draft_computed[:] = 0
+        if self.prefixes is not None:
+            self.prefixes.forget_draft()
 
     def _preempt(self, state: RequestState) -> None:
         self.release(state)
@@ -149,9 +169,12 @@ class Batch:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless slots, pages and progress of all running requests agree."""
         self.pool.check_integrity()
-        held = sum(state.num_pages for state in self.running)
-        if held != self.pool.num_used:
-            raise IntegrityError(f"running requests hold {held} pages, the pool says {self.pool.num_used}")
+        if self.prefixes is not None:
+            self.prefixes.check_integrity(self.running)
+        held = [self.table.pages(state) for state in self.running]
+        references = np.bincount(np.concatenate(held), minlength=self.pool.num_pages) if held else 0
+        if (references != self.pool.references(np.arange(self.pool.num_pages))).any():
+            raise IntegrityError("the pool counts other holders of pages than the requests that run")
         slots = [state.slot for state in self.running]
         if len(set(slots)) != len(slots) or len(slots) + self.table.num_free != self.limits.max_requests:
             raise IntegrityError("a slot is held twice or lost")

@@ -61,9 +61,11 @@ def apply_outcome(
     counts = outcome.counts.astype(np.int64)
     _advance(table, planned, candidates, verified, counts)
     states = [table.states[slot] for slot in slots.tolist()]
-    emits = counts > 0
+    emits, computed = counts > 0, slots
     if None in states:  # aborted while the step was in flight
-        emits &= np.array([state is not None for state in states])
+        runs = np.array([state is not None for state in states])
+        emits &= runs
+        computed = slots[runs]
     if np.count_nonzero(emits) < len(slots):
         rows = emits.nonzero()[0]
         states = [states[row] for row in rows.tolist()]
@@ -72,6 +74,8 @@ def apply_outcome(
     kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
     table.write_tokens(slots, token_ids)
     table.num_tokens[slots] += kept
+    if batch.prefixes is not None:
+        batch.prefixes.learn(computed)
     started = table.stamp(slots, now)
     stats.prompt_tokens += int(table.prompt_len[started].sum())
     stats.generation_tokens += int(kept.sum())

@@ -72,11 +72,13 @@ class Scheduler:
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
-        self._batch = Batch(limits, self._policy.ordering, gives_up=self._policy.gives_up)
+        self._batch = Batch(
+            limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache
+        )
         self._stats = StepStats(pages_total=limits.num_pages)
         self.swapping: Swapping | None = None
         """Of the draft and KV pages; None where the draft stays."""
-        if limits.max_depth and may_swap(self._policy.elastic, limits, config):
+        if may_swap(self._policy.elastic, limits, config):
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats)
         self._planner = Planner(
             self._batch,
@@ -121,7 +123,7 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with the gauges as of now."""
-        pool = self._batch.pool
+        pool, prefixes = self._batch.pool, self._batch.prefixes
         extension_used = pool.extension_used
         return replace(
             self._stats,
@@ -131,6 +133,8 @@ class Scheduler:
             pages_cached=pool.num_idle,
             extension_used=extension_used,
             extension_total=pool.num_pages - pool.base_pages,
+            cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
+            cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
             preemptions=self._batch.preemptions,
             draft_resident=self._draft_is_here,
             swaps=dict(self._stats.swaps),

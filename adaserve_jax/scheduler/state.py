@@ -23,6 +23,8 @@ NO_SLOT = -1
     NUM_COUNTS,
 ) = range(10)
 """Entries of the counts of a request, and how many there are."""
+COMPUTED = slice(NUM_COMPUTED, DRAFT_COMPUTED + 1)
+"""The entries that count what target and draft have computed."""
 FIRST_SCHEDULED_S, FIRST_TOKEN_S, LAST_TOKEN_S, NUM_TIMES = range(4)
 """Entries of its times, NaN until they come, and how many there are."""
 
@@ -59,10 +61,14 @@ class RequestState:
 
     Invariant: pending = num_tokens - num_computed >= 1. pending 1: a decode row, whose last token is the root of the
     next tree; pending > 1: a prefill row. num_computed and draft_computed count tokens whose KV the target and the
-    draft hold. slot and num_pages mean something only while the request runs.
+    draft hold. slot and num_pages mean something only while the request runs. page_keys: of its full pages, as far as
+    the prefix cache asked for them. cached_tokens: of the prompt, found there when the request was first scheduled.
     """
 
-    __slots__ = ("counts", "preemptions", "rank", "request", "slot", "times", "token_ids", "_asked", "_feasible")
+    __slots__ = (
+        "cached_tokens", "counts", "page_keys", "preemptions", "rank", "request", "slot", "times", "token_ids",
+        "_asked", "_feasible",
+    )  # fmt: skip
 
     num_tokens = _Count(NUM_TOKENS)
     num_computed = _Count(NUM_COMPUTED)
@@ -92,6 +98,8 @@ class RequestState:
         """Total order of service: lower is sooner, and is preempted later."""
         self.slot = NO_SLOT
         self.preemptions = 0
+        self.page_keys: list[bytes] = []
+        self.cached_tokens = 0
         self.token_ids = np.asarray(request.prompt_ids, np.int32)
         prompt_len = len(self.token_ids)
         self.counts = np.array([prompt_len, 0, 0, 0, prompt_len, max_total, 0, 0, 0], np.int64)
@@ -138,6 +146,7 @@ class RequestState:
             drafted_tokens=counts[DRAFTED_TOKENS],
             accepted_tokens=counts[ACCEPTED_TOKENS],
             preemptions=self.preemptions,
+            cached_tokens=self.cached_tokens,
             tpot_slo_s=asked.tpot_slo_s,
             ttft_slo_s=asked.ttft_slo_s,
             slo_class=asked.slo_class,

@@ -23,10 +23,7 @@ FAILED = "failed"
 
 def may_swap(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
     """Whether the draft's memory may ever become pages. elastic_policy: whether the policy's memory rule says so."""
-    if not elastic_policy or config.elastic == "off" or not limits.extension_pages:
-        return False
-    holds_all = limits.num_pages >= limits.max_requests * limits.max_pages_per_request
-    return config.elastic == "on" or not holds_all
+    return elastic_policy and config.elastic != "off" and limits.max_depth > 0 and limits.extension_pages > 0
 
 
 class Swapping:

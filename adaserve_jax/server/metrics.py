@@ -102,7 +102,8 @@ class EngineCollector(Collector):
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     steps = stats.scheduler
-    usage = steps.pages_used / steps.pages_total if steps.pages_total else 0.0
+    used, total = steps.pages_used + steps.extension_used, steps.pages_total + steps.extension_total
+    usage = used / total if total else 0.0
     for name, text, value in (
         ("requests_running", "Choices that hold a slot of the engine.", steps.running),
         ("requests_waiting", "Choices in the engine's queue.", steps.waiting),
@@ -117,6 +118,8 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     pages = GaugeMetricFamily("adaserve_kv_pages", "KV pages by slab and state (used, free).", labels=("slab", "state"))
     pages.add_metric(("base", "used"), steps.pages_used)
     pages.add_metric(("base", "free"), steps.pages_total - steps.pages_used)
+    pages.add_metric(("extension", "used"), steps.extension_used)
+    pages.add_metric(("extension", "free"), steps.extension_total - steps.extension_used)
     yield pages
     errors = GaugeMetricFamily(
         "adaserve_calibration_error", "Expected calibration error of acceptance since start.",
@@ -149,6 +152,10 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "calibration_outcomes", "Verified nodes behind an accepted parent.", "rows", steps.calibration_outcomes
     )
     yield _by_label("requests_finished", "Choices that ended, by finish_reason.", "reason", steps.finished)
+    yield _by_label("swaps", "Exchanges of the draft and KV pages, by kind.", "kind", steps.swaps)
+    yield _by_label(
+        "swap_seconds", "Seconds of the step loop that exchanges of the draft and KV pages took.", "kind", steps.swap_s
+    )
     phases = ("plan", "draft", "select", "verify", "commit", "wait")
     yield _by_label(
         "step_seconds", "Seconds in each phase of the step loop; wait is the part spent on the device.", "phase",

@@ -41,7 +41,7 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
     executor = SimExecutor(
         limits, samples, lambda rows: np.array([chance[s] for s in rows.tolist()]), clock, strict=False
     )
-    config = EngineConfig(policy=policy, seed=seed, max_waiting=ALWAYS_WAITS)
+    config = EngineConfig(policy=policy, seed=seed, max_waiting=ALWAYS_WAITS, prefix_cache=False)
     scheduler = build_scheduler(config, limits, samples)
     ended, arrived = [], 0
     while arrived < len(trace.requests) or scheduler.has_work:

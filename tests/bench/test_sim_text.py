@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, kv_name, search, tokens_after
+from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, kv_terms, search, tokens_after
 from adaserve_jax.bench.token_times import TokenTimes
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, RowSampling, StepPlan
 
@@ -64,8 +64,8 @@ def test_tokens_are_spread_evenly_and_kv_names_are_unique() -> None:
     centred = tokens - tokens.mean()
     for shifted in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
         assert abs(shifted.mean() / centred.var()) < 0.02
-    names = kv_name(np.repeat(np.arange(100), 3)[:, None], np.tile(np.arange(3), 100)[:, None], np.arange(300)[None, :])
-    assert len(np.unique(names)) == names.size
+    names = kv_terms(tokens[:, :300], position[:, :300]).cumsum(axis=1)
+    assert len(np.unique(names)) == len({tuple(row[:end]) for row in tokens.tolist() for end in range(1, 301)})
 
 
 @pytest.mark.parametrize(("depth", "width"), [(4, 1), (3, 2), (4, 3)])

@@ -97,6 +97,10 @@ class Run:
         scheduler = build_scheduler(EngineConfig(**config), limits, costs, swap_rule=swap_rule)
         return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.executor.know(request)
+
     def take(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
             assert update.request_id not in self.last, "tokens after the end"
@@ -129,7 +133,7 @@ class Run:
         waiting = list(load)
         while waiting or self.scheduler.has_work:
             while waiting and waiting[0].arrival_s <= self.clock.now():
-                self.scheduler.add(waiting.pop(0))
+                self.add(waiting.pop(0))
             if before_step is not None:
                 before_step(self.steps)
             plan, _ = self.step()

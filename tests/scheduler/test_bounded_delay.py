@@ -146,7 +146,7 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
 @pytest.mark.parametrize("tpot_slo_s", [None, INFEASIBLE_S, 0.02])
 def test_best_effort_is_admitted_while_better_ones_keep_coming(tpot_slo_s: float | None) -> None:
     """It finds every slot taken and nobody before it, is late at once, and never has the first due time again."""
-    run = Run.of(limits_of(max_requests=4), policy="adaserve")
+    run = Run.of(limits_of(max_requests=4), policy="adaserve", prefix_cache=False)
     for index in range(4):
         run.scheduler.add(request_of(f"runs{index}", tokens=16, tpot_slo_s=0.05))
     run.step()

@@ -88,7 +88,7 @@ def replay(plain, running, plan, trees, candidates, outcome, now, stop_check):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
     """Chunked prompts, stop tokens and strings, ends by length, aborts in flight, drafts that fail, preemption."""
-    run = Run.of(limits_of(num_pages=num_pages), policy=policy)
+    run = Run.of(limits_of(num_pages=num_pages), policy=policy, prefix_cache=False)
     scheduler, executor, clock = run.scheduler, run.executor, run.clock
     rng = np.random.default_rng(7)
     stop_check = (lambda name, ids: 1 if any(token % 41 == 3 for token in ids) else None) if stops else None

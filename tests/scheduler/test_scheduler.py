@@ -145,8 +145,7 @@ def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
     run.scheduler.add(request_of("a", prompt=200, tokens=40))
     while "a" not in run.text:
         run.step()
-    state = run.scheduler._requests["a"]
-    state.draft_computed = 0  # as after a reload of the draft
+    run.scheduler._batch.forget_draft()  # as after a reload of the draft
     counts = []
     for _ in range(6):
         plan, _ = run.step()
@@ -161,7 +160,7 @@ def test_adaserve_catches_a_draft_up_that_lags_by_more_than_one_step_holds():
     run.scheduler.add(request_of("a", prompt=200, tokens=50, tpot_slo_s=0.012))
     while "a" not in run.text:
         run.step()
-    run.scheduler._requests["a"].draft_computed = 0  # as after many steps without a draft
+    run.scheduler._batch.forget_draft()  # as after many steps without a draft
     for _ in range(8):
         plan, _ = run.step()
     assert plan.draft is not None
@@ -174,7 +173,7 @@ def test_no_catch_up_for_a_request_that_ends_before_it_could_draft():
     run.scheduler.add(request_of("a", prompt=200, tokens=4))
     while "a" not in run.text:
         run.step()
-    run.scheduler._requests["a"].draft_computed = 0
+    run.scheduler._batch.forget_draft()
     plan, _ = run.step()
     assert plan.draft is None
 

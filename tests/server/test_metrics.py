@@ -24,6 +24,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         steps=9, running=2, waiting=3, pages_used=4, pages_total=16, prompt_tokens=100, generation_tokens=50,
         preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
         finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
+        extension_used=2, extension_total=8, swaps={"expand": 2, "failed": 1}, swap_s={"expand": 0.3, "reload": 0.01},
         calibration_outcomes={"greedy": 70}, calibration_error={"greedy": {"raw": 0.2, "online": 0.01}},
     )  # fmt: skip
     engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, draft_resident=True, step_age_s=0.5)
@@ -34,6 +35,11 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         ("adaserve_kv_cache_usage_ratio",): 0.25,
         ("adaserve_kv_pages", ("slab", "base"), ("state", "used")): 4,
         ("adaserve_kv_pages", ("slab", "base"), ("state", "free")): 12,
+        ("adaserve_kv_pages", ("slab", "extension"), ("state", "used")): 2,
+        ("adaserve_kv_pages", ("slab", "extension"), ("state", "free")): 6,
+        ("adaserve_swaps_total", ("kind", "expand")): 2,
+        ("adaserve_swaps_total", ("kind", "failed")): 1,
+        ("adaserve_swap_seconds_total", ("kind", "reload")): 0.01,
         ("adaserve_prompt_tokens_total",): 100,
         ("adaserve_generation_tokens_total",): 50,
         ("adaserve_preemptions_total",): 1,

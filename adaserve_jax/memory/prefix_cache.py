@@ -1,0 +1,92 @@
+"""Which page holds the KV of which text: full pages by a hash of all tokens up to their end, kept while the pool can.
+
+Host side; knows no requests. Pages that nobody holds are idle in the pool, which says when one is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+
+from adaserve_jax.errors import IntegrityError
+from adaserve_jax.memory.migration import Migration
+from adaserve_jax.memory.page_pool import PagePool
+
+KEY_BYTES = 16
+
+
+def first_key(salt: str) -> bytes:
+    """Where the chain of a text's keys starts; of texts with different salts no key is ever the same."""
+    return blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
+
+
+def next_key(parent: bytes, token_ids: np.ndarray) -> bytes:
+    """The key of a page: of its tokens (i32[page_size]) and, by the key before it, of all that precede them."""
+    return blake2b(parent + token_ids.tobytes(), digest_size=KEY_BYTES).digest()
+
+
+class PrefixCache:
+    """Pages by key, as far as they are known, and whether the draft's KV of a page is whole too.
+
+    Implements `PageKeeper`. A page is entered by somebody who holds it, and stays until the pool evicts it.
+    """
+
+    def __init__(self, pool: PagePool):
+        self._pool = pool
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._draft_whole = np.zeros(pool.total_pages, bool)
+        pool.keep_for(self)
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def find(self, key: bytes) -> int | None:
+        return self._page_of.get(key)
+
+    def enter(self, key: bytes, page: int, *, draft_whole: bool) -> None:
+        """From now on `page`, which the caller holds and will not write again, is found by `key`. Where the key is
+        known already, the page that has it stays."""
+        if key in self._page_of or page in self._key_of:
+            return
+        self._pool.remember(page)
+        self._page_of[key] = page
+        self._key_of[page] = key
+        self._draft_whole[page] = draft_whole
+
+    # ---- the draft's KV ----
+
+    def mark_draft(self, pages: np.ndarray) -> None:
+        """The draft has been fed all tokens of these pages (i32[n])."""
+        self._draft_whole[pages] = True
+
+    def draft_prefix(self, pages: np.ndarray) -> int:
+        """How many of the first of `pages` (i32[n], known) the draft has been fed."""
+        whole = self._draft_whole[pages]
+        return len(pages) if whole.all() else int(whole.argmin())
+
+    def forget_draft(self) -> None:
+        self._draft_whole[:] = False
+
+    # ---- what the pool says ----
+
+    def evicted(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            del self._page_of[self._key_of.pop(page)]
+
+    def moved(self, migration: Migration) -> None:
+        for old, new in zip(migration.from_pages.tolist(), migration.to_pages.tolist(), strict=True):
+            key = self._key_of.pop(old, None)
+            if key is not None:
+                self._key_of[new] = key
+                self._page_of[key] = new
+        self._draft_whole[migration.to_pages] = False  # the draft's KV does not move
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless keys and pages name each other, and the pool knows the same pages."""
+        if {page: key for key, page in self._page_of.items()} != self._key_of:
+            raise IntegrityError("a key and a page of the prefix cache do not name each other")
+        if sorted(self._key_of) != self._pool.known.tolist():
+            raise IntegrityError("the prefix cache and the page pool know different pages")
