@@ -29,12 +29,12 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.types import SLO
 
-PLAIN, OURS, MAIN = "ar", "nightjar", "adaserve"
+PLAIN, V1, OURS, MAIN = "ar", "nightjar-v1", "nightjar", "adaserve"
 METHODS = (
     PLAIN, "spec:3", "dsd", "dsd-probe", "ucbspec", "exp3spec", "tetris:3", "linucb", "lints", "bingreedy",
-    "nightjar-v1", OURS, MAIN,
+    V1, OURS, MAIN,
 )  # fmt: skip
-CONTEXTUAL = ("linucb", "lints", "bingreedy", "nightjar-v1", OURS)
+CONTEXTUAL = ("linucb", "lints", "bingreedy", V1, OURS)
 """Figure 12 of the paper, and the paper's own first version."""
 SEGMENT_MINUTES = 20
 POISSON, DYNAMIC = "Poisson", "dynamic"

@@ -43,8 +43,9 @@ QUICK = Sizes(span_s=1.5, drain_s=30.0, saturating=4, warm_up=1, most_output=QUI
 class Requests:
     """Workloads of a trace's segment, fitted to the target that the profile is of. Texts differ from seed to seed."""
 
-    def __init__(self, azure: Path | None, target: Path, sizes: Sizes):
-        """azure: None for a made segment. Raises ConfigError: Python's sources are not there."""
+    def __init__(self, azure: Path | None, target: Path, sizes: Sizes, sources: Sequence[str] | None = None):
+        """azure: None for a made segment. sources: that prompts are cut from; None: those of Python's library that the
+        demo pair never saw. Raises ConfigError: there are none."""
         self.segment = made_segment() if azure is None else segment_of(azure)
         setup = next(setup for setup in SETUPS if setup.machine == PROFILE)
         self._lengths = with_lengths(
@@ -53,7 +54,7 @@ class Requests:
         )  # fmt: skip
         self._sizes = sizes
         self._tokenizer = Tokenizer.from_folder(target)
-        sources = held_out_code()
+        sources = held_out_code() if sources is None else sources
         if not sources:
             raise ConfigError("prompts are cut from Python's own sources, which this Python does not have")
         self._prompts = Prompts(sources, self._tokenizer.encode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from nightjar_points import CLASSES, MAIN, METHODS, POISSON
+from nightjar_points import CLASSES, MAIN, POISSON, V1
 from nightjar_views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View
 
 
@@ -23,7 +23,7 @@ def summary(tables: Tables) -> dict[str, Any]:
 
 
 def _standing(setup: str, load: str, policy: str, view: View) -> dict[str, Any]:
-    others = [each for each in METHODS if each not in (OURS, MAIN, "nightjar-v1")]
+    others = [each for each in view.by_policy if each not in (OURS, MAIN, V1)]
     best = {figure: view.best(others, figure) for figure in (THROUGHPUT, LATENCY)}
     return {
         "setup": setup,
