@@ -39,7 +39,7 @@ from adaserve_jax.models.grow import SHAPES, Shape, grow
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.results.provenance import machine_name
 
-DRAFT = Shape(layers=6, hidden=384, heads=6, kv_heads=3, mlp=1536)
+DRAFT = Shape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
 """About a tenth of the 110M target."""
 RESULT = "nightjar-offload.json"
 RUNNING = "running_mean"

@@ -42,7 +42,7 @@ LOW, HIGH = 0.25, 1.25
 SHARES = (LOW, 0.5, 0.75, 1.0, HIGH)
 """Of the capacity. LOW and HIGH are the low and the high rate of the tables of methods."""
 DYNAMIC_SHARE = 0.75
-"""The mean of the dynamic load; its busiest minute is 1.37 times as busy as its mean."""
+"""The mean of the dynamic load; its busiest minute is just beyond the capacity."""
 REQUESTS = 480
 """Of a Poisson load, as many as the paper takes of each data set."""
 SATURATING = 1000

@@ -1,4 +1,4 @@
-"""README.md of benchmarks/nightjar_tables.py: every table, from nightjar-lines.json alone."""
+"""tables.md of benchmarks/nightjar_tables.py: every table, from nightjar-lines.json alone."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_report(result: dict[str, Any], out: Path) -> None:
-    """README.md, nightjar-sim.json, which is the summary, and, where matplotlib is installed, the figures."""
+    """tables.md, nightjar-sim.json, which is the summary, and, where matplotlib is installed, the figures."""
     tables = Tables([Line(**values) for values in result["lines"]])
-    (out / "README.md").write_text(readme(result, tables))
+    (out / "tables.md").write_text(readme(result, tables))
     kept = {name: result[name] for name in KEPT} | summary(tables)
     (out / SUMMARY).write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
     try:

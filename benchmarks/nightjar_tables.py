@@ -6,7 +6,7 @@
 Points are written to nightjar.jsonl as they end, and those that it has of the same commit and settings are not run
 again, so the same command goes on where it was stopped. `--minutes` bounds it: no point is begun after so many, and how
 long the rest will take is printed. From all points: nightjar-lines.json, and of that nightjar-sim.json with a summary,
-README.md with tables, and figures, which `--report-only` writes again. `--quick` takes a short made trace and few
+tables.md with tables, and figures, which `--report-only` writes again. `--quick` takes a short made trace and few
 policies.
 """
 
@@ -143,7 +143,7 @@ def write_result(lines: Sequence[Line], about: dict[str, Any], segment: dict[str
 
 
 def nightjar_tables(
-    out: Annotated[Path, typer.Option(help="folder for all points, the summary, README.md and figures")],
+    out: Annotated[Path, typer.Option(help="folder for all points, the summary, tables.md and figures")],
     azure: Annotated[Path | None, typer.Option(help="AzureLLMInferenceTrace_conv.csv, .gz or not")] = None,
     setups: Annotated[str, typer.Option(help="setups to run, separated by commas; none: all")] = "",
     seeds: Annotated[int, typer.Option(help="independent runs of each point")] = 3,

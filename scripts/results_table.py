@@ -2,7 +2,8 @@
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-* and calibration-*.json: of policy_validation.py, policy_sweeps.py
-(its verdict.json) and calibration.py. Imports no jax.
+(its verdict.json) and calibration.py; nightjar-*.json: of nightjar_tables.py, nightjar_engine.py and
+nightjar_offload.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
@@ -39,7 +41,10 @@ LOADS = (
 KERNELS = "| kernel | shape | implementation | us | us at the ceilings | times that |\n|---|---|---|---|---|---|"
 PROGRAMS = "| packed tokens | requests | ms | times the step of one token | ms at the ceilings |\n|---|---|---|---|---|"
 PICKS = "| vocabulary | argmax, us | top_k, us |\n|---|---|---|"
-POLICY_PARTS = {"validation": validation_tables, "sweeps": sweeps_table, "calibration": calibration_table}
+POLICY_PARTS = {
+    "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
+    "calibration": calibration_table,
+}  # fmt: skip
 AIMS = "| requests at once | temperature | adaserve against | by | aim | found | |\n|---|---|---|---|---|---|---|"
 
 

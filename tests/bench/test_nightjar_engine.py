@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.bench.scripts import imported
+from tests.conftest import ROOT
 
 NAMES = tuple(f"nightjar_{name}" for name in ("engine", "offload", "judged", "requests", "rounds", "points"))
 
@@ -100,6 +102,32 @@ def test_points_are_judged_by_medians_and_ratios_of_the_same_round(modules) -> N
     first, second = judged.aims(points)
     assert first.endswith("times `ar` by tokens/s while busy; the aim is 1.2: met")
     assert "1.09 (1.09 to 1.18) times the best fixed length (spec:2)" in second
+
+
+def test_results_show_ratios_with_their_intervals(modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    nightjar_tables = importlib.import_module("results_nightjar").nightjar_tables
+    points = modules["judged"].judged("low", 0.5, {
+        "ar": rounds_of((100.0, 4.0), (50.0, 6.0)), "nightjar": rounds_of((120.0, 2.0), (65.0, 4.5)),
+    })  # fmt: skip
+    about = {
+        "commit": "c0ffee", "machine": "m", "device": "cpu", "jax_version": "0", "max_requests": 32, "span_s": 45.0,
+        "target_params": 105_400_000, "draft_params": 630_000, "capacity_rps": 1.9,
+    }  # fmt: skip
+    text = nightjar_tables({"kind": "engine", "points": points, **about})
+    ratio, best = "1.25 (1.20 to 1.30)", "0.62 (0.50 to 0.75)"
+    assert (
+        f"| low | 0.50 | `nightjar` | 92.5 | {ratio} | {ratio} | 3.25 | {best} | {ratio}, `ar` | {best}, `ar` |" in text
+    )
+    assert "target of 105.4M parameters, draft of 0.6M, at most 32 requests at once; 2 rounds of 45 s" in text
+    off, on = ({name: {"median": value} for name, value in zip(modules["offload"].SHOWN, values, strict=True)}
+               for values in ((16.0, 200.0, 9.0), (20.0, 230.0, 7.0)))  # fmt: skip
+    times = {name: {"median": 1.15, "low": 1.1, "high": 1.2} for name in modules["offload"].SHOWN}
+    pressed = {"share": 1.5, "rate_rps": 2.8, "policy": "nightjar", "off": off, "on": on, "times": times}
+    pages = {"num_pages": 64, "extension_pages": 16, "page_size": 64}
+    text = nightjar_tables({"kind": "offload", "points": [pressed | {"swaps": [{"expand": 2}, {}]}], **about, **pages})
+    assert "| 1.5 | 2.80 | `nightjar` | 16.0 | 20.0 | 200.0 | 230.0 | 1.15 (1.10 to 1.20) |" in text
+    assert "| 2, 0 |" in text
 
 
 @pytest.mark.slow

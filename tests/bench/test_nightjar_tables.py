@@ -175,9 +175,9 @@ def test_tables_and_figures_of_a_whole_run(modules, tmp_path: Path) -> None:
     main = modules["tables"]
     main.nightjar_tables(out=tmp_path, setups="", seeds=1, minutes=5.0, jobs=1, report_only=False, quick=True)
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"nightjar-lengths.png", "nightjar-methods.svg", "nightjar-sim.json", "README.md"} <= names
+    assert {"nightjar-lengths.png", "nightjar-methods.svg", "nightjar-sim.json", "tables.md"} <= names
     written = json.loads((tmp_path / "nightjar-sim.json").read_text())
     assert written["kind"] == "simulated" and len(written["offload"]) == 1
-    before = (tmp_path / "README.md").read_text()
+    before = (tmp_path / "tables.md").read_text()
     main.nightjar_tables(out=tmp_path, report_only=True)
-    assert (tmp_path / "README.md").read_text() == before
+    assert (tmp_path / "tables.md").read_text() == before
