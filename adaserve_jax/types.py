@@ -383,7 +383,8 @@ class StepStats:
 
     calibration_outcomes, calibration_error: by kind of rows (greedy, coupled); errors then by prediction (raw, loaded,
     online). pages_used, pages_total: of the base pool; extension_*: of the extension slab, 0 while there is none.
-    pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free.
+    pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free;
+    extension_cached: those of the extension.
     cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there. swaps,
     swap_s: exchanges of the draft and pages, and seconds of the step loop that they took, by kind. arms: the arm last
     chosen, by bucket of batch sizes. arm_regret_s: seconds that the arms played are estimated to have cost beyond the
@@ -416,6 +417,7 @@ class StepStats:
     last_budget: int = 0
     pages_cached: int = 0
     extension_used: int = 0
+    extension_cached: int = 0
     extension_total: int = 0
     draft_resident: bool = False
     cache_queried_tokens: int = 0

@@ -84,7 +84,7 @@ def measure(
         before = calibrator.sums.sums.copy()
         params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=i) for i in part]
         # a target that is hard to meet makes every request spend its budget on trees
-        outputs = llm.generate([texts[i] for i in part], params, slo=SLO(relative=0.5))
+        outputs = llm.generate([texts[i] for i in part], params, slo=SLO(relative=0.5), cache_salt=f"{temperature:g}")
         calibrator.take_in()
         sums = calibrator.sums.sums - before
         mode = MODES[int(temperature > 0)]

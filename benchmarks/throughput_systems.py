@@ -124,7 +124,7 @@ class Engine:
         """Complete a batch by `policy`, which starts anew and first learns from `settle_tokens` tokens per request."""
         self.llm.set_policy(policy)
         if settle_tokens:
-            self._generate(batch.shortened(settle_tokens))
+            self._generate(batch.shortened(settle_tokens), cache_salt="settling")
         self._steps.clear()
         before = self.llm.stats().scheduler
         watch = Watch()
@@ -143,12 +143,12 @@ class Engine:
             others_share=others_share,
         )
 
-    def _generate(self, batch: Batch) -> list[GenerateOutput]:
+    def _generate(self, batch: Batch, cache_salt: str = "") -> list[GenerateOutput]:
         params = [
             SamplingParams(max_tokens=batch.new_tokens, temperature=batch.temperature, seed=seed, ignore_eos=True)
             for seed in batch.seeds
         ]
-        return self.llm.generate(batch.prompts, params, slo=self._slo)
+        return self.llm.generate(batch.prompts, params, slo=self._slo, cache_salt=cache_salt)
 
     def close(self) -> None:
         self.llm.close()

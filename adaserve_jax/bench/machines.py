@@ -133,11 +133,15 @@ def _machine(values: Any, where: str) -> Machine:
         machine = Machine(**values)
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
-        swaps_ok = min(astuple(machine.swap_times)) >= 0
+        known = [each.name.removesuffix("_s") for each in fields(SwapTimes)]
+        swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.swap_times)) >= 0
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"machine {where}: {error}") from error
     if not ok:
         raise ConfigError(f"machine {where}: times must be above 0, and acceptance between 0 and 1")
     if not swaps_ok:
-        raise ConfigError(f"machine {where}: swap_ms must not be below 0, got {machine.swap_ms}")
+        raise ConfigError(
+            f"machine {where}: swap_ms must have times of at least 0 for some of {', '.join(known)}, got "
+            f"{machine.swap_ms}"
+        )
     return machine

@@ -152,6 +152,7 @@ class _Bench:
                     sampling=self._sampling(arrival),
                     slo=arrival.item.slo,
                     slo_class=arrival.item.slo_class,
+                    cache_salt=f"{self.provenance.run_id} {policy} {schedule.rate_rps}",
                 ),
             )
             for number, arrival in enumerate(schedule.arrivals)
@@ -165,6 +166,7 @@ class _Bench:
                 replace(
                     due.request,
                     request_id=f"warmup-{due.request.request_id}",
+                    cache_salt=f"warmup {due.request.cache_salt}",
                     sampling=replace(
                         due.request.sampling, max_tokens=min(WARMUP_TOKENS, due.request.sampling.max_tokens)
                     ),

@@ -52,7 +52,7 @@ def run_trial(
     requests = _requests(tokenizer, config, seed)
     predicted, acceptance, served = [], None, Served()
     for done, policy in enumerate(policies, 1):
-        as_tried = replace(config, policy=policy, infeasible_slo="best_effort")
+        as_tried = replace(config, policy=policy, infeasible_slo="best_effort", prefix_cache=False)
         scheduler = build_scheduler(as_tried, executor.limits, samples)
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]

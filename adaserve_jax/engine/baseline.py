@@ -18,7 +18,7 @@ BASELINE_TOKENS = 33
 
 def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: Decodes) -> float:
     """Median seconds per token of one request through the whole step. config: without "auto"."""
-    scheduler = build_scheduler(replace(config, policy="ar"), executor.limits, samples)
+    scheduler = build_scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
     core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=1.0)
     room = min(config.max_context, config.num_pages * config.page_size) - 1
     sampling = SamplingParams(max_tokens=min(BASELINE_TOKENS, room), seed=0, ignore_eos=True)

@@ -10,15 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from adaserve_jax.errors import RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, StepStats
+
+MAX_SALT_CHARS = 256
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """One user request, tokenised. Its `sampling.n` choices run as n independent requests with choice index 0..n-1.
 
-    request_id must be unique among requests in flight.
+    request_id must be unique among requests in flight. cache_salt: cached KV is shared with requests of the same salt
+    only.
     """
 
     request_id: str
@@ -27,6 +31,7 @@ class GenerateRequest:
     slo: SLO = field(default_factory=SLO)
     priority: int = 0
     slo_class: str = "default"
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,17 @@ class OutputChunk:
     error: str | None = None
     error_code: str | None = None
     error_param: str | None = None
+
+
+def check_salt(salt: object) -> None:
+    """Raise RequestError unless `salt` is a text of bounded length."""
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
+        got = f"{len(salt)} characters" if isinstance(salt, str) else repr(salt)
+        raise RequestError(
+            f"cache_salt must be a text of at most {MAX_SALT_CHARS} characters, got {got}",
+            param="cache_salt",
+            code="invalid_value",
+        )
 
 
 @dataclass(frozen=True)

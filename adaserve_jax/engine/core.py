@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from adaserve_jax.engine.client import GenerateRequest, OutputChunk
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
 from adaserve_jax.engine.outputs import OutputTracker
 from adaserve_jax.models.detokenizer import Decodes
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -59,6 +59,7 @@ class EngineCore:
 
     def check(self, request: GenerateRequest) -> None:
         """Raise RequestError when a request can never be served, whatever else runs. Safe in any thread."""
+        check_salt(request.cache_salt)
         self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
 
     def add(self, request: GenerateRequest, arrival_s: float) -> None:
@@ -121,6 +122,7 @@ class EngineCore:
                 ttft_slo_s=request.slo.ttft_s,
                 priority=request.priority,
                 slo_class=request.slo_class,
+                cache_salt=request.cache_salt,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             )
             for choice in range(sampling.n)

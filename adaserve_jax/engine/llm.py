@@ -113,14 +113,16 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | Sequence[SLO] | None = None,
+        cache_salt: str | Sequence[str] = "",
     ) -> list[GenerateOutput]:
         """Complete all prompts together and return them in order.
 
-        prompts: texts or token ids. sampling_params, slo: one for all, or one per prompt; without sampling_params,
-        those of the target's generation_config.json. Raises RequestError when any prompt cannot be served,
-        EngineDeadError when the engine stops; then none runs on.
+        prompts: texts or token ids. sampling_params, slo, cache_salt: one for all, or one per prompt; without
+        sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their salts
+        are the same. Raises RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then
+        none runs on.
         """
-        requests = self._requests(prompts, sampling_params, slo)
+        requests = self._requests(prompts, sampling_params, slo, cache_salt)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
         collector = _Collector(dict(zip((r.request_id for r in requests), outputs, strict=True)))
         config = self._engine.config
@@ -139,10 +141,15 @@ class LLM:
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, slo: SLO | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        slo: SLO | None = None,
+        cache_salt: str = "",
     ) -> Iterator[OutputChunk]:
         """Complete one prompt, chunk by chunk as steps emit them; leaving the loop early aborts the request."""
-        (request,) = self._requests([prompt], sampling_params, slo)
+        (request,) = self._requests([prompt], sampling_params, slo, cache_salt)
         chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
         self._engine.submit(request, chunks.put)
         left = request.sampling.n
@@ -170,13 +177,15 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO] | None,
+        cache_salt: str | Sequence[str],
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
         sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
+        salts = _one_each(cache_salt, len(many), "cache_salt")
         return [
-            GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo)
-            for prompt, one_sampling, one_slo in zip(many, sampling, slos, strict=True)
+            GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo, cache_salt=salt)
+            for prompt, one_sampling, one_slo, salt in zip(many, sampling, slos, salts, strict=True)
         ]
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

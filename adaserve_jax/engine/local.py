@@ -79,8 +79,9 @@ class LocalEngine:
         if self._info is not None or self._stopping:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
-        find_policy(config.policy, config.max_depth if config.draft is not None else 0)  # before minutes of compiling
-        self._executor = load_executor(config, self._progress)
+        depth = config.max_depth if config.draft is not None else 0
+        policy, _ = find_policy(config.policy, depth)  # before minutes of compiling
+        self._executor = load_executor(config, self._progress, swaps=policy.elastic)
         try:
             self._get_ready()
         except BaseException:

@@ -98,6 +98,12 @@ class PagePool:
         """Pages of the extension slab that somebody holds."""
         return int(np.count_nonzero(self._refs[self.base_pages :]))
 
+    @property
+    def extension_idle(self) -> int:
+        """Idle pages of the extension slab."""
+        known = self._known[self.base_pages :]
+        return int(np.count_nonzero(known & (self._refs[self.base_pages :] == 0)))
+
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

@@ -19,7 +19,7 @@ KEY_BYTES = 16
 
 def first_key(salt: str) -> bytes:
     """Where the chain of a text's keys starts; of texts with different salts no key is ever the same."""
-    return blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest()
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES, person=b"salt").digest()
 
 
 def next_key(parent: bytes, token_ids: np.ndarray) -> bytes:

@@ -7,6 +7,7 @@ docs/architecture/scheduler.md says about it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +21,9 @@ there."""
 
 TAU_LOW = 0.1
 """Share of the base pages that must be spare: the paper's best."""
-T_PERSIST = 32
-"""Steps that pages must be short, speculation being off: twice as long as `nightjar` keeps speculation off at least, so
-that an arm that it only tries does not send the draft away. The paper gives none."""
+T_PERSIST = 16
+"""Steps that pages must be short, speculation being off. The paper gives none; docs/architecture/scheduler.md has what
+was compared."""
 MIN_STAY = 64
 """Steps that the draft stays where it is at least: a swap there and back takes as long as some 5 to 10 steps, and the
 draft's KV has to be computed anew."""
@@ -86,15 +87,19 @@ class Residency:
     def draft_is_here(self) -> bool:
         return self.state == "resident"
 
-    def due(self, pressure: Pressure, speculates: bool | None) -> Swap | None:
+    def due(
+        self, pressure: Pressure, speculates: bool | None, pages_pay: Callable[[], bool] | None = None
+    ) -> Swap | None:
         """The swap to do now, once a step. speculates: whether speculation was on in it; None: it had no decode rows,
-        so that nothing was decided."""
+        so that nothing was decided. pages_pay: whether pages are worth more than the draft; where it is given, it is
+        asked after each T_persist steps of short pages, and whether speculation was on in them does not matter."""
         self._stay += 1
         self._wait = max(self._wait - 1, 0)
         if self.state == "loading":
             return None if self._wait else "reload"
         if self.state == "resident":
-            return "expand" if self._wants_pages(pressure, speculates) and self._may_swap else None
+            self._count(pressure, bool(speculates) and pages_pay is None, speculates is not None)
+            return "expand" if self._may_swap and self._wants_pages(pages_pay) else None
         idle = not pressure.waiting and not pressure.running
         wants_draft = not pressure.waiting and pressure.spare > self._extension_pages + self.tau_low
         return "contract" if wants_draft and not self._wait and (idle or self._may_swap) else None
@@ -114,9 +119,13 @@ class Residency:
     def _may_swap(self) -> bool:
         return not self._wait and self._stay >= self._rule.min_stay_steps
 
-    def _wants_pages(self, pressure: Pressure, speculates: bool | None) -> bool:
-        if speculates or not (pressure.turned_away or pressure.spare < self.tau_low):
-            self._short_steps = 0
-        elif speculates is not None:
-            self._short_steps += 1
-        return self._short_steps >= self._rule.persist_steps
+    def _count(self, pressure: Pressure, needed: bool, decided: bool) -> None:
+        """needed: whether the step speaks for the draft. decided: whether it says anything."""
+        short = pressure.turned_away or pressure.spare < self.tau_low
+        self._short_steps = self._short_steps + decided if short and not needed else 0
+
+    def _wants_pages(self, pages_pay: Callable[[], bool] | None) -> bool:
+        steps = self._rule.persist_steps
+        if pages_pay is None:
+            return self._short_steps >= steps
+        return self._short_steps >= steps and self._short_steps % steps == 0 and pages_pay()

@@ -66,7 +66,7 @@ class Policy:
     edges, once the candidates are known. calibrated: whether f is made of calibrated chances, or of the draft's own
     probabilities. uses_draft: whether the draft is fed and searched at all, when one is loaded. needs_draft: whether
     it is refused without one. elastic: whether the draft's memory becomes KV pages while speculation is off and pages
-    are short; else the draft stays.
+    are short; else the draft stays. weighs_pages: not while it is off, but where pages would bring more than it does.
     """
 
     about: str
@@ -81,6 +81,7 @@ class Policy:
     uses_draft: bool = True
     needs_draft: bool = False
     elastic: bool = False
+    weighs_pages: bool = False
 
     @property
     def gives_up(self) -> bool:
@@ -145,6 +146,7 @@ POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
         "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True, elastic=True,
+        weighs_pages=True,
     ),
     "adaserve-paper": Policy(
         "AdaServe's Algorithm 2 as in its text: eq. 8 and 9, one step's need, a constant t_spec",

@@ -23,6 +23,7 @@ from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.objective import Objective
+from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
 from adaserve_jax.scheduler.policies import Parts
 from adaserve_jax.scheduler.policy_names import find_policy
@@ -79,7 +80,8 @@ class Scheduler:
         self.swapping: Swapping | None = None
         """Of the draft and KV pages; None where the draft stays."""
         if may_swap(self._policy.elastic, limits, config):
-            self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats)
+            worth = PageWorth(self._batch, parts.chain_costs) if self._policy.weighs_pages else None
+            self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
         self._planner = Planner(
             self._batch,
             self._controller,
@@ -132,6 +134,7 @@ class Scheduler:
             pages_used=pool.num_used - extension_used,
             pages_cached=pool.num_idle,
             extension_used=extension_used,
+            extension_cached=pool.extension_idle,
             extension_total=pool.num_pages - pool.base_pages,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,

@@ -12,6 +12,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, SwapError
 from adaserve_jax.memory.residency import Pressure, Residency, Swap, SwapRule
 from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.types import Executor, Limits, StepStats
 
 if TYPE_CHECKING:
@@ -29,20 +30,22 @@ def may_swap(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool
 class Swapping:
     """The swaps of one scheduler: what its residency is asked, and the totals."""
 
-    def __init__(self, batch: Batch, rule: SwapRule, stats: StepStats):
+    def __init__(self, batch: Batch, rule: SwapRule, stats: StepStats, worth: PageWorth | None = None):
+        """worth: says whether the draft gives way; None: it does while speculation is off."""
         limits = batch.limits
         self.batch = batch
         self.residency = Residency(rule, limits.num_pages, limits.extension_pages)
         self.speculates: bool | None = None
         """Whether speculation was on in the last step; None: it had no decode rows."""
         self._stats = stats
+        self._pages_pay = None if worth is None else worth.pages_pay
 
     def due(self) -> Swap | None:
         """Once after each step."""
         batch = self.batch
         running = len(batch.running)
         pressure = Pressure(batch.pool.num_free - running, batch.turned_away, len(batch.queue), running)
-        return self.residency.due(pressure, self.speculates)
+        return self.residency.due(pressure, self.speculates, self._pages_pay)
 
     def count(self, kind: str, seconds: float) -> None:
         """One more swap of that kind, which took the step loop so long."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
-from adaserve_jax.server.responses import ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
+from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.types import RequestMetrics
 
@@ -123,7 +123,19 @@ class Generation:
         """Tokens so far; a prompt counts once, however many choices it has."""
         prompt = sum(len(request.prompt_ids) for request in self.requests)
         output = sum(choice.tokens for choice in self._choices)
-        return Usage(prompt_tokens=prompt, completion_tokens=output, total_tokens=prompt + output)
+        cached = sum(self._cached_tokens(position) for position in range(len(self.requests)))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    def _cached_tokens(self, position: int) -> int:
+        """Tokens of one prompt that none of its choices had to compute."""
+        first = position * self.choices_per_prompt
+        choices = self._choices[first : first + self.choices_per_prompt]
+        return min(choice.metrics.cached_tokens if choice.metrics is not None else 0 for choice in choices)
 
     def metrics(self) -> ResponseMetrics:
         return summarize([choice.metrics for choice in self._choices if choice.metrics is not None])

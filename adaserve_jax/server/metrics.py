@@ -102,8 +102,8 @@ class EngineCollector(Collector):
 
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     steps = stats.scheduler
-    used, total = steps.pages_used + steps.extension_used, steps.pages_total + steps.extension_total
-    usage = used / total if total else 0.0
+    total = steps.pages_total + steps.extension_total
+    usage = (steps.pages_used + steps.extension_used) / total if total else 0.0
     for name, text, value in (
         ("requests_running", "Choices that hold a slot of the engine.", steps.running),
         ("requests_waiting", "Choices in the engine's queue.", steps.waiting),
@@ -115,11 +115,16 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         ("step_budget", "Tree tokens that the last step could verify.", steps.last_budget),
     ):
         yield GaugeMetricFamily(f"adaserve_{name}", text, value)
-    pages = GaugeMetricFamily("adaserve_kv_pages", "KV pages by slab and state (used, free).", labels=("slab", "state"))
-    pages.add_metric(("base", "used"), steps.pages_used)
-    pages.add_metric(("base", "free"), steps.pages_total - steps.pages_used)
-    pages.add_metric(("extension", "used"), steps.extension_used)
-    pages.add_metric(("extension", "free"), steps.extension_total - steps.extension_used)
+    pages = GaugeMetricFamily(
+        "adaserve_kv_pages", "KV pages by slab (base, extension) and state (used, cached, free).",
+        labels=("slab", "state"),
+    )  # fmt: skip
+    for slab, total, used, cached in (
+        ("base", steps.pages_total, steps.pages_used, steps.pages_cached - steps.extension_cached),
+        ("extension", steps.extension_total, steps.extension_used, steps.extension_cached),
+    ):
+        for state, value in (("used", used), ("cached", cached), ("free", total - used - cached)):
+            pages.add_metric((slab, state), value)
     yield pages
     errors = GaugeMetricFamily(
         "adaserve_calibration_error", "Expected calibration error of acceptance since start.",
@@ -137,6 +142,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("steps", "Engine steps.", steps.steps),
         ("prompt_tokens", "Prompt tokens taken in.", steps.prompt_tokens),
         ("generation_tokens", "Output tokens.", steps.generation_tokens),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", steps.cache_queried_tokens),
+        ("prefix_cache_hits", "Prompt tokens found there.", steps.cache_hit_tokens),
         ("preemptions", "Requests that lost their pages and were computed again.", steps.preemptions),
         ("spec_drafts", "Steps that speculated.", steps.spec_steps),
         ("spec_draft_tokens", "Draft tokens verified.", steps.draft_tokens),

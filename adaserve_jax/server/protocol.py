@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from adaserve_jax.engine.client import MAX_SALT_CHARS
+
 
 def _valid_unicode(text: str) -> str:
     """JSON can spell half of a surrogate pair, which no tokenizer and no encoder takes."""
@@ -88,6 +90,9 @@ class GenerationBody(Body):
     service_tier: str | None = Field(
         None,
         description="Used as slo_class when that is left out: auto and default, priority (interactive), flex (batch).",
+    )
+    cache_salt: ValidText | None = Field(
+        None, max_length=MAX_SALT_CHARS, description="Cached KV is shared with requests of the same salt only."
     )
     priority: int | None = Field(None, ge=-INT32, lt=INT32, description="Lower is sooner; default 0.")
     presence_penalty: Any = later("0")

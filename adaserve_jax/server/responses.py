@@ -9,10 +9,15 @@ from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_seri
 FinishedBy = Literal["stop", "length"]
 
 
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens whose KV was there already.")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class SpeculativeMetrics(BaseModel):

@@ -22,6 +22,7 @@ from adaserve_jax.server.translate import (
     encode_chat,
     fit,
     prompts_of,
+    salt_of,
     sampling_of,
     slo_of,
 )
@@ -98,6 +99,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generati
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
     slo, slo_class = slo_of(body, state.settings, state.classes, state.info.baseline_s)
+    salt = salt_of(body, state.settings)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
     count, most = len(prompts) * sampling.n, state.settings.max_choices
     if count > most:
@@ -115,7 +117,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generati
             else:
                 ids = await encode(tokenizer, prompt, info.vocab_size)
             fitting = fit(body, sampling, len(ids), info.max_context)
-            requests.append(GenerateRequest(uuid.uuid4().hex, ids, fitting, slo, body.priority or 0, slo_class))
+            requests.append(GenerateRequest(uuid.uuid4().hex, ids, fitting, slo, body.priority or 0, slo_class, salt))
         generation = Generation(state, requests, reservation)
         generation.start()
     except BaseException:

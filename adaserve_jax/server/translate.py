@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, cast
 
 from adaserve_jax.errors import RequestError
@@ -144,6 +145,16 @@ def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_
     if asked is not None:
         return sampling
     return replace(sampling, max_tokens=room if isinstance(body, ChatBody) else min(sampling.max_tokens, room))
+
+
+def salt_of(body: GenerationBody, settings: ServerSettings) -> str:
+    """What separates this request's cached KV from others': the salt that it brings, under the key that it came with,
+    so that how long a prompt takes tells nobody what others sent."""
+    salt = body.cache_salt or ""
+    if settings.api_key is None:
+        return salt
+    key = blake2b(settings.api_key.encode()).digest()
+    return blake2b(salt.encode(), key=key, digest_size=16).hexdigest()
 
 
 def slo_of(

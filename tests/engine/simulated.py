@@ -65,7 +65,7 @@ class Machine(SimExecutor):
 
 def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> local.LocalEngine:
     """A factory for the process mode; it changes the process that it is called in."""
-    local.load_executor = lambda config, _=None: Machine(config)  # type: ignore[assignment]
+    local.load_executor = lambda config, _=None, swaps=False: Machine(config)  # type: ignore[assignment]
     local.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
     return local.LocalEngine(config, progress)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
+
+import numpy as np
 import pytest
 
 from adaserve_jax.bench.sim_executor import SimExecutor, SwapTimes, VirtualClock
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import SwapError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.scheduler import build_scheduler
@@ -69,3 +74,39 @@ def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
     core.executor.refuses = False
     core.settle()
     assert core.scheduler.stats.draft_resident
+
+
+@pytest.mark.slow
+def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without() -> None:
+    def texts(elastic: str) -> tuple[dict[str, list[int]], EngineStats, bool]:
+        config = EngineConfig(
+            policy="nightjar", elastic=elastic, max_requests=8, max_context=256, page_size=16, num_pages=40,
+            max_depth=3, max_width=1, max_batch_tokens=64, max_tree_tokens=32, deterministic=True,
+        )  # fmt: skip
+        engine, found, ended = LocalEngine(config), defaultdict(list), threading.Semaphore(0)
+
+        def sink(chunk: OutputChunk) -> None:
+            found[chunk.request_id].extend(chunk.token_ids)
+            if chunk.finish_reason is not None:
+                ended.release()
+
+        rng = np.random.default_rng(0)
+        engine.start()
+        try:
+            for number in range(24):
+                sampling = SamplingParams(max_tokens=int(rng.integers(20, 70)), seed=number, ignore_eos=True)
+                prompt = rng.integers(5, 900, int(rng.integers(10, 80))).tolist()
+                engine.submit(GenerateRequest(f"q{number}", prompt, sampling, SLO()), sink)
+            for _ in range(24):
+                assert ended.acquire(timeout=120)
+            stats = engine.stats()
+            engine.set_policy("ar")  # an idle engine that changes its policy has its draft
+            return found, stats, engine.stats().draft_resident
+        finally:
+            engine.close()
+
+    plain, _, _ = texts("off")
+    swapped, stats, resident = texts("on")
+    assert swapped == plain
+    assert stats.scheduler.swaps["expand"] >= 1 and stats.compiles_after_ready == 0
+    assert resident

@@ -48,6 +48,14 @@ class TestExpand:
     def test_tau_low_is_rounded_up(self) -> None:
         assert [residency(base_pages=pages).tau_low for pages in (1, 10, 11, 100)] == [1, 1, 2, 10]
 
+    def test_where_worth_is_asked_speculation_may_be_on_and_a_no_holds_for_as_many_steps(self) -> None:
+        each, answers = residency(), iter([False, True])
+        due = [each.due(SHORT, True, lambda: next(answers)) for _ in range(8)]
+        assert due == [None] * 7 + ["expand"]
+        each = residency()
+        steps = [(SHORT, True)] * 3 + [(ENOUGH, True)] + [(SHORT, False)] * 4
+        assert [each.due(*step, lambda: True) for step in steps] == [None] * 7 + ["expand"]
+
 
 class TestContract:
     def test_when_nobody_waits_and_the_draft_and_tau_low_fit_what_is_spare(self) -> None:
@@ -128,7 +136,7 @@ class TestFailures:
         ({"tau_low": 0.0}, "tau_low must be a share of the base pages above 0 and below 1, got 0.0"),
         ({"tau_low": 1.0}, "got 1.0"),
         ({"persist_steps": 0}, "persist_steps and min_stay_steps must be at least 1, got 0 and 64"),
-        ({"min_stay_steps": 0}, "got 32 and 0"),
+        ({"min_stay_steps": 0}, "got 16 and 0"),
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(values: dict, message: str) -> None:

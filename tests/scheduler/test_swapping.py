@@ -72,11 +72,11 @@ class Watched(SimExecutor):
         return True
 
 
-def crowd_and_calm(seed: int) -> list[Request]:
+def crowd_and_calm(seed: int, **changes) -> list[Request]:
     """More than 40 pages hold for some seconds, then few, then a crowd again."""
-    parts = [("", 40, 12.0, 0.0), ("-calm", 8, 2.0, 12.0), ("-again", 24, 12.0, 24.0)]
+    parts = [("", 32, 12.0, 0.0), ("-calm", 6, 2.0, 10.0), ("-again", 16, 12.0, 20.0)]
     return [
-        replace(request, request_id=request.request_id + name, arrival_s=request.arrival_s + after_s)
+        replace(request, request_id=request.request_id + name, arrival_s=request.arrival_s + after_s, **changes)
         for number, (name, count, rate, after_s) in enumerate(parts)
         for request in random_load(seed + number, count, rate)
     ]
@@ -98,10 +98,11 @@ def check_texts(run: Run, load: list[Request]) -> None:
 
 @pytest.mark.parametrize(("policy", "seed"), [("nightjar", 1), ("adaserve", 2)])
 def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy: str, seed: int) -> None:
-    run, load = watched(policy), crowd_and_calm(seed)
+    run, load = watched(policy), crowd_and_calm(seed, tpot_slo_s=None)
     away: list[int] = []
     run.serve(load, lambda step: away.extend([] if run.scheduler.stats.draft_resident else [step]))
     check_texts(run, load)
+    bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
     stats = run.scheduler.stats
     assert stats.swaps["expand"] == stats.swaps["contract"] == stats.swaps["reload"] >= 2
     assert run.executor.highest_page >= 40, "pages of the extension were used"
@@ -110,6 +111,30 @@ def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy
     assert not any(depths[step] for step in away), "nobody drafts while the draft is away or loading"
     assert any(depths[: away[0]]) and any(depths[away[0] : away[-1]]), "they do before, and when it was back"
     assert stats.draft_resident and stats.extension_total == stats.extension_used == stats.pages_used == 0
+
+
+def test_prefixes_that_requests_share_are_found_before_and_after_pages_moved() -> None:
+    """The record of KV slots knows every request's text, and would see one that finds another's pages."""
+    shared = np.arange(40, dtype=np.int32)
+    load = [
+        replace(request, prompt_ids=np.concatenate([shared[: 8 * (1 + index % 5)], request.prompt_ids[:40]]))
+        for index, request in enumerate(crowd_and_calm(3))
+    ]
+    run = watched()
+    run.serve(load)
+    check_texts(run, load)
+    stats = run.scheduler.stats
+    assert stats.swaps["contract"] >= 1 and run.executor.moved > 0
+    assert stats.cache_hit_tokens > 500
+
+
+def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
+    """Plain steps take 16 ms and more."""
+    load = [replace(request, tpot_slo_s=0.02, ttft_slo_s=None) for request in random_load(2, 24, 12.0)]
+    run = watched("adaserve")
+    run.serve(load)
+    check_texts(run, load)
+    assert run.scheduler.stats.swaps == {}
 
 
 @pytest.mark.parametrize("part", ["expand", "move_pages", "contract", "draft_ready"])
@@ -169,7 +194,7 @@ class TestWhereSwapsHappen:
         assert run.scheduler.swapping is None and not run.scheduler.stats.draft_resident
 
     def test_a_draft_that_stays_is_resident_all_the_time(self) -> None:
-        run, load = watched(elastic="off"), crowd_and_calm(1)
+        run, load = watched(elastic="off"), random_load(1, 16, 12.0)
         run.serve(load)
         check_texts(run, load)
         assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps == {}

@@ -25,6 +25,8 @@ from adaserve_jax.types import RequestMetrics, StepStats
 STRIDE = 3
 CONTEXT = 512
 BASELINE_S = 0.010
+CACHED = 2
+"""Tokens of its prompt that the first choice says it found in the prefix cache; each one after it says one more."""
 REFUSALS = {
     "refuse": RequestError("the engine cannot serve this", param="prompt", code="invalid_value"),
     "full": QueueFullError("the queue is full"),
@@ -68,6 +70,7 @@ class Choice:
             arrival_s=self.arrival_s, first_scheduled_s=self.arrival_s + 0.001, first_token_s=self.first_s,
             last_token_s=now, prompt_tokens=len(self.request.prompt_ids), output_tokens=self.sent,
             verify_steps=self.steps, drafted_tokens=4 * self.steps, accepted_tokens=self.sent - self.steps,
+            cached_tokens=CACHED + self.index,
             tpot_slo_s=slo.tpot_s(BASELINE_S), ttft_slo_s=slo.ttft_s, slo_class=self.request.slo_class,
         )  # fmt: skip
 

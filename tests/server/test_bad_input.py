@@ -73,6 +73,8 @@ def goes_on(server):
         ({"stop_token_ids": [-3]}, 400, "invalid_value", "stop_token_ids", "from 0 to 2147483647, got (-3,)"),
         ({"stop_token_ids": [2**64]}, 400, "invalid_value", "stop_token_ids", ""),
         ({"stop_token_ids": list(range(1025))}, 400, "invalid_value", "stop_token_ids", "at most 1024 token ids"),
+        ({"cache_salt": "x" * 257}, 400, "invalid_value", "cache_salt", "256"),
+        ({"cache_salt": 5}, 400, "invalid_value", "cache_salt", "valid string"),
         ({"priority": 2**31}, 400, "invalid_value", "priority", ""),
         ({"stream": "yes"}, 400, "invalid_value", "stream", ""),
         ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options", "unless stream is true"),

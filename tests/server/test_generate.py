@@ -10,6 +10,7 @@ import pytest
 
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.server.settings import ServerSettings
+from tests.server.scripted import CACHED
 
 TEXT = "naïve 漢字 🙂 text; "
 
@@ -74,7 +75,30 @@ def test_a_chat_through_the_openai_client(client, server):
     assert parts[0].choices[0].delta.role == "assistant"
     assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == repeated(prompt, 12)
     assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 12
+    assert parts[-1].usage.prompt_tokens_details.cached_tokens == CACHED
     assert all(part.usage is None for part in parts[:-1])
+
+
+def test_cached_tokens_are_those_that_no_choice_had_to_compute(server):
+    """Choice c of a prompt found CACHED + c."""
+    usage = server.post(prompt=["one", "two"], n=3).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2 * CACHED}
+
+
+def test_a_salt_separates_requests_and_keys_separate_salts(server, start_server):
+    def salt_of(one, **body) -> str:
+        assert one.post(prompt="abc", **body).status_code == 200
+        return one.engine.submitted[-1].cache_salt
+
+    assert [salt_of(server), salt_of(server, cache_salt=None), salt_of(server, cache_salt="ü")] == ["", "", "ü"]
+    salts = set()
+    for key in ("one", "two"):
+        with start_server(ServerSettings(api_key=key)) as keyed:
+            keyed.http.headers["authorization"] = f"Bearer {key}"
+            salts |= {salt_of(keyed), salt_of(keyed, cache_salt="a"), salt_of(keyed, cache_salt="b")}
+            assert salt_of(keyed, cache_salt="a") in salts
+    assert len(salts) == 6
+    assert not any(key in salt for key in ("one", "two") for salt in salts), "the key itself goes nowhere"
 
 
 def test_the_default_limits(server):
@@ -83,7 +107,8 @@ def test_the_default_limits(server):
     chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x" * 400}])
     prompt_tokens = len("user: \nassistant:") + 400
     assert chat.json()["usage"] == {
-        "prompt_tokens": prompt_tokens, "completion_tokens": 512 - prompt_tokens, "total_tokens": 512
+        "prompt_tokens": prompt_tokens, "completion_tokens": 512 - prompt_tokens, "total_tokens": 512,
+        "prompt_tokens_details": {"cached_tokens": CACHED},
     }  # fmt: skip
 
 
