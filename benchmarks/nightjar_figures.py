@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 from nightjar_points import CLASSES, MAIN, METHODS, POISSON
 from nightjar_views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Tables
 
@@ -25,6 +26,8 @@ STYLES: dict[str, dict[str, Any]] = {
 CHAIN_SHADES = ("0.80", "0.45")
 """From the shortest chain to the longest."""
 LOADS = {"low": ("#56B4E9", "^"), "high": ("#E69F00", "v"), "dynamic": ("#009E73", "D")}
+NARROW, TICKS = 2.0, (1, 2, 3, 5)
+"""Largest over smallest value below which an axis stays linear; labelled multiples of powers of ten of the others."""
 PANELS = ((BUSY, "throughput while busy"), (LATENCY, "latency"))
 
 
@@ -52,12 +55,12 @@ def _lengths(tables: Tables) -> Figure:
                 _plot(panel, views, policy, name, style)
             _tidy(panel)
         axes[0][column].set_title(setup, fontsize=10)
-        axes[1][column].set_yscale("log")
+        _scale(axes[1][column], "y")
         axes[1][column].set_xlabel("load, share of the capacity without speculation")
     axes[0][0].set_ylabel("throughput, tokens/s")
     axes[1][0].set_ylabel("mean end-to-end latency, s")
-    _legend(figure, axes[0][0], 4)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    _legend(figure, axes[0][0], 4 if len(setups) > 1 else 2)
+    figure.tight_layout(rect=(0, 0.05 if len(setups) > 1 else 0.08, 1, 1))
     return figure
 
 
@@ -68,10 +71,12 @@ def _plot(panel: Axes, views: dict[float, Any], policy: str, name: str, style: d
 
 
 def _methods(tables: Tables) -> Figure:
-    size = (1.6 + 3.6 * len(tables.setups), 8)
-    figure, axes = plt.subplots(2, len(tables.setups), figsize=size, squeeze=False, sharey=True, facecolor="white")
+    setups = [setup for setup in tables.setups if any(PLAIN in tables.view(setup, *at) for at in CLASSES.values())]
+    columns = max(len(setups), 1)
+    size = (1.6 + 3.6 * columns, 8)
+    figure, axes = plt.subplots(2, columns, figsize=size, squeeze=False, sharey=True, facecolor="white")
     names = [policy for policy in METHODS if policy != PLAIN][::-1]
-    for column, setup in enumerate(tables.setups):
+    for column, setup in enumerate(setups):
         for row, (name, _) in enumerate(PANELS):
             panel = axes[row][column]
             for load, (color, marker) in LOADS.items():
@@ -82,10 +87,7 @@ def _methods(tables: Tables) -> Figure:
                 style: dict[str, Any] = {"color": color, "marker": marker, "label": f"{load} load"}
                 panel.plot(*zip(*at, strict=True), linestyle="none", **style)
             panel.axvline(1.0, color="black", linewidth=1.0)
-            panel.set_xscale("log")
-            panel.xaxis.set_major_formatter("{x:g}")
-            panel.xaxis.set_minor_formatter("{x:g}")
-            panel.tick_params(axis="x", which="both", labelsize=7)
+            _scale(panel, "x")
             _tidy(panel)
         axes[0][column].set_title(setup, fontsize=10)
     for row, (_, title) in enumerate(PANELS):
@@ -95,6 +97,18 @@ def _methods(tables: Tables) -> Figure:
     _legend(figure, widest, len(LOADS))
     figure.tight_layout(rect=(0, 0.04, 1, 1))
     return figure
+
+
+def _scale(panel: Axes, axis: str) -> None:
+    """Logarithmic with plain numbers, where values differ by more than a little."""
+    low, high = panel.dataLim.intervalx if axis == "x" else panel.dataLim.intervaly
+    if high / low < NARROW:
+        return
+    getattr(panel, f"set_{axis}scale")("log")
+    ticks = panel.xaxis if axis == "x" else panel.yaxis
+    ticks.set_major_locator(LogLocator(subs=TICKS))
+    ticks.set_major_formatter("{x:g}")
+    ticks.set_minor_locator(NullLocator())
 
 
 def _legend(figure: Figure, panel: Axes, columns: int) -> None:

@@ -42,10 +42,11 @@ def write_report(result: dict[str, Any], out: Path) -> None:
 
 def readme(result: dict[str, Any], tables: Tables) -> str:
     segment = result["segment"]
+    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
     seeds = len({each.seed for each in tables.lines})
     parts = [
         "# Nightjar's tables, simulated",
-        f"Simulated by `benchmarks/nightjar_tables.py`, commit {result['commit'][:12]}; means over {seeds} independent "
+        f"Simulated by `benchmarks/nightjar_tables.py`, commit {commits}; means over {seeds} independent "
         f"runs, ratios within runs. Lengths, and the shape of the dynamic load, are those of {segment['trace']}: "
         f"{segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request has a target.",
         "*Throughput* is all output tokens over the run's time, *while busy* over the time in which a request is "

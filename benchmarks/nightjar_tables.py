@@ -52,9 +52,10 @@ def key_of(point: Point, segment: Trace, scale: Scale, commit: str) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """One point with what it runs on."""
+    """One point with what it runs on. commit: of the source when the run began."""
 
     key: str
+    commit: str
     point: Point
     machine: Machine
     trace: Trace
@@ -70,7 +71,8 @@ def run(job: Job) -> Line:
     return Line(
         job.key, point.setup.name, point.load, point.share, point.policy, point.seed,
         None if point.pool is None else asdict(point.pool), {name: row[name] for name in FIGURES},
-        {name: row[name] for name in ("rate_rps", "requests", "wall_s", "workload", "workload_hash", "commit")},
+        {name: row[name] for name in ("rate_rps", "requests", "wall_s", "workload", "workload_hash")}
+        | {"commit": job.commit},
         None if point.pool is None else swaps,
     )  # fmt: skip
 
@@ -86,7 +88,7 @@ def run_all(
     missing = [(key, point) for key, point in todo if key not in known]
     notes().print(f"{len(todo)} points, {len(todo) - len(missing)} of them in {path}", highlight=False)
     loads = {setup.name: Workloads(setup, segment, scale) for setup in setups}
-    jobs = (Job(key, at, loads[at.setup.name].machine, loads[at.setup.name].trace(at)) for key, at in missing)
+    jobs = (Job(key, commit, at, loads[at.setup.name].machine, loads[at.setup.name].trace(at)) for key, at in missing)
     begin_s = time.monotonic()
     for done, line in enumerate(_lines(jobs, workers, begin_s + 60 * minutes), 1):
         append_rows(path, [line])

@@ -40,7 +40,8 @@ def nightjar_tables(result: dict[str, Any]) -> str:
     kinds: dict[str, Callable[[dict[str, Any]], list[str]]] = {
         "simulated": _simulated, "engine": _engine, "offload": _pressed
     }  # fmt: skip
-    return "\n\n".join([*kinds[result["kind"]](result), f"Commit {result['commit'][:12]}."])
+    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    return "\n\n".join([*kinds[result["kind"]](result), f"Commit {commits}."])
 
 
 def _simulated(result: dict[str, Any]) -> list[str]:
