@@ -49,7 +49,8 @@ SATURATING = 1000
 """Requests at once that the capacity is measured with."""
 OFFLOAD_SHARES = (0.75, 1.0, 1.25, 1.5)
 THRESHOLD_SHARE = 1.25
-TAUS, PERSISTS = (0.02, 0.05, 0.1, 0.2, 0.3), (8, 32, 128)
+TAUS = tuple(sorted({0.02, 0.05, TAU_LOW, 0.2, 0.3}))
+PERSISTS = tuple(sorted({8, T_PERSIST, 32, 128}))
 SLO_CLASS = "chat"
 DRAIN_S = 7200.0
 CLASSES = {"low": (POISSON, LOW), "high": (POISSON, HIGH), "dynamic": (DYNAMIC, DYNAMIC_SHARE)}
