@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 MIN_TOKENS, MAX_TOKENS = 64, 128
+TRIES = 20
 
 
 class Prompts:
@@ -36,3 +37,18 @@ class Prompts:
             if len(ids) == length:
                 prompts.append(ids)
         return prompts
+
+    def cut_to(self, lengths: Sequence[int], seed: Sequence[int]) -> list[list[int]]:
+        """Token ids of a prompt of each length; shorter where no source is as long from any of TRIES places."""
+        rng = np.random.default_rng(seed)
+        return [self._longest(length, rng) for length in lengths]
+
+    def _longest(self, length: int, rng: np.random.Generator) -> list[int]:
+        found: list[int] = []
+        for _ in range(TRIES):
+            file, line = self._starts[rng.integers(len(self._starts))]
+            ids = self._encode("".join(self._lines[file][line : line + length]))[:length]
+            found = max(found, ids, key=len)
+            if len(found) == length:
+                break
+        return found

@@ -2,7 +2,8 @@
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
-policy_sweeps.py (its verdict.json), calibration.py and off_path.py. Imports no jax.
+policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
+nightjar_engine.py and nightjar_offload.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
@@ -225,8 +227,8 @@ def off_path_table(result: dict[str, Any]) -> str:
 
 
 POLICY_PARTS = {
-    "validation": validation_tables, "sweeps": sweeps_table, "calibration": calibration_table,
-    "off-path": off_path_table,
+    "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
+    "calibration": calibration_table, "off-path": off_path_table,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -39,6 +40,7 @@ def _summary(name: str, records: list[RequestRecord], wall_s: float, run_accepta
     itl = _percentiles(_gaps(records))
     queue = _percentiles([r.queue_s for r in records if r.queue_s is not None])
     verify_steps = sum(r.verify_steps for r in records)
+    e2es = [r.e2e_s for r in records if r.status == "finished" and r.e2e_s is not None]
     drafted, accepted = sum(r.drafted_tokens for r in records), sum(r.accepted_tokens for r in records)
     return Summary(
         slo_class=name,
@@ -87,6 +89,9 @@ def _summary(name: str, records: list[RequestRecord], wall_s: float, run_accepta
         cause_preemption=causes["preemption"],
         cause_low_acceptance=causes["low_acceptance"],
         cause_budget=causes["budget"],
+        e2e_mean_s=_ratio(sum(e2es), len(e2es)),
+        running_mean=_ratio(sum(r.e2e_s - (r.queue_s or 0.0) for r in records if r.e2e_s is not None), wall_s),
+        busy_throughput_tps=_ratio(sum(r.output_tokens for r in records), _busy_s(records)),
     )
 
 
@@ -96,6 +101,16 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 
 def _rate(tokens: Iterable[int], wall_s: float) -> float:
     return sum(tokens) / wall_s if wall_s > 0 else 0.0
+
+
+def _busy_s(records: Iterable[RequestRecord]) -> float:
+    """Time with at least one request between its arrival and its last token."""
+    busy_s, until_s = 0.0, -math.inf
+    spans = sorted((r.due_s + r.late_s, r.due_s + r.late_s + r.e2e_s) for r in records if r.e2e_s is not None)
+    for start_s, end_s in spans:
+        busy_s += max(end_s - max(start_s, until_s), 0.0)
+        until_s = max(until_s, end_s)
+    return busy_s
 
 
 def _share(outcomes: Iterable[bool | None]) -> float | None:

@@ -104,6 +104,11 @@ class RequestRecord:
         )
 
     @property
+    def e2e_s(self) -> float | None:
+        """Arrival to last token; None without a token."""
+        return None if self.ttft_s is None else self.ttft_s + (self.tpot_s or 0.0) * (self.output_tokens - 1)
+
+    @property
     def late_tokens(self) -> int:
         """Tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
         if self.tpot_slo_s is None:

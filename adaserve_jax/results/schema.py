@@ -110,6 +110,9 @@ class Summary:
     cause_preemption: int
     cause_low_acceptance: int
     cause_budget: int
+    e2e_mean_s: float | None = field(default=None, kw_only=True)
+    running_mean: float | None = field(default=None, kw_only=True)
+    busy_throughput_tps: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,20 @@ def test_values_by_hand():
     assert total.ttft_p50_s == pytest.approx(0.5)
     # target 0.11: due at 0.11, 0.22, 0.33, all in time; target 0.05: due at 0.05, 0.10, 0.15, only the second in time
     assert (chat.fluidity, code.fluidity) == (1.0, pytest.approx(1 / 3))
+
+
+def test_latency_and_concurrency_by_hand():
+    """Two requests at 0 s and 0.5 s that last 0.8 s each, one at 4 s that lasts as long and one cut off before a token."""
+    records = [replace(record(queue=0.3), due_s=due_s) for due_s in (0.0, 0.5, 4.0)]
+    records.append(record(status="unfinished", offsets=(), queue=0.1))
+    total = summarize(records, wall_s=5.0)[0]
+    assert total.e2e_mean_s == pytest.approx(0.5 + 0.3)
+    assert total.running_mean == pytest.approx(3 * (0.8 - 0.3) / 5.0)
+    assert total.busy_throughput_tps == pytest.approx(12 / (1.3 + 0.8))
+    assert records[-1].e2e_s is None
+    assert record(offsets=(0.0,)).e2e_s == 0.5
+    nobody = summarize([], wall_s=1.0)[0]
+    assert (nobody.e2e_mean_s, nobody.running_mean, nobody.busy_throughput_tps) == (None, 0.0, None)
 
 
 def test_joint_and_tpot_only_differ_by_the_ttft_target():

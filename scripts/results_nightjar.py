@@ -1,0 +1,131 @@
+"""Tables of docs/results.md about Nightjar's evaluation: simulated, in miniature on the engine, and elastic memory.
+
+Of results that benchmarks/nightjar_tables.py, nightjar_engine.py and nightjar_offload.py wrote. Imports no jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from results_policies import line
+
+SIMULATED = (
+    "| setup | load | requests/s | policy | tokens/s | times `ar` | while busy | latency, s | times `ar` "
+    "| best baseline, tokens/s | times it | best baseline, latency | times it |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+FIXED = (
+    "| setup | share of the capacity | best fixed length by tokens/s | `nightjar`, times it | by latency "
+    "| `nightjar`, times it |\n|---|---|---|---|---|---|"
+)
+OFFLOAD = (
+    "| setup | share of the capacity | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
+    "| latency, s, draft stays | elastic | expansions a run |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+ENGINE = (
+    "| load | requests/s | policy | tokens/s | times `ar` | while busy, times `ar` | latency, s | times `ar` "
+    "| times the best fixed length, tokens/s | latency |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+PRESSED = (
+    "| share of the capacity | requests/s | policy | running, draft stays | elastic | tokens/s, draft stays | elastic "
+    "| times | latency, s, draft stays | elastic | times | expansions of each round |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+THROUGHPUT, BUSY, LATENCY, RUNNING = "throughput_tps", "busy_throughput_tps", "e2e_mean_s", "running_mean"
+
+
+def nightjar_tables(result: dict[str, Any]) -> str:
+    """One result, whichever of the three it is."""
+    kinds: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+        "simulated": _simulated, "engine": _engine, "offload": _pressed
+    }  # fmt: skip
+    commits = ", ".join(commit[:12] for commit in result["commit"].split(", "))
+    return "\n\n".join([*kinds[result["kind"]](result), f"Commit {commits}."])
+
+
+def _simulated(result: dict[str, Any]) -> list[str]:
+    loads = [
+        line(
+            each["setup"], each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`",
+            f"{each[THROUGHPUT]:.0f}", f"{each['throughput_times_plain']:.3f}",
+            f"{each['busy_throughput_times_plain']:.3f}", f"{each[LATENCY]:.2f}", f"{each['e2e_times_plain']:.3f}",
+            f"`{each['best_throughput']}`", f"{each['throughput_times_best']:.3f}", f"`{each['best_latency']}`",
+            f"{each['e2e_times_best']:.3f}",
+        )
+        for each in result["loads"]
+    ]  # fmt: skip
+    fixed = [
+        line(
+            each["setup"], f"{each['share']:g}", f"`{each['best_throughput']}`", f"{each['throughput_times']:.3f}",
+            f"`{each['best_latency']}`", f"{each['latency_times']:.3f}",
+        )
+        for each in result["against_fixed"]
+    ]  # fmt: skip
+    offload = [
+        line(
+            each["setup"], f"{each['share']:g}", f"`{each['policy']}`",
+            *(f"{each[f'{name}_{side}']:.1f}" for name in (RUNNING, THROUGHPUT, LATENCY) for side in ("off", "on")),
+            f"{each['expand']:.1f}",
+        )
+        for each in result["offload"]
+    ]  # fmt: skip
+    segment = result["segment"]
+    parts = [
+        f"Simulated, lengths and swing of {segment['trace']} ({segment['requests']} requests, "
+        f"{segment['rate_rps']:.2f} a second):",
+        "\n".join([SIMULATED, *loads]),
+    ]
+    if fixed:
+        parts += ["Against the fixed lengths, none included:", "\n".join([FIXED, *fixed])]
+    if offload:
+        parts += ["Elastic memory, where KV pages are few:", "\n".join([OFFLOAD, *offload])]
+    return parts
+
+
+def _engine(result: dict[str, Any]) -> list[str]:
+    rows = [
+        line(
+            each["load"], f"{each['rate_rps']:.2f}", f"`{each['policy']}`", f"{each[THROUGHPUT]['median']:.1f}",
+            *(_ratio(each["times_plain"][name]) for name in (THROUGHPUT, BUSY)), f"{each[LATENCY]['median']:.2f}",
+            _ratio(each["times_plain"][LATENCY]),
+            *(f"{_ratio(each['times_best_fixed'][name])}, `{each['best_fixed'][name]}`"
+              for name in (THROUGHPUT, LATENCY)),
+        )
+        for each in result["points"]
+    ]  # fmt: skip
+    rounds = max((len(each["rounds"]) for each in result["points"]), default=0)
+    about = (
+        f"The real engine, {_pair(result)}; {rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % "
+        f"bootstrap intervals; capacity {result['capacity_rps']:g} requests/s:"
+    )
+    return [about, "\n".join([ENGINE, *rows]), _where(result)]
+
+
+def _pressed(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for each in result["points"]:
+        cells = [f"{each['share']:g}", f"{each['rate_rps']:.2f}", f"`{each['policy']}`"]
+        for name in (RUNNING, THROUGHPUT, LATENCY):
+            cells += [f"{each[side][name]['median']:.1f}" for side in ("off", "on")]
+            if name != RUNNING:
+                cells.append(_ratio(each["times"][name]))
+        rows.append(line(*cells, ", ".join(str(swaps.get("expand", 0)) for swaps in each["swaps"])))
+    about = (
+        f"The real engine with {result['num_pages']} KV pages of {result['page_size']} tokens, and "
+        f"{result['extension_pages']} of the draft's memory while it is away; {_pair(result)}:"
+    )
+    return [about, "\n".join([PRESSED, *rows]), _where(result)]
+
+
+def _pair(result: dict[str, Any]) -> str:
+    sizes = [f"{n / 1e6:.1f}M" if n else "unknown" for n in (result["target_params"], result["draft_params"])]
+    return f"target of {sizes[0]} parameters, draft of {sizes[1]}, at most {result['max_requests']} requests at once"
+
+
+def _where(result: dict[str, Any]) -> str:
+    return f"{result['machine']}; {result['device']}; jax {result['jax_version']}."
+
+
+def _ratio(value: dict[str, float]) -> str:
+    return f"{value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
