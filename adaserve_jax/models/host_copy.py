@@ -5,6 +5,8 @@ Knows neither who lends it nor what for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
@@ -46,6 +48,6 @@ class HostCopy:
         return jax.device_put(buffer, self._device)
 
 
-def has_own_memory(device: jax.Device) -> bool:
-    """Whether a device's memory is another than the host's."""
+def has_own_memory(device: Any) -> bool:
+    """Whether a device's (of jax) memory is another than the host's."""
     return device.platform != "cpu"
