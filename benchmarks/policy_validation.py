@@ -188,7 +188,7 @@ def policy_validation(
 ) -> None:
     """Run both and compare."""
     make_folder(out)
-    config = EngineConfig(target=str(grown_target(params)), max_context=1024)
+    config = EngineConfig(target=str(grown_target(params)), max_context=1024, prefix_cache=False)  # as simulated
     path = out / "profile.json"
     if not path.exists():
         write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))

@@ -67,7 +67,9 @@ def phases_us(machine: Machine, policy: str, most_running: int, steps: int) -> d
     limits, clock = machine.limits(most_running), VirtualClock()
     samples = machine.samples(limits)
     executor = SimExecutor(limits, samples, 0.7, clock, strict=False)
-    scheduler = build_scheduler(EngineConfig(policy=policy, max_waiting=ALWAYS_WAITS), limits, samples)
+    scheduler = build_scheduler(
+        EngineConfig(policy=policy, max_waiting=ALWAYS_WAITS, prefix_cache=False), limits, samples
+    )
     added, times = 0, []
     while len(times) < steps + most_running:
         while scheduler.stats.waiting < 2:

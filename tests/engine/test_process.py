@@ -333,7 +333,9 @@ def test_the_wire_is_typed():
     stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
     step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats), 5)
     assert wire.decode_from_engine(wire.encode(step)) == step
-    submit = wire.Submit(GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4)))
+    submit = wire.Submit(
+        GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4), cache_salt="a")
+    )
     assert wire.decode_to_engine(wire.encode(submit)) == submit
     start = wire.Start(EngineConfig(draft=None, token_edges=(16, 64), seed=3), FACTORY)
     assert wire.decode_start(wire.encode(start)) == start
