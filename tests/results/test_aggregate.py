@@ -74,7 +74,7 @@ def test_values_by_hand():
 
 
 def test_latency_and_concurrency_by_hand():
-    """Two requests at 0 s and 0.5 s that last 0.8 s each, one at 4 s that lasts as long and one cut off before a token."""
+    """Two requests at 0 s and 0.5 s that last 0.8 s each, one at 4 s that lasts as long, one cut off before a token."""
     records = [replace(record(queue=0.3), due_s=due_s) for due_s in (0.0, 0.5, 4.0)]
     records.append(record(status="unfinished", offsets=(), queue=0.1))
     total = summarize(records, wall_s=5.0)[0]
