@@ -5,9 +5,9 @@
 Measures the device's own ceilings (copy bandwidth, square matmul). Runs every kernel, compiled, against the float64
 oracle of the tests, and times it beside what its bytes and operations cost at those ceilings; on a large device
 also the large shapes. Compiles and times every step program, and sets each verify program beside the least time that
-its weights and operations need. Runs a short open-loop bench. Takes every engine option of `adaserve bench`; --grow
-makes the target a grown one, in this device's type; --duration 0 leaves the bench out, --kernels none the kernels, and
---no-programs everything that needs a model.
+its weights and operations need. Exchanges the draft for KV pages and back. Runs a short open-loop bench. Takes every
+engine option of `adaserve bench`; --grow makes the target a grown one, in this device's type; --duration 0 leaves the
+bench out, --swaps 0 the exchanges, --kernels none the kernels, and --no-programs everything that needs a model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import typer
 from device_ceilings import Ceilings, measure_ceilings
+from elastic import as_result, config_of, run_swaps, show_swaps
 from rich.console import Console
 from rich.table import Table
 
@@ -197,6 +198,7 @@ def device(
     ] = "",
     policies: Annotated[str, typer.Option(help="policies of the bench, separated by commas")] = "ar,adaserve",
     rates: Annotated[str, typer.Option(help="requests per second, separated by commas")] = "2",
+    swaps: Annotated[int, typer.Option(help="exchanges of the draft and KV pages to time; 0: none")] = 7,
     duration: Annotated[float, typer.Option(help="seconds of arrivals per policy and rate; 0: no bench")] = 15.0,
 ) -> None:
     """Measure this device and the engine on it."""
@@ -240,6 +242,10 @@ def device(
         times = measure_programs(config, ceilings)
         show_programs(times)
         keep(config={**asdict(config), "target": grown or config.target}, programs=asdict(times))
+        if swaps > 0 and config.draft is not None and config.tp == 1:
+            timed, _ = run_swaps(config_of(config.target, config.draft, dtype), swaps)
+            show_swaps(timed, CONSOLE)
+            keep(swaps=as_result(timed))
         if duration > 0:
             plan = BenchPlan(comma_list("policies", policies, str), comma_list("rates", rates, float), duration)
             rows = measure_serving(config, plan)

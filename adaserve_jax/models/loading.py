@@ -98,10 +98,10 @@ def _place(
         rows = partition.rows_of(axes[0], shape[0], config, number) if axis == 0 else ((0, shape[0]),)
         columns = index[1] if axis == 1 else slice(None)
         local = tuple(size // partition.ways if at == axis else size for at, size in enumerate(shape))
-        buffer = _aligned_buffer(local, np.dtype(np.int8) if dtype is None else dtype)
+        buffer = aligned_buffer(local, np.dtype(np.int8) if dtype is None else dtype)
         out: Rows = buffer
         if dtype is None:
-            scales[number] = _aligned_buffer(local[:1], np.dtype(np.float32))
+            scales[number] = aligned_buffer(local[:1], np.dtype(np.float32))
             out, columns = Int8Rows(name, buffer, scales[number], columns), slice(None)  # a scale is of a whole row
         filled = 0
         for first, last in rows:
@@ -118,7 +118,8 @@ def _place(
     return jax.block_until_ready(placed)
 
 
-def _aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_buffer(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that a CPU's device array takes over as it is, without a copy; not filled."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT

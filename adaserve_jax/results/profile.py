@@ -17,7 +17,7 @@ from adaserve_jax.results.timings import Timings
 from adaserve_jax.types import Limits
 
 KIND, VERSION = "adaserve profile", 1
-FREE_LIMITS = ("num_pages",)
+FREE_LIMITS = ("num_pages", "extension_pages")
 """Limits that times do not depend on."""
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.errors import CheckpointError, ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params
@@ -30,13 +30,14 @@ from adaserve_jax.runtime.compiling import (
     use_compile_cache,
 )
 from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, pack_verify
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
 from adaserve_jax.runtime.resolve import Resolved, resolve
-from adaserve_jax.runtime.timing import measure, run_once
+from adaserve_jax.runtime.timing import measure, rehearse_swap, run_once
 from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.tree.chances import ChanceTable, read_chances
 from adaserve_jax.types import CandidateTrees, CostSamples, Drafter, DraftTrees, Limits, Progress, StepOutcome, StepPlan
@@ -63,6 +64,11 @@ class ModelExecutor:
         self._profile = profile
         self._workspace: Workspace | None = None
         self._counter = CompileCounter()
+        self.elastic: Elastic | None = None
+        """What swaps, where the draft's memory may become pages."""
+        if resolved.limits.extension_pages:
+            assert drafter is not None
+            self.elastic = Elastic(target, drafter.model, resolved.limits.extension_pages, self._counter)
         self._draft_s = self._draft_wait_s = 0.0
 
     @property
@@ -74,12 +80,17 @@ class ModelExecutor:
         return self._counter.count
 
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
-        """Compile everything, then run and time each program; with a profile, run each once and take its times."""
+        """Compile everything, then run and time each program; with a profile, run each once and take its times. Where
+        pools can be extended, swap there and back once: times are of pools that are not."""
         self.compile(progress)
         if self._profile is not None:
             run_once(self, progress)
-            return self._profile.timings.samples()
-        return measure(self, progress=progress).samples()
+            samples = self._profile.timings.samples()
+        else:
+            samples = measure(self, progress=progress).samples()
+        if self.elastic is not None:
+            rehearse_swap(self, self.elastic, progress)
+        return samples
 
     @property
     def ledger(self) -> Ledger:
@@ -92,6 +103,8 @@ class ModelExecutor:
         declared = declare_target(self.target, self.limits)
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
+        if self.elastic is not None:
+            declared += self.elastic.declare()
         compiled = compile_all(declared, progress)
         self._workspace = workspace_of(compiled)
         self.resolved.check_memory(self._workspace)
@@ -102,6 +115,8 @@ class ModelExecutor:
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         if self.drafter is None:
             raise ConfigError("this engine was built without a draft; plan steps with draft=None")
+        if self.elastic is not None and not self.elastic.resident:
+            raise IntegrityError(f"step {plan.step} has a draft, which is not on the device")
         started = time.perf_counter()
         with self._counter:
             candidates = self.drafter.propose(plan)
@@ -134,7 +149,26 @@ class ModelExecutor:
             bucket=bucket.tokens,
         )
 
+    def expand(self) -> None:
+        self._swaps().expand()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        self._swaps().move_pages(from_pages, to_pages)
+
+    def contract(self) -> None:
+        self._swaps().contract()
+
+    def draft_ready(self) -> bool:
+        return self._swaps().draft_ready()
+
+    def _swaps(self) -> Elastic:
+        if self.elastic is None:
+            raise IntegrityError("this engine has no extension: limits.extension_pages is 0, so nothing may swap")
+        return self.elastic
+
     def close(self) -> None:
+        if self.elastic is not None:
+            self.elastic.close()
         self._counter.close()
         self.target.close()
         if self.local_drafter is not None:
@@ -144,30 +178,33 @@ class ModelExecutor:
             hosts.leave()
 
 
-def load_executor(config: EngineConfig, progress: Progress | None = None) -> ModelExecutor:
+def load_executor(config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
 
-    Raises CheckpointError, ConfigError; where weights and pages need more memory than there is, before one is read.
+    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto". Raises
+    CheckpointError, ConfigError; where weights and pages need more memory than there is, before one is read.
     """
     if config.process_id:
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     if config.num_processes == 1:
-        return _load(config, progress, None)
+        return _load(config, progress, None, swaps)
     followers = hosts.Followers(config)
     try:
         hosts.join(config)
-        return _load(config, progress, followers)
+        return _load(config, progress, followers, swaps)
     except BaseException:
         followers.close()
         hosts.leave()
         raise
 
 
-def _load(config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None) -> ModelExecutor:
+def _load(
+    config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None, swaps: bool
+) -> ModelExecutor:
     pair = find_pair(config)
     chances = find_chances(config, pair)
-    resolved = resolve(config, pair.target, pair.draft)
+    resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
     resolved.check_memory()
     if followers is not None:
         followers.tell(resolved.config)
@@ -247,8 +284,8 @@ def load_target(
 
 
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
-    """The verify program for every bucket, and its commits."""
-    return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth))
+    """The verify program for every bucket, and its commits; both for pools that are extended too, where they can be."""
+    return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
 
 
 def load_drafter(

@@ -43,29 +43,48 @@ class DeviceModel:
         self.compiled: dict[tuple[Any, ...], Callable] = {}
         self._announce = announce
 
-    def declare_forward(self, function: Callable) -> list[Declared]:
+    def declare_forward(self, function: Callable, extension_pages: int = 0) -> list[Declared]:
         """The packed forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits. The
-        function's own result must be whole on every device."""
+        function's own result must be whole on every device. extension_pages > 0: also for pools extended by so many
+        pages, on one device."""
+        layouts = [self.pools]
+        if extension_pages:
+            layouts.append(self.pools._replace(extension=self.abstract_extension(extension_pages)))
+        return [program for pools in layouts for program in self._declare(function, pools)]
+
+    def _declare(self, function: Callable, pools: Pools) -> list[Declared]:
         place = self.placement
         inputs, in_flight_specs = self._specs()
         declared, in_flight_by_tokens = [], {}
         for bucket in self.buckets.all():
             program = place.spmd(partial(function, bucket=bucket), inputs, (EVERYWHERE, in_flight_specs))
             packed = place.abstract((step_layout(bucket, self.programs.max_pages).size,), jnp.int32)
-            declared.append(Declared((self.role, bucket), jax.jit(program), (self.params, self.pools, packed)))
+            declared.append(Declared(self._key(pools, bucket), jax.jit(program), (self.params, pools, packed)))
             in_flight_by_tokens[bucket.tokens] = self._abstract_in_flight(bucket.tokens, in_flight_specs)
         pool_specs = inputs[1]
         committing = jax.jit(place.spmd(commit, (pool_specs, in_flight_specs), pool_specs), donate_argnums=0)
         for tokens, in_flight in in_flight_by_tokens.items():
-            declared.append(Declared((self.role, "commit", tokens), committing, (self.pools, in_flight)))
+            declared.append(Declared(self._key(pools, "commit", tokens), committing, (pools, in_flight)))
         return declared
+
+    def abstract_extension(self, num_pages: int) -> Pools:
+        """So many pages more, to compile for."""
+        pool: Any = jax.tree.map(
+            lambda pool: self.placement.abstract((pool.shape[0], num_pages, *pool.shape[2:]), pool.dtype), self.pools
+        )
+        return pool
+
+    def _key(self, pools: Pools, *program: Any) -> tuple[Any, ...]:
+        """Of a program for pools of this layout."""
+        return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
     def run(self, step: PackedStep) -> Any:
         """Run the packed forward, then commit what it keeps; returns the program's own result, on the device."""
         if self._announce is not None:
             self._announce(step)
-        result, in_flight = self.compiled[self.role, step.bucket](self.params, self.pools, step.packed)
-        self.pools = self.compiled[self.role, "commit", step.bucket.tokens](self.pools, in_flight)
+        pools = self.pools
+        result, in_flight = self.compiled[self._key(pools, step.bucket)](self.params, pools, step.packed)
+        self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
         if self.placement.blocks:
             jax.block_until_ready((result, self.pools))
         return result
@@ -86,7 +105,16 @@ class DeviceModel:
         index: Any = self.placement.abstract((tokens,), jnp.int32)
         return InFlight(new, new, index, index)
 
+    def free(self) -> None:
+        """Give back the memory of weights and pools; runs nothing until both are set again."""
+        free((self.params, self.pools))
+
     def close(self) -> None:
-        for leaf in jax.tree.leaves((self.params, self.pools)):
-            leaf.delete()
+        self.free()
         self.compiled.clear()
+
+
+def free(arrays: Any) -> None:
+    """Give back the memory of all arrays of a tree. Those that are gone already are left alone."""
+    for leaf in jax.tree.leaves(arrays):
+        leaf.delete()

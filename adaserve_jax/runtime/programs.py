@@ -18,9 +18,11 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
+from adaserve_jax.pallas_kernels.move_pages.api import move_pages
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
+from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
 from adaserve_jax.runtime.buckets import Bucket
 from adaserve_jax.runtime.packing import beam_layout, sampler_of, step_layout
 from adaserve_jax.tree.accept import PREFILL, accept_walk
@@ -31,10 +33,12 @@ from adaserve_jax.tree.sampling import draw
 
 
 class Pools(NamedTuple):
-    """Paged K and V of all layers: [L, P, K, S, D] each."""
+    """Paged K and V of all layers: [L, P, K, S, D] each. extension: while the pool is extended, [L, X, K, S, D] each,
+    the pages after those."""
 
     k: jax.Array
     v: jax.Array
+    extension: Pools | None = None
 
     @property
     def page_size(self) -> int:
@@ -42,7 +46,17 @@ class Pools(NamedTuple):
 
     @property
     def num_pages(self) -> int:
-        return self.k.shape[1]
+        return self.k.shape[1] + (0 if self.extension is None else self.extension.num_pages)
+
+    @property
+    def keys(self) -> Pool:
+        """K as attention reads it."""
+        return self.k if self.extension is None else Slabs(self.k, self.extension.k)
+
+    @property
+    def values(self) -> Pool:
+        """V as attention reads it."""
+        return self.v if self.extension is None else Slabs(self.v, self.extension.v)
 
 
 POOL_HEADS = 2
@@ -51,8 +65,8 @@ IN_FLIGHT_HEADS = 2
 
 
 class InFlight(NamedTuple):
-    """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = P for tokens that are
-    not kept."""
+    """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = `Pools.num_pages` for
+    tokens that are not kept."""
 
     k: jax.Array
     v: jax.Array
@@ -73,6 +87,12 @@ def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dt
     shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
     spec = placement.spec(POOL_HEADS)
     return Pools(placement.zeros(shape, dtype, spec), placement.zeros(shape, dtype, spec))
+
+
+def blank(like: Pools) -> Pools:
+    """Pools of the same shapes on one device. What they hold is not defined: zeros on a CPU, where XLA knows nothing
+    else, and elsewhere what was there, so that nothing is written."""
+    return jax.tree.map(lambda pool: lax.empty(pool.shape, pool.dtype), like)
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,15 @@ class ModelPrograms:
             new_v.append(v.transpose(2, 0, 1))
             q = self.partition.with_copies(q, k.shape[0])
             mixed = paged_tree_attention(
-                q, k, v, pools.k, pools.v, layer, tokens, self.config.window_of(layer), implementation=self.attention
+                q,
+                k,
+                v,
+                pools.keys,
+                pools.values,
+                layer,
+                tokens,
+                self.config.window_of(layer),
+                implementation=self.attention,
             )
             return self.partition.without_copies(mixed, k.shape[0])
 
@@ -218,7 +246,7 @@ class ModelPrograms:
                 seen = visible & (key_position[:, None, :] > position[:, :, None] - window)
                 first = position - window + 1
             mixed = beam_attention(
-                q_rows, k_buffer[layer], v_buffer[layer], pools.k, pools.v, layer, fields["page_table"],
+                q_rows, k_buffer[layer], v_buffer[layer], pools.keys, pools.values, layer, fields["page_table"],
                 fields["ctx_len"], seen, first, implementation=self.attention,
             )  # fmt: skip
             return mixed.transpose(1, 2, 4, 0, 3).reshape(kv_heads * group, head_dim, rows * width).astype(q.dtype)
@@ -230,11 +258,27 @@ class ModelPrograms:
 
 def commit(pools: Pools, in_flight: InFlight) -> Pools:
     """Write kept K/V into the pages, in place (donate the pools)."""
-    index = (slice(None), in_flight.page, slice(None), in_flight.slot)
+    at = (in_flight.page, in_flight.slot)
+    written = Pools(_write(pools.k, in_flight.k, *at), _write(pools.v, in_flight.v, *at))
+    if pools.extension is None:
+        return written
+    # What belongs to the base must be past the extension's end, not before its start: indices below 0 wrap.
+    beyond = in_flight.page - pools.k.shape[1]
+    page = jnp.where(beyond < 0, pools.extension.num_pages, beyond)
+    return written._replace(extension=commit(pools.extension, in_flight._replace(page=page)))
+
+
+def _write(pool: jax.Array, new: jax.Array, page: jax.Array, slot: jax.Array) -> jax.Array:
+    """new: [L, T, K, D]; pages that the pool does not have are left out."""
     # Index arrays with a slice between them put their axis first: values are [T, L, K, D].
+    return pool.at[:, page, :, slot].set(new.transpose(1, 0, 2, 3), mode="drop")
+
+
+def move_to_base(base: Pools, extension: Pools, from_pages: jax.Array, to_pages: jax.Array) -> Pools:
+    """Copy pages of the extension into the base, in place (donate the base). from_pages: i32[N], by their place in the
+    extension; to_pages: i32[N], padding as in `move_pages`."""
     return Pools(
-        pools.k.at[index].set(in_flight.k.transpose(1, 0, 2, 3), mode="drop"),
-        pools.v.at[index].set(in_flight.v.transpose(1, 0, 2, 3), mode="drop"),
+        move_pages(base.k, extension.k, from_pages, to_pages), move_pages(base.v, extension.v, from_pages, to_pages)
     )
 
 

@@ -16,6 +16,7 @@ from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, check_supported
 from adaserve_jax.runtime.buckets import BucketSet
+from adaserve_jax.runtime.extension import extension_pages
 from adaserve_jax.runtime.footprint import memory_limit, sizes_of
 from adaserve_jax.types import Limits
 
@@ -54,8 +55,9 @@ class Resolved:
         return replace(self, sizes=self.sizes.without_draft())
 
 
-def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None) -> Resolved:
-    """Raises ConfigError when the parts do not fit each other; the message says which to change."""
+def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False) -> Resolved:
+    """swaps: whether the policy has the draft give its memory to pages. Raises ConfigError when the parts do not fit
+    each other; the message says which to change."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     supported = min(model.max_position for model in (target, draft) if model is not None)
@@ -89,6 +91,10 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if draft is not None else 0,
         max_width=config.max_width if draft is not None else 0,
     )  # fmt: skip
+    attention = choose_attention(
+        config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
+    )
+    limits = replace(limits, extension_pages=extension_pages(config, limits, sizes, attention, swaps))
     catchup = _catchup_edges(edges)
     return Resolved(
         config=config,
@@ -98,9 +104,7 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         search_widths=tuple(sorted({1, config.max_width})) if draft is not None else (),
         dtype=dtype,
         placement=placement,
-        attention=choose_attention(
-            config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
-        ),
+        attention=attention,
         sizes=sizes,
         memory=memory,
     )

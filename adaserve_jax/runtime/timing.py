@@ -22,6 +22,7 @@ from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.types import DraftPlan, DraftTrees, Limits, Progress, RowSampling, StepPlan
 
 if TYPE_CHECKING:
+    from adaserve_jax.runtime.elastic import Elastic
     from adaserve_jax.runtime.executor import ModelExecutor
 
 TYPICAL_CONTEXT = 256
@@ -79,6 +80,23 @@ def run_once(executor: ModelExecutor, progress: Progress | None = None) -> None:
             progress("running", done, len(jobs))
 
 
+def rehearse_swap(executor: ModelExecutor, elastic: Elastic, progress: Progress | None = None) -> None:
+    """Extend the pools, run every verify program on them once, move a page, contract, and wait for the draft.
+
+    For an engine that has not served yet: page 0 loses what it held. Raises SwapError: the device cannot do it now, so
+    it could not later.
+    """
+    limits, buckets = executor.limits, executor.target.buckets.all()
+    elastic.expand()
+    for done, bucket in enumerate(buckets, 1):
+        executor.verify(*_verify_step(limits, bucket, 0))
+        if progress is not None:
+            progress("running extended", done, len(buckets))
+    elastic.move_pages(np.array([limits.num_pages]), np.array([0]))
+    elastic.contract()
+    elastic.wait()
+
+
 def context_rows(executor: ModelExecutor) -> int:
     """Rows that read their contexts together, each waiting for the longest: those of a group on a CPU, all on other
     devices; a kernel reads every row by itself."""
@@ -114,7 +132,7 @@ def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterat
             return partial(executor.verify, *_verify_step(limits, bucket, context))
 
         yield _Job(verify, into.verify, (bucket.tokens, bucket.rows))
-    if drafter is None:
+    if drafter is None or (executor.elastic is not None and not executor.elastic.resident):
         return
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))

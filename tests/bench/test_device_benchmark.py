@@ -9,7 +9,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import TINY
 from adaserve_jax.types import CostSamples
 from tests.bench.scripts import imported
 
-NAMES = ("device", "device_ceilings", "device_kernels")
+NAMES = ("device", "device_ceilings", "device_kernels", "elastic")
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +81,25 @@ def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, c
     assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("naive", 0.01)]
     # Two requests of 4 tokens over 16 and 5: (21 + 8) tokens x K, V x 2 heads x 64 x 4 bytes, queries and results.
     assert times[0].floor_s == pytest.approx((29 * 2 * 2 * 64 * 4 + 2 * 8 * 4 * 64 * 4) / 10e9)
+
+
+def test_swaps_are_judged_by_copies_of_the_same_run(modules):
+    swaps = modules.elastic.Swaps(256, 82, 41, 1, 1, 1)
+    swaps.seconds |= {
+        "copy_cache": [2.0, 1.0, 3.0], "copy_pages": [0.1, 0.2, 0.3], "expand": [0.1, 0.4, 0.2],
+        "move": [0.1, 0.1, 0.5], "contract": [0.001, 0.4, 0.002], "draft_ready": [0.0001] * 3,
+    }  # fmt: skip
+    swaps.verify |= {"8 x 8": 0.01}
+    swaps.verify_extended |= {"8 x 8": 0.011}
+    assert swaps.expansion == pytest.approx(0.2 / 2.0)
+    assert swaps.contraction == pytest.approx(0.5 / 0.2)  # sums by round: 0.101, 0.5, 0.502
+    assert swaps.extended_step == {"8 x 8": pytest.approx(1.1)}
+    assert swaps.judged() == {"expansion": True, "contraction": False, "dispatch": False}
+
+
+def test_the_copy_that_swaps_are_held_against_copies(modules):
+    pool = jnp.zeros((2, 9, 1, 4, 8))
+    copied = modules.elastic._copier(pool, 3)()
+    for into in copied:
+        assert into.shape == (4, 2, 1, 4, 8)
+        assert (into[:3] == 1).all() and (into[3:] == 0).all()

@@ -65,7 +65,7 @@ def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(demo_en
 
 def pointers(model: DeviceModel) -> list[int]:
     jax.block_until_ready(model.pools)
-    return [pool.unsafe_buffer_pointer() for pool in model.pools]
+    return [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(model.pools)]
 
 
 def random_request(rng: np.random.Generator, name: str) -> GenerateRequest:

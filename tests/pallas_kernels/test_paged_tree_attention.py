@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.compat import pltpu
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_tpu, reference
-from adaserve_jax.pallas_kernels.paged_tree_attention.api import paged_tree_attention
+from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, paged_tree_attention
 from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
+from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Slabs
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
 from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
 from tests.oracles.attention import oracle_attention
@@ -25,6 +27,8 @@ KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """Simulated on the CPU: copies, barriers, slots, masks and the merge run as they are written."""
 IMPLEMENTATIONS = ("xla", "xla_off_cpu", "canonical", "plain", *KERNELS)
 """xla_off_cpu: as it runs on GPUs and TPUs, several pages per step; canonical: in the deterministic mode's order."""
+OF_TWO_SLABS = ("xla", "xla_off_cpu", "canonical")
+"""Those that read pools in two slabs."""
 QUICK = {
     "xla_off_cpu": ("decode", "tree", "prefill", "windowed_tree", "windowed_prefill"),
     "mosaic_gpu": ("decode", "tree_eight_heads", "bf16"),
@@ -85,10 +89,51 @@ def test_equals_the_float64_oracle_and_poison_does_not_leak(
     spec = TINY[name]
     if implementation == "mosaic_gpu":
         spec = replace(spec, dtype="bf16")
+    as_off_cpu(implementation, spec, monkeypatch)
+    check_against_oracle(spec, implementation)
+
+
+def as_off_cpu(implementation: str, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     if implementation == "xla_off_cpu":
         monkeypatch.setattr(reference, "on_cpu", lambda: False)
         monkeypatch.setattr(reference, "KEYS_PER_STEP", 3 * spec.page_size)
-    check_against_oracle(spec, implementation)
+
+
+def in_slabs(case: AttentionCase, base_pages: int) -> AttentionCase:
+    """The same pages, those from `base_pages` on in a second slab."""
+    k_pool, v_pool = (Slabs(pool[:, :base_pages], pool[:, base_pages:]) for pool in (case.k_pool, case.v_pool))
+    return case._replace(k_pool=k_pool, v_pool=v_pool)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("implementation", OF_TWO_SLABS)
+@pytest.mark.parametrize("name", ["decode", "windowed_tree"])
+def test_two_slabs_give_the_bits_of_one(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TINY[name]
+    as_off_cpu(implementation, spec, monkeypatch)
+    case = make_case(spec, seed=3)
+    one = np.asarray(run(case, spec=spec, implementation=implementation))
+    real = case.row < len(spec.counts)
+    assert np.isfinite(one[:, :, real].astype(np.float32)).all()
+    slabs = in_slabs(case, case.k_pool.shape[1] // 2 + 1)
+    two = np.asarray(run(slabs, spec=spec, implementation=implementation))
+    np.testing.assert_array_equal(two[:, :, real], one[:, :, real])
+
+
+def test_a_beam_over_two_slabs_gives_the_bits_of_one() -> None:
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((3, *shape), np.float32) for shape in ((2, 2, 4, 16), (2, 8, 16), (2, 8, 16)))
+    pools = [rng.standard_normal((2, 9, 2, 8, 16), np.float32) for _ in range(2)]
+    table, ctx_len = rng.permutation(9).reshape(3, 3).astype(np.int32), np.array([24, 0, 13], np.int32)
+    visible = rng.random((3, 4, 8)) < 0.7
+
+    def attend(*pools: Any) -> np.ndarray:
+        return np.asarray(jax.jit(beam_attention, static_argnums=5)(q, k, v, *pools, LAYER, table, ctx_len, visible))
+
+    np.testing.assert_array_equal(attend(*(Slabs(pool[:, :4], pool[:, 4:]) for pool in pools)), attend(*pools))
+    with pytest.raises(ConfigError, match="by 'plain' reads pools in one slab; 'xla' reads two"):
+        beam_attention(
+            q, k, v, *(Slabs(pool, pool) for pool in pools), LAYER, table, ctx_len, visible, implementation="plain"
+        )
 
 
 def check_against_oracle(spec: AttentionSpec, implementation: str) -> None:

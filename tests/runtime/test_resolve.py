@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.resolve import choose_attention, resolve
 
 TARGET = ModelConfig(2048, 256, 704, 5, 4, 2, 64, 1e4, 1e-5, True, 2048)
@@ -41,6 +43,63 @@ def test_deterministic_mode_has_one_bucket() -> None:
 
 def test_row_edges_say_how_many_requests_run() -> None:
     assert resolve(EngineConfig(row_edges=(1, 4)), TARGET, DRAFT).limits.max_requests == 4
+
+
+SHORT = EngineConfig(max_requests=4, max_context=1024, num_pages=60)
+"""4 requests of 16 pages each do not fit."""
+NEEDS = 4 * 16
+
+
+def test_the_extension_is_what_the_draft_takes() -> None:
+    """The draft: an embedding of 2048 x 128, 2 layers, and a norm of 128."""
+    layer = 128 + (2 + 1 + 1) * 64 * 128 + 128 * 128 + 128 + 2 * 352 * 128 + 128 * 352
+    weights = (2048 * 128 + 2 * layer + 128) * 4
+    draft_page, target_page = 2 * 2 * 1 * 64 * 64 * 4, 2 * 5 * 2 * 64 * 64 * 4
+    found = resolve(replace(SHORT, elastic="on"), TARGET, DRAFT).limits
+    assert found.extension_pages == (weights + 60 * draft_page) // target_page
+    assert found.num_pages == 60
+
+
+@pytest.mark.parametrize(
+    ("elastic", "num_pages", "swaps", "extended"),
+    [
+        ("auto", NEEDS - 1, True, True),
+        ("auto", NEEDS, True, False),  # every request fits at its longest: pages never run short
+        ("auto", NEEDS - 1, False, False),  # the policy never swaps
+        ("off", NEEDS - 1, True, False),
+        ("on", NEEDS, False, True),
+    ],
+)
+def test_when_pools_can_be_extended(elastic: str, num_pages: int, swaps: bool, extended: bool) -> None:
+    config = replace(SHORT, elastic=elastic, num_pages=num_pages)
+    assert (resolve(config, TARGET, DRAFT, swaps=swaps).limits.extension_pages > 0) == extended
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "reason"),
+    [
+        ({}, None, "there is no draft"),
+        ({"tp": 2}, DRAFT, r"the target is divided over 2 devices \(tp\)"),
+        ({"num_processes": 2, "tp": 1, "coordinator": "host:1"}, DRAFT, "the target lies in 2 processes"),
+        ({"attention": "plain"}, DRAFT, "attention by 'plain' reads one pool of pages; use attention xla"),
+    ],
+)
+def test_where_pools_cannot_be_extended_is_said(
+    options: dict, draft: ModelConfig | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * options.get("tp", 1))
+    monkeypatch.setattr("adaserve_jax.runtime.resolve.Placement.over", lambda *_: Placement.on_one())
+    config = replace(SHORT, **options)
+    assert resolve(config, TARGET, draft, swaps=True).limits.extension_pages == 0
+    with pytest.raises(ConfigError, match=f"elastic must be off or auto here, got 'on': {reason}"):
+        resolve(replace(config, elastic="on"), TARGET, draft)
+
+
+def test_a_draft_of_less_than_a_page_makes_no_page() -> None:
+    huge = replace(TARGET, num_layers=20_000)
+    config = replace(SHORT, elastic="on", num_pages=16, max_requests=1)
+    with pytest.raises(ConfigError, match="the draft's memory is less than one page of the target"):
+        resolve(config, huge, DRAFT)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention import reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.bits import pack_bits
 from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands, pad_to_tiles
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, packed_operands, unfold
+from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
 
 Implementation = Literal["xla", "plain", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
@@ -36,12 +37,17 @@ def check_supported(
         raise ConfigError(f"paged tree attention by {implementation!r} {reason}; 'xla' runs every shape")
 
 
+def reads_slabs(implementation: Implementation) -> bool:
+    """Whether the implementation reads pools in two slabs."""
+    return implementation == "xla"
+
+
 def paged_tree_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     layer: int,
     tokens: PackedTokens,
     window: int | None = None,
@@ -50,10 +56,10 @@ def paged_tree_attention(
 ) -> jax.Array:
     """Attention of packed tokens over their committed context and in-flight ancestors.
 
-    q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D]. window: a token sees only keys at
-    positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype. Scores are scaled
-    by 1/sqrt(D) and reduced in float32. With no `tokens.blocks` it is the canonical order, whatever the
-    implementation. Raises ConfigError: the implementation does not support the shapes.
+    q: [H, D, T]; k, v: [K, D, T], feature-major, rotated; pools: [L, P, K, S, D], in one slab or two. window: a token
+    sees only keys at positions above its own minus this, itself included; None: all. Returns [H, D, T] in q's dtype.
+    Scores are scaled by 1/sqrt(D) and reduced in float32. With no `tokens.blocks` it is the canonical order, whatever
+    the implementation. Raises ConfigError: the implementation does not support the shapes, or two slabs.
     """
     num_heads, head_dim, num_tokens = q.shape
     kv_heads = k.shape[0]
@@ -68,11 +74,13 @@ def paged_tree_attention(
         )  # fmt: skip
     else:
         k_keys, v_keys = k.transpose(0, 2, 1), v.transpose(0, 2, 1)
-        arrays = (k_keys, v_keys, k_pool, v_pool, layer, tokens, tokens.blocks, window)
+        rest = (layer, tokens, tokens.blocks, window)
         if implementation == "xla":
-            out = reference.packed_attention(q_tokens * head_dim**-0.5, *arrays)
+            out = reference.packed_attention(q_tokens * head_dim**-0.5, k_keys, v_keys, k_pool, v_pool, *rest)
         else:
-            out = unfold(_attend(implementation, packed_operands(q_tokens, *arrays)), tokens.blocks, group)
+            pools = _in_one_slab(implementation, k_pool, v_pool)
+            operands = packed_operands(q_tokens, k_keys, v_keys, *pools, *rest)
+            out = unfold(_attend(implementation, operands), tokens.blocks, group)
     return out.transpose(1, 2, 3, 0).reshape(num_heads, head_dim, num_tokens).astype(q.dtype)
 
 
@@ -80,8 +88,8 @@ def beam_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     layer: int,
     page_table: jax.Array,
     ctx_len: jax.Array,
@@ -112,10 +120,16 @@ def beam_attention(
     num_tiles = jnp.full(rows, keys // TILE, jnp.int32)
     bits = pack_bits(jnp.pad(visible, ((0, 0), (0, 0), (0, keys - k.shape[2]))))
     operands = Operands(
-        folded, by_head(k), by_head(v), k_pool, v_pool, jnp.full(1, layer, jnp.int32), page_table, index, ctx_len,
-        first, index * (keys // TILE), num_tiles, bits,
+        folded, by_head(k), by_head(v), *_in_one_slab(implementation, k_pool, v_pool),
+        jnp.full(1, layer, jnp.int32), page_table, index, ctx_len, first, index * (keys // TILE), num_tiles, bits,
     )  # fmt: skip
     return _attend(implementation, operands).reshape(q.shape)
+
+
+def _in_one_slab(implementation: Implementation, k_pool: Pool, v_pool: Pool) -> tuple[jax.Array, jax.Array]:
+    if isinstance(k_pool, Slabs) or isinstance(v_pool, Slabs):
+        raise ConfigError(f"paged tree attention by {implementation!r} reads pools in one slab; 'xla' reads two")
+    return k_pool, v_pool
 
 
 def _module(implementation: Implementation):

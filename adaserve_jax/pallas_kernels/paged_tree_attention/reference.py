@@ -23,6 +23,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     occupied,
     unfold,
 )
+from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, read_pages
 
 LOWEST = -1e30
 
@@ -72,8 +73,8 @@ def on_cpu() -> bool:
 
 def context_partial(
     q: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     layer: int,
     page_table: jax.Array,
     ctx_len: jax.Array,
@@ -101,7 +102,7 @@ def context_partial(
 
 
 def _pages(
-    k_pool: jax.Array, v_pool: jax.Array, layer: int, step_pages: int, q: jax.Array, page_table: jax.Array,
+    k_pool: Pool, v_pool: Pool, layer: int, step_pages: int, q: jax.Array, page_table: jax.Array,
     ctx_len: jax.Array, first: jax.Array | None = None,
 ) -> Partial:  # fmt: skip
     """`context_partial` of blocks that go through their pages together, step_pages at a time: as many steps as the
@@ -111,12 +112,12 @@ def _pages(
     first_page = floor // page_size
     num_pages = jnp.max((ctx_len + page_size - 1) // page_size - first_page)
 
-    def gathered(pool: jax.Array, at_page: jax.Array) -> jax.Array:
+    def gathered(pool: Pool, at_page: jax.Array) -> jax.Array:
         """[B, K, n * S, D] of the pages i32[B, n] by index in the table."""
         ids = jnp.take_along_axis(page_table, jnp.minimum(at_page, page_table.shape[1] - 1), axis=1)
         if step_pages == 1:
-            return pool[layer, ids[:, 0]]
-        pages = pool[layer, ids].swapaxes(1, 2)
+            return read_pages(pool, layer, ids[:, 0])
+        pages = read_pages(pool, layer, ids).swapaxes(1, 2)
         return pages.reshape(*pages.shape[:2], step_pages * page_size, -1)
 
     def step(index: jax.Array, state: Partial) -> Partial:
@@ -143,8 +144,8 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     layer: int,
     tokens: PackedTokens,
     blocks: QueryBlocks,
@@ -175,8 +176,8 @@ def canonical_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    k_pool: Pool,
+    v_pool: Pool,
     layer: int,
     page_table: jax.Array,
     ctx_len: jax.Array,
@@ -205,8 +206,9 @@ def canonical_attention(
         steps = jnp.clip(at - ctx_len[:, None], 0, path.shape[1] - 1)
         source = jnp.take_along_axis(path, steps, axis=1)
         flying_k, flying_v = (x[source].transpose(0, 2, 1, 3).astype(k_pool.dtype) for x in (k, v))
-        keys = jnp.where(committed, k_pool[layer, ids], flying_k)
-        values = jnp.where(visible[:, None, :, None], jnp.where(committed, v_pool[layer, ids], flying_v), 0)
+        keys = jnp.where(committed, read_pages(k_pool, layer, ids), flying_k)
+        in_order = visible[:, None, :, None]
+        values = jnp.where(in_order, jnp.where(committed, read_pages(v_pool, layer, ids), flying_v), 0)
         scores = jnp.einsum("tkgd,tksd->tkgs", q, keys, preferred_element_type=jnp.float32)
         return _absorb(state, scores, visible[:, None, None, :], values)
 

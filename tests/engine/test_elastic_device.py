@@ -1,0 +1,374 @@
+"""Draft and KV pages change places on the device: the same tokens, nothing compiled, and failures leave what was."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import EngineDeadError, IntegrityError, SwapError
+from adaserve_jax.runtime.compiling import CompileCounter
+from adaserve_jax.runtime.elastic import Elastic
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.planned import plan_memory
+from adaserve_jax.runtime.programs import Pools
+from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
+from tests.hlo import copies_of
+
+PROMPTS = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48, 3, 2, 1, 8, 9, 10], [7, 7, 250], [1000, 12, 13, 14, 15]]
+PAGE, BASE_PAGES, ROW_PAGES, TOKENS = 8, 20, 8, 24
+SMALL = {
+    "max_requests": 4, "max_context": ROW_PAGES * PAGE, "page_size": PAGE, "num_pages": BASE_PAGES, "max_depth": 2,
+    "max_width": 1, "max_tree_tokens": 32, "row_edges": (4,), "token_edges": (32,), "elastic": "on",
+}  # fmt: skip
+EXACT = {**SMALL, "deterministic": True, "row_edges": (), "token_edges": (), "max_batch_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ModelExecutor]:
+    executor = load_executor(EngineConfig(**SMALL))
+    executor.warm_up()
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.close()
+
+
+@pytest.fixture
+def exact() -> Iterator[ModelExecutor]:
+    """In deterministic mode. Closed in the middle of a swap."""
+    executor = load_executor(EngineConfig(**EXACT))
+    executor.compile()
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.expand()
+    executor.contract()
+    executor.close()
+
+
+def swaps_of(executor: ModelExecutor) -> Elastic:
+    assert executor.elastic is not None
+    return executor.elastic
+
+
+@dataclass
+class Texts:
+    """Greedy requests driven by hand, one row each: their tokens, page tables and what the draft has of them."""
+
+    executor: ModelExecutor
+    tables: np.ndarray
+    tokens: list[list[int]] = field(default_factory=lambda: [list(prompt) for prompt in PROMPTS])
+    draft_ctx: np.ndarray = field(default_factory=lambda: np.zeros(len(PROMPTS), np.int32))
+    steps: int = 0
+    drafted: int = 0
+
+    def prefill(self) -> None:
+        plan = self._plan(np.zeros(len(PROMPTS), np.int32), prompts=True)
+        self._take(plan, DraftTrees(*[np.zeros(0, np.int32)] * 5, np.zeros(0, np.float32)))
+
+    def decode(self, draft: bool) -> None:
+        context = np.array([len(tokens) - 1 for tokens in self.tokens], np.int32)
+        if not draft:
+            plan = self._plan(context)
+            self._take(plan, chains(plan, CandidateTrees.empty(len(PROMPTS))))
+            return
+        missing = [tokens[ctx:] for tokens, ctx in zip(self.tokens, self.draft_ctx, strict=True)]
+        room = 32 - np.cumsum([0, *map(len, missing)])[:-1]  # rows that lag far catch up one after another
+        fed = [each[: max(0, most)] for each, most in zip(missing, room, strict=True)]
+        counts = np.array([len(each) for each in fed], np.int32)
+        whole = np.array([len(a) == len(b) for a, b in zip(fed, missing, strict=True)])
+        catchup = np.array([token for each in fed for token in each], np.int32)
+        plan = self._plan(context, DraftPlan(2, 1, catchup, counts, self.draft_ctx, whole))
+        candidates = self.executor.speculate(plan)
+        self.draft_ctx = self.draft_ctx + counts
+        trees = chains(plan, candidates)
+        self.drafted += trees.num_nodes - len(PROMPTS)
+        self._take(plan, trees)
+
+    def _plan(self, context: np.ndarray, draft: DraftPlan | None = None, prompts: bool = False) -> StepPlan:
+        rows = len(PROMPTS)
+        zeros, floats = np.zeros(rows, np.int32), np.zeros(rows, np.float32)
+        self.steps += 1
+        return StepPlan(
+            step=self.steps, slots=np.arange(rows), num_decode=0 if prompts else rows,
+            root_token=np.array([tokens[-1] for tokens in self.tokens], np.int32)[: 0 if prompts else rows],
+            ctx_len=context, page_table=self.tables,
+            sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats + 1, floats),
+            prefill_tokens=np.concatenate(PROMPTS).astype(np.int32) if prompts else zeros[:0],
+            prefill_counts=np.array([len(p) for p in PROMPTS], np.int32) if prompts else zeros[:0],
+            prefill_final=np.ones(rows if prompts else 0, bool), draft=draft, budget=32,
+        )  # fmt: skip
+
+    def _take(self, plan: StepPlan, trees: DraftTrees) -> None:
+        outcome = self.executor.verify(plan, trees)
+        for row, tokens in enumerate(self.tokens):
+            tokens += outcome.tokens[row, : outcome.counts[row]].tolist()
+
+    def finished(self) -> list[list[int]]:
+        """The first TOKENS of each row, after as many steps without the draft as they take."""
+        while min(len(t) - len(p) for t, p in zip(self.tokens, PROMPTS, strict=True)) < TOKENS:
+            self.decode(draft=False)
+        return [t[len(p) : len(p) + TOKENS] for t, p in zip(self.tokens, PROMPTS, strict=True)]
+
+
+def chains(plan: StepPlan, candidates: CandidateTrees) -> DraftTrees:
+    """A root and the first candidate of each level, for every row."""
+    rows, tokens, parents, depths = [], [], [], []
+    for row in range(plan.num_decode):
+        path = [int(plan.root_token[row])]
+        if candidates.token.shape[1] and np.isfinite(candidates.log_f[row]).all():
+            path += candidates.token[row].tolist()
+        for depth, token in enumerate(path):
+            rows.append(row)
+            tokens.append(token)
+            parents.append(len(parents) - 1 if depth else -1)
+            depths.append(depth)
+    arrays = [np.array(each, np.int32) for each in (rows, tokens, parents, depths)]
+    return DraftTrees(*arrays, arrays[3] - 1, np.ones(len(rows), np.float32))
+
+
+def base_tables() -> np.ndarray:
+    """Pages of the base for all that a test writes, in no order."""
+    pages = iter(np.random.default_rng(4).permutation(BASE_PAGES).tolist())
+    return np.array([[next(pages) if at < most else 0 for at in range(ROW_PAGES)] for most in (8, 6, 6)], np.int32)
+
+
+def plain(executor: ModelExecutor) -> list[list[int]]:
+    """The texts without any swap, and without the draft."""
+    texts = Texts(executor, base_tables())
+    texts.prefill()
+    return texts.finished()
+
+
+def begun(executor: ModelExecutor) -> Texts:
+    """Texts that the draft has a part in."""
+    texts = Texts(executor, base_tables())
+    texts.prefill()
+    for _ in range(2):
+        texts.decode(draft=True)
+    assert texts.drafted
+    return texts
+
+
+def extended(texts: Texts) -> dict[int, int]:
+    """Let each row's next page be one of the extension, and write into it and beyond it. Returns the moves back."""
+    limits = texts.executor.limits
+    beyond = limits.num_pages + limits.extension_pages
+    moves = {}
+    for row, page in enumerate((limits.num_pages, beyond - 1, beyond - 2)):
+        at = -(-(len(texts.tokens[row]) - 1) // PAGE)
+        moves[page], texts.tables[row, at] = int(texts.tables[row, at]), page
+    for _ in range(PAGE + 2):
+        texts.decode(draft=False)
+    return moves
+
+
+def moved(texts: Texts, moves: dict[int, int]) -> None:
+    texts.executor.move_pages(np.array(list(moves)), np.array(list(moves.values())))
+    texts.tables = np.vectorize(lambda page: moves.get(page, page))(texts.tables).astype(np.int32)
+
+
+def drafted_to_the_end(texts: Texts) -> list[list[int]]:
+    """With the draft again, whose KV is empty."""
+    texts.draft_ctx[:] = 0
+    before = texts.drafted
+    for _ in range(4):
+        texts.decode(draft=True)
+    assert texts.drafted > before
+    return texts.finished()
+
+
+def failing(*_: object) -> None:
+    raise RuntimeError("RESOURCE_EXHAUSTED: injected")
+
+
+def test_swaps_change_no_token(executor: ModelExecutor) -> None:
+    """Drafting, without the draft on pages of both slabs, after the move, while the draft loads, drafting again."""
+    expected = plain(executor)
+    texts = begun(executor)
+    executor.expand()
+    with pytest.raises(IntegrityError, match="has a draft, which is not on the device"):
+        texts.decode(draft=True)
+    moved(texts, extended(texts))
+    executor.contract()
+    texts.decode(draft=False)
+    swaps_of(executor).wait()
+    assert executor.draft_ready()
+    assert drafted_to_the_end(texts) == expected
+
+
+def test_swaps_change_no_token_in_deterministic_mode(exact: ModelExecutor) -> None:
+    test_swaps_change_no_token(exact)
+    for program in exact.target.compiled.values():
+        assert copies_of(program.as_text(), exact.target.pools.k.shape) == []
+
+
+def test_steps_go_on_while_the_draft_loads(executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, may_load = swaps_of(executor), threading.Event()
+    load = elastic._load_weights
+    monkeypatch.setattr(elastic, "_load_weights", lambda: (may_load.wait(60), load())[1])
+    texts = begun(executor)
+    executor.expand()
+    executor.contract()
+    assert not executor.draft_ready()
+    texts.decode(draft=False)
+    assert not executor.draft_ready()
+    may_load.set()
+    elastic.wait()
+    assert executor.draft_ready()
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
+def test_an_expansion_without_room_brings_the_draft_back(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic, texts = swaps_of(executor), begun(executor)
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic, "_new_extension", failing)
+        pages = executor.limits.extension_pages
+        with pytest.raises(SwapError, match=f"no room for {pages} more KV pages .*injected; the draft is back"):
+            executor.expand()
+        assert executor.draft_ready()
+        patch.setattr(elastic, "_load_weights", failing)
+        with pytest.raises(EngineDeadError, match=r"neither the extension \(.*injected\) nor the draft"):
+            executor.expand()
+    assert not executor.draft_ready()  # begins to load it
+    elastic.wait()
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
+def test_pages_that_cannot_be_copied_stay_where_they_are(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elastic, texts = swaps_of(executor), begun(executor)
+    executor.expand()
+    moves = extended(texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic, "_copy_pages", failing)
+        with pytest.raises(SwapError, match=r"3 KV pages could not be copied: .*injected; they are where they were"):
+            moved(texts, moves)
+    texts.decode(draft=False)
+    with pytest.raises(ValueError, match=f"must move to pages below {BASE_PAGES}, got"):
+        executor.move_pages(np.array([BASE_PAGES]), np.array([BASE_PAGES + 1]))
+    with pytest.raises(ValueError, match="moves read pages that the source does not have: -1"):
+        executor.move_pages(np.array([BASE_PAGES - 1]), np.array([0]))
+    executor.move_pages(np.zeros(0, np.int32), np.zeros(0, np.int32))
+    moved(texts, moves)
+    executor.contract()
+    elastic.wait()
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
+def test_pools_lost_in_a_copy_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy writes in place; where it was begun and failed, there is nothing to go back to."""
+    base, extension = (Pools(jnp.ones((1, pages, 1, 8, 4)), jnp.ones((1, pages, 1, 8, 4))) for pages in (3, 2))
+    target: Any = SimpleNamespace(pools=base._replace(extension=extension))
+    counter = CompileCounter()
+    elastic = Elastic(target, SimpleNamespace(params={"norm": jnp.ones(3)}), 2, counter)  # type: ignore[arg-type]
+
+    def lost(base: Pools, *_: object) -> None:
+        base.k.delete()
+        failing()
+
+    monkeypatch.setattr(elastic, "_copy_pages", lost)
+    with pytest.raises(EngineDeadError, match=r"the KV cache was lost while pages moved: .*injected; restart"):
+        elastic.move_pages(np.array([3]), np.array([0]))
+    elastic.close()
+    counter.close()
+
+
+@pytest.mark.parametrize("step", ["_free_extension", "_load_weights", "_new_draft_pools"])
+def test_a_draft_that_could_not_be_loaded_is_loaded_again(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    elastic, texts = swaps_of(executor), begun(executor)
+    executor.expand()
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic, step, failing)
+        executor.contract()
+        with pytest.raises(SwapError, match=r"the draft could not be loaded: .*injected; it is tried again"):
+            elastic.wait()
+        texts.decode(draft=False)
+        assert not executor.draft_ready()
+        with pytest.raises(SwapError, match="injected"):
+            elastic.wait()
+    assert not executor.draft_ready()
+    elastic.wait()
+    assert executor.draft_ready()
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
+def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecutor) -> None:
+    assert executor.local_drafter is not None
+    target, draft, elastic = executor.target, executor.local_drafter.model, swaps_of(executor)
+    pages = executor.limits.extension_pages
+    draft_bytes = size((draft.params, draft.pools))
+    page_bytes = size(target.pools) // executor.limits.num_pages
+    assert pages == draft_bytes // page_bytes > 0
+    assert elastic.host_bytes == size(draft.params)
+    gc.collect()
+    before = live_bytes()
+    executor.expand()
+    assert live_bytes() == before - draft_bytes + pages * page_bytes
+    executor.contract()
+    elastic.wait()
+    assert live_bytes() == before
+    for name, held in elastic._host_copy._held.items():
+        assert not np.shares_memory(np.asarray(draft.params[name]), np.asarray(held))
+
+
+def size(arrays: object) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+
+
+def live_bytes() -> int:
+    return size(jax.live_arrays())
+
+
+def test_no_program_of_a_swap_copies_a_pool(executor: ModelExecutor) -> None:
+    base = executor.target.pools.k
+    extension = (base.shape[0], executor.limits.extension_pages, *base.shape[2:])
+    extension_bytes = base.nbytes // base.shape[1] * extension[1]
+    programs = {key: program for key, program in executor.target.compiled.items() if key[-1] in ("extended", "move")}
+    assert len(programs) == 2 * len(executor.target.buckets.all()) + 1
+    for key, program in programs.items():
+        for shape in (base.shape, extension):
+            assert copies_of(program.as_text(), shape) == [], key
+        if key[1] == "commit":
+            assert program.memory_analysis().alias_size_in_bytes == 2 * (base.nbytes + extension_bytes)
+        if key[1] == "move":
+            assert program.memory_analysis().alias_size_in_bytes == 2 * base.nbytes
+
+
+def test_the_ledger_knows_both_layouts(executor: ModelExecutor) -> None:
+    """To the byte: what is resident, what takes its place, and the copy on the host; planned without weights too."""
+
+    def held(*trees: Any) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
+
+    assert executor.local_drafter is not None
+    draft, target, ledger = executor.local_drafter.model, executor.target, executor.ledger
+    copy = swaps_of(executor).host_bytes
+    resident = {part.name: (part.device_bytes, part.host_bytes) for part in ledger.parts()}
+    away = {part.name: (part.device_bytes, part.host_bytes) for part in ledger.parts(expanded=True)}
+    assert resident["draft weights"] == (held(draft.params), copy) and copy == held(draft.params)
+    assert resident["draft KV pages"] == (held(draft.pools), 0)
+    freed = held(draft.params, draft.pools)
+    executor.expand()
+    assert away["extension pages"] == (held(target.pools.extension), 0) and away["draft weights (away)"] == (0, copy)
+    assert held(target.pools.extension) <= freed < held(target.pools.extension) + ledger.sizes.target_page
+    executor.contract()
+    while not executor.draft_ready():
+        time.sleep(0.001)
+
+    resolved, workspace = plan_memory(EngineConfig(**SMALL))
+    assert resolved.ledger(workspace) == ledger
