@@ -14,6 +14,7 @@ from adaserve_jax.engine.llm import LLM
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB
+from adaserve_jax.models import loading
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime import footprint
 from adaserve_jax.runtime.executor import load_executor
@@ -78,8 +79,21 @@ def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> No
     assert workspace.bytes <= reserve <= 4 * workspace.bytes
 
 
-def test_what_is_planned_is_what_is_there(demo_engine: LocalEngine) -> None:
+def test_what_is_planned_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read: programs are compiled for shapes, and are the same."""
+    config = replace(SMALL, draft=None, max_requests=4, max_tree_tokens=16, token_edges=(16,), row_edges=(4,))
+    executor = load_executor(config)
+    try:
+        executor.compile()
+        monkeypatch.setattr(loading, "_readers", lambda *_: pytest.fail("weights were read"))
+        resolved, workspace = plan_memory(config)
+        assert resolved.ledger(workspace) == executor.ledger
+    finally:
+        executor.close()
+
+
+@pytest.mark.slow
+def test_a_draft_is_planned_as_it_is(demo_engine: LocalEngine) -> None:
     resolved, workspace = plan_memory(SMALL)
     assert resolved.ledger(workspace) == demo_engine.executor.ledger
 
