@@ -26,6 +26,18 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 """What jax raises when a device cannot do as asked, out of memory included, and what NumPy does."""
 
 
+def declare_swaps(target: DeviceModel, draft: DeviceModel, extension_pages: int) -> list[Declared]:
+    """What swaps run: empty pools, and moves of up to all pages of the extension."""
+    extension = target.abstract_extension(extension_pages)
+    ids = jax.ShapeDtypeStruct((extension_pages,), jnp.int32)
+    move = jax.jit(move_to_base, donate_argnums=0)
+    return [
+        Declared(("target", "extension"), jax.jit(partial(blank, extension)), ()),
+        Declared(("target", "move"), move, (target.pools, extension, ids, ids)),
+        Declared(("draft", "pools"), jax.jit(partial(blank, abstract(draft.pools))), ()),
+    ]
+
+
 class Elastic:
     """Exchanges the draft for an extension of the target's pools. Call its methods between steps, from one thread.
 
@@ -57,15 +69,8 @@ class Elastic:
         return self._host_copy.nbytes
 
     def declare(self) -> list[Declared]:
-        """What swaps run: empty pools, and moves of up to all pages of the extension."""
-        extension = self._target.abstract_extension(self._extension_pages)
-        ids = jax.ShapeDtypeStruct((self._extension_pages,), jnp.int32)
-        move = jax.jit(move_to_base, donate_argnums=0)
-        return [
-            Declared(("target", "extension"), jax.jit(partial(blank, extension)), ()),
-            Declared(("target", "move"), move, (self._target.pools, extension, ids, ids)),
-            Declared(("draft", "pools"), jax.jit(partial(blank, abstract(self._draft.pools))), ()),
-        ]
+        """The programs of swaps."""
+        return declare_swaps(self._target, self._draft, self._extension_pages)
 
     def expand(self) -> None:
         """`types.Executor.expand`. Raises SwapError; EngineDeadError: the draft could not be brought back either."""

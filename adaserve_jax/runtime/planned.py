@@ -18,6 +18,7 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
+from adaserve_jax.runtime.elastic import declare_swaps
 from adaserve_jax.runtime.executor import declare_target, find_chances, find_pair, load_drafter, load_target
 from adaserve_jax.runtime.footprint import weight_dtype, workspace_of
 from adaserve_jax.runtime.resolve import Resolved, resolve
@@ -35,8 +36,11 @@ class Unfilled(Placement):
         return self.abstract(shape, dtype, spec)
 
 
-def plan_memory(config: EngineConfig, progress: Progress | None = None) -> tuple[Resolved, Workspace]:
-    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not.
+def plan_memory(
+    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False
+) -> tuple[Resolved, Workspace]:
+    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps:
+    as for `load_executor`.
 
     Raises CheckpointError, ConfigError: as loading it would, but for memory.
     """
@@ -47,7 +51,7 @@ def plan_memory(config: EngineConfig, progress: Progress | None = None) -> tuple
         )
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     pair = find_pair(config)
-    resolved = resolve(config, pair.target, pair.draft)
+    resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
     declared = declare_target(target, resolved.limits)
@@ -55,6 +59,8 @@ def plan_memory(config: EngineConfig, progress: Progress | None = None) -> tuple
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
     if drafter is not None:
         declared += drafter.declare()
+        if resolved.limits.extension_pages:
+            declared += declare_swaps(target, drafter.model, resolved.limits.extension_pages)
     return resolved, workspace_of(compile_all(declared, progress))
 
 

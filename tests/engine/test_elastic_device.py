@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from adaserve_jax.errors import EngineDeadError, IntegrityError, SwapError
 from adaserve_jax.runtime.compiling import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.runtime.programs import Pools
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
 from tests.hlo import copies_of
@@ -345,3 +347,28 @@ def test_no_program_of_a_swap_copies_a_pool(executor: ModelExecutor) -> None:
             assert program.memory_analysis().alias_size_in_bytes == 2 * (base.nbytes + extension_bytes)
         if key[1] == "move":
             assert program.memory_analysis().alias_size_in_bytes == 2 * base.nbytes
+
+
+def test_the_ledger_knows_both_layouts(executor: ModelExecutor) -> None:
+    """To the byte: what is resident, what takes its place, and the copy on the host; planned without weights too."""
+
+    def held(*trees: Any) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(trees))
+
+    assert executor.local_drafter is not None
+    draft, target, ledger = executor.local_drafter.model, executor.target, executor.ledger
+    copy = swaps_of(executor).host_bytes
+    resident = {part.name: (part.device_bytes, part.host_bytes) for part in ledger.parts()}
+    away = {part.name: (part.device_bytes, part.host_bytes) for part in ledger.parts(expanded=True)}
+    assert resident["draft weights"] == (held(draft.params), copy) and copy == held(draft.params)
+    assert resident["draft KV pages"] == (held(draft.pools), 0)
+    freed = held(draft.params, draft.pools)
+    executor.expand()
+    assert away["extension pages"] == (held(target.pools.extension), 0) and away["draft weights (away)"] == (0, copy)
+    assert held(target.pools.extension) <= freed < held(target.pools.extension) + ledger.sizes.target_page
+    executor.contract()
+    while not executor.draft_ready():
+        time.sleep(0.001)
+
+    resolved, workspace = plan_memory(EngineConfig(**SMALL))
+    assert resolved.ledger(workspace) == ledger
