@@ -18,7 +18,7 @@ from rich.table import Table
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.types import StepStats
+from adaserve_jax.stats import StepStats
 
 PHASES = ("plan_s", "draft_s", "select_s", "verify_s", "commit_s", "wait_s")
 PROMPT = "def add(a, b):\n"

@@ -14,6 +14,7 @@ from adaserve_jax.results.records import Status
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.swapping import swap_if_due
 from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
     DraftTrees,
@@ -23,7 +24,6 @@ from adaserve_jax.types import (
     RequestUpdate,
     StepOutcome,
     StepPlan,
-    StepStats,
 )
 
 OnEnd = Callable[["Replica", str, Assigned, RequestMetrics, Status, tuple[float, ...]], None]

@@ -33,7 +33,8 @@ from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import Limits, Request, RequestMetrics, SamplingParams, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import Limits, Request, RequestMetrics, SamplingParams
 
 TUNED = "tuned"
 """Label of a row whose setting was chosen for its point."""

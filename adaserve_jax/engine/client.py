@@ -12,7 +12,8 @@ from typing import Protocol
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
-from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams
 
 MAX_SALT_CHARS = 256
 

@@ -28,7 +28,8 @@ from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.types import Executor, Progress, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import Executor, Progress
 
 _log = logging.getLogger(__name__)
 Observe = Callable[[Executor], Executor]

@@ -24,7 +24,8 @@ from adaserve_jax.engine import wire
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import EngineDeadError, RequestError
-from adaserve_jax.types import Progress, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import Progress
 
 LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
 HEARTBEAT_LIMIT_S = 60.0

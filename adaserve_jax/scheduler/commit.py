@@ -12,13 +12,13 @@ from adaserve_jax.scheduler.planning import PlannedStep
 from adaserve_jax.scheduler.slots import SlotTable
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
     DraftTrees,
     FinishReason,
     RequestUpdate,
     StepOutcome,
-    StepStats,
     StopCheck,
 )
 

@@ -33,6 +33,7 @@ from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.scheduler.swapping import Swapping, may_swap
 from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -42,7 +43,6 @@ from adaserve_jax.types import (
     RequestUpdate,
     StepOutcome,
     StepPlan,
-    StepStats,
     StopCheck,
 )
 

@@ -13,7 +13,8 @@ from adaserve_jax.errors import IntegrityError, SwapError
 from adaserve_jax.memory.residency import Pressure, Residency, Swap, SwapRule
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.page_worth import PageWorth
-from adaserve_jax.types import Executor, Limits, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import Executor, Limits
 
 if TYPE_CHECKING:
     from adaserve_jax.scheduler.scheduler import Scheduler

@@ -14,7 +14,8 @@ import pytest
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.types import FinishReason, RequestMetrics, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import FinishReason, RequestMetrics
 
 BASELINE_S = 0.004
 

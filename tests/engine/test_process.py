@@ -20,7 +20,8 @@ from adaserve_jax.engine import process, wire
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.types import SLO, SamplingParams, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FACTORY = "tests.server.scripted:ScriptedEngine"

@@ -20,7 +20,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
-from adaserve_jax.types import RequestMetrics, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import RequestMetrics
 
 STRIDE = 3
 CONTEXT = 512

@@ -9,7 +9,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.metrics import ServerMetrics
-from adaserve_jax.types import SLO, RequestMetrics, StepStats
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO, RequestMetrics
 from tests.server.scripted import ScriptedEngine
 
 
