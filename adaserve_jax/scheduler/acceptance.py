@@ -38,12 +38,13 @@ class LearnedAcceptance:
 
     def observe(
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray
-    ) -> None:
-        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node."""
+    ) -> float:
+        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node. Returns nodes
+        that were expected to be accepted of those verified, roots left out, by what had been learned before."""
         log_f = candidates.log_f
         speculating = np.count_nonzero(speculates)
         if not speculating or not log_f.size:
-            return
+            return 0.0
         self.updates += 1
         if speculating < len(speculates):
             log_f = log_f[speculates]
@@ -57,12 +58,15 @@ class LearnedAcceptance:
         if width > 1:
             cell += trees.candidate % width
         size = (levels + 1) * ranks
+        claimed = np.bincount(cell, trees.path_prob, size)[ranks:].reshape(levels, ranks)
+        expected = float((claimed * self._accepted / self._expected).sum())
         self._accepted *= DECAY
         self._expected *= DECAY
         self._accepted += np.bincount(cell, accepted, size)[ranks:].reshape(levels, ranks)
-        self._expected += np.bincount(cell, trees.path_prob, size)[ranks:].reshape(levels, ranks)
+        self._expected += claimed
         self._accepted += (1 - DECAY) * PRIOR_TOKENS
         self._expected += (1 - DECAY) * PRIOR_TOKENS
+        return expected
 
     def forget(self) -> None:
         """Move towards the prior by one step's share."""

@@ -226,8 +226,10 @@ class Scheduler:
     ) -> None:  # fmt: skip
         plan = planned.plan
         predicted_s = self._cost.observe(plan, outcome, now - planned.made_s)
+        expected = 0.0
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
-            self._acceptance.observe(candidates, plan.draft.width, plan.draft.speculates, trees, outcome.accepted)
+            speculates = plan.draft.speculates
+            expected = self._acceptance.observe(candidates, plan.draft.width, speculates, trees, outcome.accepted)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
@@ -235,7 +237,8 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            self._controller.learn(_feedback(plan, verified, outcome, now - planned.made_s, predicted_s))
+            feedback = _feedback(plan, verified, outcome, now - planned.made_s)
+            self._controller.learn(replace(feedback, predicted_s=predicted_s, expected=expected))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -260,9 +263,7 @@ def build_scheduler(
     return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator)
 
 
-def _feedback(
-    plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float, predicted_s: float
-) -> Feedback:  # fmt: skip
+def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float) -> Feedback:
     draft, counts = plan.draft, outcome.counts[: plan.num_decode]
     decoded = int(counts.sum())
     rows = emitted = 0
@@ -279,5 +280,4 @@ def _feedback(
         prefill_tokens=plan.num_prefill_tokens,
         catchup_tokens=int(draft.catchup_counts[: plan.num_decode].sum()) if draft is not None else 0,
         step_s=step_s,
-        predicted_s=predicted_s,
     )

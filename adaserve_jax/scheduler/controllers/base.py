@@ -57,7 +57,8 @@ class Feedback:
     """What a step with decode rows brought. rows: that speculated. drafted, accepted: nodes, roots left out. emitted:
     tokens of the rows that speculated. decode_rows, decoded: all rows that decode, and their tokens. prefill_tokens: of
     the prompts computed beside them. catchup_tokens: that the draft was fed for the decode rows. step_s: from the
-    step's plan to its commit. predicted_s: what the tables said of it, 0 where they said nothing."""
+    step's plan to its commit. predicted_s: what the tables said of it, 0 where they said nothing. expected: accepted nodes,
+    as the tables said of those verified."""
 
     rows: int
     drafted: int
@@ -69,6 +70,7 @@ class Feedback:
     catchup_tokens: int = 0
     step_s: float = 0.0
     predicted_s: float = 0.0
+    expected: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ MIN_DWELL = 8
 """Steps that speculation stays on, or off, unless that would keep fewer requests on pace."""
 STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
 """Weights of a shape's seconds, in steps: they hardly scatter."""
-TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.2, 64.0, 400.0, 4000.0
-"""Weights of its tokens, in expected tokens beyond the roots: they do, and selection finds more than averages say."""
+TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.1, 64.0, 400.0, 4000.0
+"""Weights of its tokens, in accepted nodes that were expected: they do."""
 HALF_LIFE = 256
 """Steps of a size of batch in which what its shapes have shown halves in weight."""
-LEAST_GAIN = 0.05
-"""Expected tokens below which nothing is learned of tokens."""
+LEAST_EXPECTED = 0.05
+"""Accepted nodes that must have been expected of a step for it to say something of tokens."""
 
 
 class Bucket:
@@ -82,12 +82,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _Playing:
-    """best: what would have been played but for a trial or the dwell; rows: that can speculate."""
+    """best: what would have been played but for a trial or the dwell."""
 
     bucket: Bucket
     pick: Pick
     best: Pick
-    rows: int
 
 
 class CorrectedController(Controller):
@@ -124,7 +123,7 @@ class CorrectedController(Controller):
             pick = _stay(weighed, best, self._on)
         elif bucket.trial is not None and bucket.trial != best.shape:
             pick = self._try(bucket, weighed, best)
-        self._playing = _Playing(bucket, pick, best, int(np.count_nonzero(load.can_speculate)))
+        self._playing = _Playing(bucket, pick, best)
         return pick.decision
 
     def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
@@ -147,9 +146,8 @@ class CorrectedController(Controller):
         depth = pick.decision.depth
         if tells_of_its_chain(feedback, depth) and feedback.predicted_s > 0:
             bucket.seconds.learn(pick.shape, feedback.step_s / feedback.predicted_s, 1.0)
-            gain = pick.gain * feedback.rows / playing.rows
-            if gain > LEAST_GAIN:
-                bucket.tokens.learn(pick.shape, (feedback.emitted - feedback.rows) / gain, gain)
+            if feedback.expected > LEAST_EXPECTED:
+                bucket.tokens.learn(pick.shape, feedback.accepted / feedback.expected, feedback.expected)
         if pick.shape == bucket.trial:
             bucket.trial_steps += 1
         bucket.advance()

@@ -134,7 +134,7 @@ class JointController(Controller):
         emitted = rows + (gain if correction is None else gain * correction.tokens[shapes, None, None])
         weight = self._objective.prefill_weight(load.wait_ratio)
         rate = (self._objective.emit * emitted + weight * chunk) * (self._cost.baseline_s / step_s)[:, :, None]
-        return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk, gain)
+        return Choices(np.where(extra >= 0, on_pace + rate, -np.inf), on_pace, chunk)
 
     def _reach_now(self) -> Reach:
         """Computed anew when the averages have moved on by some steps."""

@@ -28,12 +28,11 @@ class Correction:
 @dataclass(frozen=True, eq=False)
 class Choices:
     """O shapes x E edges x F shares of prefill. value, on_pace: f64[O, E, F], on_pace being the requests in it; chunk:
-    i64[E, F]; gain: f64[O, E, F], tokens beyond the roots, uncorrected."""
+    i64[E, F]."""
 
     value: np.ndarray
     on_pace: np.ndarray
     chunk: np.ndarray
-    gain: np.ndarray
 
     def best(self) -> tuple[int, int, int]:
         shape, edge, share = np.unravel_index(int(self.value.argmax()), self.value.shape)
@@ -42,7 +41,7 @@ class Choices:
     def of(self, shape: int) -> Choices:
         """With one shape only."""
         only = slice(shape, shape + 1)
-        return Choices(self.value[only], self.on_pace[only], self.chunk, self.gain[only])
+        return Choices(self.value[only], self.on_pace[only], self.chunk)
 
     def neighbours(self, shapes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The best shapes, and all edges from those next to the best one of any of them."""
@@ -55,11 +54,10 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """shape: its index. gain: tokens beyond the roots as the tables have it. value, on_pace: corrected, as all values are."""
+    """shape: its index. value, on_pace: corrected, as all values are."""
 
     decision: Decision
     shape: int
-    gain: float
     value: float
     on_pace: float
 
@@ -87,7 +85,6 @@ class Weighed:
         chosen = int(shapes[best])
         return Pick(
             self.decide(chosen, int(choices.chunk[edge, share])), chosen,
-            choices.gain.item(best, edge, share),
             choices.value.item(best, edge, share), choices.on_pace.item(best, edge, share),
         )  # fmt: skip
 
