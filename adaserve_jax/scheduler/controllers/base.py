@@ -19,7 +19,8 @@ class Load:
     for which a draft can still be of use, those included that need more than this step to catch up.
     num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
     most urgent waiting request over its TTFT target. context: i64[rows], committed tokens of the decode rows, then of
-    the rows with prompts; None where they are not known.
+    the rows with prompts; None where they are not known. draft_resident: False while the draft's memory is KV pages, or
+    it is on its way back: nobody drafts, whatever is decided.
     """
 
     need_rate: np.ndarray
@@ -29,6 +30,7 @@ class Load:
     prefill_tokens: int
     wait_ratio: float
     context: np.ndarray | None = None
+    draft_resident: bool = True
 
     @classmethod
     def of_one(cls) -> Load:
@@ -89,9 +91,12 @@ class Controller(Protocol):
 
     def decide(self, load: Load) -> Decision: ...
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
+    ) -> bool:
         """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
-        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile."""
+        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile; draft_resident: whether any
+        of them may draft."""
         return True
 
     def fastest_alone(self, alone: Alone) -> float:

@@ -89,19 +89,23 @@ class JointController(Controller):
         feed_draft = self._limits.max_depth > 0 and (depth > 0 or rows == 0)
         return Decision(depth, int(self._shapes.width[shape]), most if depth else rows, prefill, feed_draft)
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
-        """By the same tables as `decide`, with every request drafting, at the best shape and edge for them all. What
-        not even an empty machine would reach counts among the others: it must not keep everyone waiting."""
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
+    ) -> bool:
+        """By the same tables as `decide`, with every request drafting where the draft is there, at the best shape and
+        edge for them all. What not even an empty machine would reach counts among the others: it must not keep everyone
+        waiting."""
         if not self._admits_by_pace:
             return True
         reach = self._reach_now()
-        feasible = need_rate[need_rate <= self._fastest_alone(reach)]
+        shapes = np.arange(len(self._shapes.depth) if draft_resident else 1)
+        feasible = need_rate[need_rate <= self._fastest_alone(reach, shapes)]
         if not len(feasible):
             return True
         rows = len(need_rate) + others
-        step_s = self._step_s(rows)
+        step_s = self._step_s(rows)[shapes]
         budget = PACE_MARGIN * np.minimum(self._edges[self._coarse] - prefill_tokens, self._limits.max_tree_tokens)
-        nodes = reach.nodes_for(feasible, step_s).sum(axis=2)
+        nodes = reach.nodes_for(feasible, step_s, shapes).sum(axis=2)
         return bool((nodes <= budget - rows).any())
 
     def _look(
@@ -147,10 +151,10 @@ class JointController(Controller):
         """By its own tables, over all shapes."""
         return self._fastest_alone(self._reach_now())
 
-    def _fastest_alone(self, reach: Reach) -> float:
-        """Expected tokens per second of one request on an empty machine, at its best shape and edge."""
+    def _fastest_alone(self, reach: Reach, shapes: np.ndarray | slice = slice(None)) -> float:
+        """Expected tokens per second of one request on an empty machine, at the best of `shapes` and edges."""
         nodes = np.minimum(self._edges[self._coarse], self._limits.max_tree_tokens) - 1
-        return float(((1.0 + reach.gain(nodes, None)) / self._step_s(1)).max())
+        return float(((1.0 + reach.gain(nodes, None)) / self._step_s(1))[shapes].max())
 
     def _step_s(self, rows: int) -> np.ndarray:
         """f64[O, E] at the coarse edges, seconds of a step in which every row's draft is where it usually is."""

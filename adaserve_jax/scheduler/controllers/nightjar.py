@@ -113,12 +113,15 @@ class NightjarController(Controller):
 
     def decide(self, load: Load) -> Decision:
         arm = self._last
+        if not load.draft_resident:
+            arm = 0  # bins of other arms wait
         if load.num_decode:
             bucket = self._bucket(load.num_decode)
-            if bucket.arm is None:
-                bucket.arm = self._choose(bucket, load)
-            if not self._must_dwell(bucket.arm):
-                arm = bucket.arm
+            if load.draft_resident:
+                if bucket.arm is None:
+                    bucket.arm = self._choose(bucket, load)
+                if not self._must_dwell(bucket.arm):
+                    arm = bucket.arm
             self._playing = bucket, arm
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
 
