@@ -499,7 +499,8 @@ class Drafter(Protocol):
 @dataclass(frozen=True)
 class CostSamples:
     """Times with `context` committed tokens in every row. verify: (bucket tokens, rows) -> seconds; catchup: packed
-    catch-up tokens -> seconds; draft_level: (rows, width) -> seconds of one beam level.
+    catch-up tokens -> seconds; draft_level: (rows, width) -> seconds of one beam level; switch: (lag, rows) -> seconds
+    until drafts of so many rows have caught up on so many tokens each, where that was measured.
 
     *_per_context_s: by the same keys, what one token more of context load costs; keys that are not there: nothing.
     The load is what `context_load` makes of the rows' contexts: rows are read in groups of `context_rows`, in order,
@@ -514,12 +515,13 @@ class CostSamples:
     verify_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
     catchup_per_context_s: dict[int, float] = field(default_factory=dict)
     level_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    switch_s: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 def scaled_samples(samples: CostSamples, *, verify: float, draft: float) -> CostSamples:
     """The samples with verification and draft taking so many times as long."""
     by_verify = {name: _scaled(getattr(samples, name), verify) for name in ("verify_s", "verify_per_context_s")}
-    names = ("catchup_s", "draft_level_s", "catchup_per_context_s", "level_per_context_s")
+    names = ("catchup_s", "draft_level_s", "catchup_per_context_s", "level_per_context_s", "switch_s")
     by_draft = {name: _scaled(getattr(samples, name), draft) for name in names}
     return replace(samples, **by_verify, **by_draft)
 

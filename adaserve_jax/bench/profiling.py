@@ -22,6 +22,7 @@ from adaserve_jax.results.profile import Profile
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.identity import identify
+from adaserve_jax.runtime.switch_timing import measure_switching
 from adaserve_jax.runtime.timing import THOROUGH, Effort, measure
 from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.types import Progress
@@ -39,6 +40,7 @@ def measure_profile(
     try:
         executor.compile(progress)
         timings = measure(executor, effort, progress)
+        timings.switching.update(measure_switching(executor, effort.passes, progress))
         samples, used = timings.samples(), executor.resolved.config
         tokenizer = Tokenizer.from_folder(executor.target_folder)
         baseline_s = measure_baseline(executor, used, samples, tokenizer)

@@ -124,7 +124,7 @@ def parse_profile(values: Any, where: str) -> Profile:
     del given["kind"], given["version"]
     _check_names(Profile, given, where)
     try:
-        identity, timings = dict(given["identity"]), dict(given["timings"])
+        identity, timings = dict(given["identity"]), {"switching": []} | given["timings"]
         _check_names(Identity, identity, where)
         _check_names(Timings, timings, where)
         limits = {"extension_pages": 0} | identity["limits"]
@@ -134,6 +134,8 @@ def parse_profile(values: Any, where: str) -> Profile:
         for name, size in _TIMED.items():
             timings[name] = _by_key(timings[name], size)
         read = Timings(**timings)
+        if len(read.switching) != len({lag for lag, _ in read.switching}) * len({n for _, n in read.switching}):
+            raise ValueError("switching must have a time for every lag with every number of rows")
         profile = Profile(**given | {"identity": Identity(**identity), "timings": read})
         times = [s for name in _TIMED for s in getattr(read, name).values()]
         if not read.verify or min(times) <= 0 or not profile.baseline_s > 0 or read.context_rows < 1:
@@ -147,7 +149,7 @@ def parse_profile(values: Any, where: str) -> Profile:
     return profile
 
 
-_TIMED = {"verify": 3, "catchup": 3, "search": 4}
+_TIMED = {"verify": 3, "catchup": 3, "search": 4, "switching": 2}
 """Tables of `Timings` and the sizes in a key."""
 
 

@@ -26,7 +26,8 @@ class Timings:
     """Seconds by what was run, every row having `context` committed tokens.
 
     verify: by (bucket tokens, rows, context); catchup: the same, of the draft; search: by (rows, width, depth,
-    context). typical_context: where lines are anchored; context_rows: rows that read their context together.
+    context). switching: by (lag, rows), from the start of the context until the draft of each row has that lag behind
+    it; empty: not measured. typical_context: where lines are anchored; context_rows: rows that read their context together.
     """
 
     typical_context: int
@@ -34,6 +35,7 @@ class Timings:
     verify: dict[tuple[int, int, int], float] = field(default_factory=dict)
     catchup: dict[tuple[int, int, int], float] = field(default_factory=dict)
     search: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
+    switching: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def samples(self) -> CostSamples:
         """What the cost table starts from. Catch-up: with the most rows that were timed."""
@@ -50,6 +52,7 @@ class Timings:
             verify_per_context_s={key: slope for key, (_, slope) in verify.items()},
             catchup_per_context_s={tokens: catchup[tokens, rows][1] for tokens, rows in most.items()},
             level_per_context_s={key: slope for key, (_, slope) in levels.items()},
+            switch_s=dict(self.switching),
         )
 
     def load(self, context: int, rows: int) -> float:

@@ -120,8 +120,7 @@ def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterat
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
 
         def catch_up(context: int, counts: np.ndarray = counts) -> Callable[[], object]:
-            plan = _decode_plan(limits, len(counts), context, _draft_plan(counts, context))
-            return partial(_catch_up, drafter, plan)
+            return partial(catch_up_once, limits, drafter, counts, context)
 
         yield _Job(catch_up, into.catchup, (bucket.tokens, bucket.rows))
     depths = range(1, limits.max_depth + 1) if all_depths else sorted({1, limits.max_depth})
@@ -134,8 +133,9 @@ def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterat
         yield _Job(search, into.search, (rows, width, depth))
 
 
-def _catch_up(drafter: LocalDrafter, plan: StepPlan) -> None:
-    drafter.propose(plan)
+def catch_up_once(limits: Limits, drafter: LocalDrafter, counts: np.ndarray, context: int) -> None:
+    """Feed the draft counts[r] tokens, i32[R], of each row behind `context` others, on page 0."""
+    drafter.propose(_decode_plan(limits, len(counts), context, _draft_plan(counts, context)))
     jax.block_until_ready(drafter.model.pools)
 
 

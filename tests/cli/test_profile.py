@@ -55,6 +55,9 @@ def test_a_measured_profile_is_what_an_engine_starts_from(
     assert set(profile.timings.verify) == {(tokens, 16, context) for tokens in (16, 64) for context in (0, 300)}
     assert {(depth, width) for _, width, depth, _ in profile.timings.search} == {(1, 1), (1, 3), (4, 1), (4, 3)}
     assert profile.timings.context_rows == 8  # rows that a CPU reads together
+    switching = profile.timings.switching
+    assert set(switching) == {(lag, rows) for lag in (1, 4, 16, 64, 256, 512) for rows in (1, 4, 16)}
+    assert 0 < switching[1, 1] < switching[512, 16]
     assert profile.identity.limits.max_depth == 4 and profile.identity.settings["dtype"] == "f32"
     assert profile.errors is not None and profile.errors["step"]["steps"] > 10
 

@@ -150,3 +150,20 @@ def test_the_hash_of_a_model_follows_its_shapes_and_not_its_numbers(tmp_path: Pa
         save_file({"w": np.full((shape, 2), value, np.float32)}, folder / "model.safetensors")
         hashes.append(model_hash(folder))
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+
+
+def test_switching_costs_are_kept_and_older_files_have_none(tmp_path: Path):
+    path = tmp_path / "p.json"
+    made = replace(timings(), switching={(1, 1): 0.001, (1, 16): 0.002, (1024, 1): 0.01, (1024, 16): 0.2})
+    write_profile(path, profile(timings=made))
+    assert read_profile(path).timings == made
+    assert read_profile(path).timings.samples().switch_s == made.switching
+    values = json.loads(path.read_text())
+    values["timings"]["switching"].pop()
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="switching must have a time for every lag with every number of rows"):
+        read_profile(path)
+    del values["timings"]["switching"], values["identity"]["limits"]["extension_pages"]
+    path.write_text(json.dumps(values))
+    assert read_profile(path).timings == timings()
+    assert read_profile(path).identity == IDENTITY

@@ -41,7 +41,12 @@ class SwitchTable:
 
     @classmethod
     def of(cls, cost: CostTable, limits: Limits) -> SwitchTable:
-        """By the time that the draft takes to be fed what it lacks, every row as much as the row that lacks most."""
+        """As it was profiled; else by the time that the draft takes to be fed what it lacks, every row as much as the
+        row that lacks most."""
+        profiled = cost.samples.switch_s
+        if profiled:
+            lags, rows = (sorted(set(sizes)) for sizes in zip(*profiled, strict=True))
+            return cls(lags, rows, np.array([[profiled[lag, n] for n in rows] for lag in lags]))
         lags, rows = doubling(limits.max_context), doubling(limits.max_requests)
         return cls(lags, rows, np.array([[cost.catchup_s(lag * n) for n in rows] for lag in lags]))
 
