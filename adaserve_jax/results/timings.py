@@ -27,7 +27,8 @@ class Timings:
 
     verify: by (bucket tokens, rows, context); catchup: the same, of the draft; search: by (rows, width, depth,
     context). switching: by (lag, rows), from the start of the context until the draft of each row has that lag behind
-    it; empty: not measured. typical_context: where lines are anchored; context_rows: rows that read their context together.
+    it; empty: not measured. typical_context: where lines are anchored; context_rows: rows that read their context
+    together.
     """
 
     typical_context: int

@@ -107,6 +107,7 @@ class Scheduler:
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with the gauges as of now."""
+        report = self._controller.arms()
         return replace(
             self._stats,
             running=len(self._batch.running),
@@ -115,6 +116,8 @@ class Scheduler:
             preemptions=self._batch.preemptions,
             accepted_per_position=list(self._stats.accepted_per_position),
             finished=dict(self._stats.finished),
+            arms=report.arms,
+            arm_regret_s=report.regret_s,
             calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
             calibration_error=self._calibrator.errors if self._calibrator is not None else {},
         )

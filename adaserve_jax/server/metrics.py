@@ -126,6 +126,14 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         for prediction, error in by_prediction.items():
             errors.add_metric((rows, prediction), error)
     yield errors
+    arms = GaugeMetricFamily(
+        "adaserve_arm", "1 for the arm in force at sizes of batch up to the bucket.", labels=("bucket", "arm")
+    )
+    for bucket, arm in steps.arms.items():
+        arms.add_metric((bucket, arm), 1)
+    yield arms
+    regret_s = "Seconds that the arms played are estimated to have cost beyond the best ones."
+    yield GaugeMetricFamily("adaserve_arm_regret_seconds", regret_s, steps.arm_regret_s)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:

@@ -8,7 +8,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.ablations import ABLATIONS, LADDER, ORDERS
+from adaserve_jax.scheduler.ablations import ABLATIONS, HALVES, LADDER, ORDERS
 from adaserve_jax.scheduler.policies import POLICIES
 from adaserve_jax.scheduler.policy_names import expand, find_policy
 from adaserve_jax.types import CandidateTrees
@@ -17,6 +17,7 @@ from tests.scheduler.harness import Run, limits_of, random_load
 
 def test_groups_stand_for_their_policies_each_once():
     assert expand(("ar", "orders", "adaserve", "ladder")) == ("ar", *ORDERS, *LADDER[:-1])
+    assert expand(("halves",)) == HALVES == ("half-model", "half-bandit", "adaserve")
     assert LADDER[-1] == ORDERS[-1] == "adaserve"
     with pytest.raises(ConfigError, match=r"unknown policy 'ladders'; known policies are adaserve, .*ladder-slo"):
         find_policy("ladders", 4)
@@ -33,10 +34,10 @@ def test_each_step_of_the_ladder_changes_what_it_says():
     assert differences == [
         {"selector"}, {"selector"}, {"calibrated"}, {"controller", "search_budget", "needs_draft"}, {"controller"},
     ]  # fmt: skip
-    for name in ORDERS[:-1]:
+    for name, part in [(name, "slo_order") for name in ORDERS[:-1]] + [(name, "controller") for name in HALVES[:-1]]:
         ours = POLICIES["adaserve"]
         differing = {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(ABLATIONS[name], f.name)}
-        assert differing == {"about", "slo_order"}
+        assert differing == {"about", part}
 
 
 def test_the_first_steps_take_c1_and_c2_as_the_papers_policy_does():

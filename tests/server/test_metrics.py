@@ -25,6 +25,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
         finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
         calibration_outcomes={"greedy": 70}, calibration_error={"greedy": {"raw": 0.2, "online": 0.01}},
+        arms={"32": "off", "8": "4x2"}, arm_regret_s=0.75,
     )  # fmt: skip
     engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, draft_resident=True, step_age_s=0.5)
     found = samples(ServerMetrics(engine))
@@ -49,6 +50,9 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         ("adaserve_compiles_after_ready_total",): 0,
         ("adaserve_draft_resident",): 1,
         ("adaserve_step_age_seconds",): 0.5,
+        ("adaserve_arm", ("arm", "4x2"), ("bucket", "8")): 1,
+        ("adaserve_arm", ("arm", "off"), ("bucket", "32")): 1,
+        ("adaserve_arm_regret_seconds",): 0.75,
     }
     assert {key: found[key] for key in expected} == expected
     stats.running = 8

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
+from adaserve_jax.scheduler.controllers.base import ALL_SIZES, ArmReport, Controller, Decision, Feedback, Load, arm_name
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.types import Limits
 
@@ -25,9 +25,13 @@ class _ChainBandit(Controller):
     def __init__(self, limits: Limits):
         self._limits = limits
         self._arm: int | None = None
+        self._steps = np.zeros(self.num_arms)
+        self._emitted = np.zeros(self.num_arms)
+        self._regret_s = 0.0
 
     @property
-    def arms(self) -> int:
+    def num_arms(self) -> int:
+        """K."""
         return self._limits.max_depth
 
     @property
@@ -46,8 +50,18 @@ class _ChainBandit(Controller):
 
     def learn(self, feedback: Feedback) -> None:
         if feedback.rows and self._arm is not None:
-            self._reward(self._arm, feedback.emitted / feedback.rows)
+            emitted = feedback.emitted / feedback.rows
+            self._steps[self._arm] += 1
+            self._emitted[self._arm] += emitted
+            seen = self._emitted / np.maximum(self._steps, 1)
+            self._regret_s += feedback.step_s * (1 - seen.item(self._arm) / seen.max().item())
+            self._reward(self._arm, emitted)
             self._arm = None
+
+    def arms(self) -> ArmReport:
+        """The chain of most emitted tokens; they are what regret is made of, too."""
+        best = int((self._emitted / np.maximum(self._steps, 1)).argmax())
+        return ArmReport({ALL_SIZES: arm_name(1 + best)} if self._steps.any() else {}, self._regret_s)
 
     def _choose(self) -> int:
         raise NotImplementedError
@@ -61,8 +75,8 @@ class UcbSpec(_ChainBandit):
 
     def __init__(self, limits: Limits):
         super().__init__(limits)
-        self._pulls = np.zeros(self.arms)
-        self._mean = np.zeros(self.arms)
+        self._pulls = np.zeros(self.num_arms)
+        self._mean = np.zeros(self.num_arms)
 
     def _choose(self) -> int:
         untried = np.flatnonzero(self._pulls == 0)
@@ -71,7 +85,7 @@ class UcbSpec(_ChainBandit):
     def radius(self) -> np.ndarray:
         """f64[K], half the width of each arm's confidence interval, tokens."""
         n, t = self._pulls, self._pulls.sum()
-        inside = 1 + 2 * np.log(self.arms * t**2 * np.sqrt(1 + n) / CONFIDENCE)
+        inside = 1 + 2 * np.log(self.num_arms * t**2 * np.sqrt(1 + n) / CONFIDENCE)
         return self.longest / 2 * np.sqrt((1 + n) / n**2 * inside)
 
     def _reward(self, arm: int, emitted: float) -> None:
@@ -85,18 +99,18 @@ class Exp3Spec(_ChainBandit):
 
     def __init__(self, limits: Limits, seed: int):
         super().__init__(limits)
-        self._losses = np.zeros(self.arms)
+        self._losses = np.zeros(self.num_arms)
         self._rounds = 1
         self._rng = np.random.default_rng(seed)
 
     def chances(self) -> np.ndarray:
         """f64[K], p."""
-        rate = math.sqrt(math.log(self.arms) / (self._rounds * self.arms))
+        rate = math.sqrt(math.log(self.num_arms) / (self._rounds * self.num_arms))
         weights = np.exp(-rate * (self._losses - self._losses.min()))
         return weights / weights.sum()
 
     def _choose(self) -> int:
-        return int(self._rng.choice(self.arms, p=self.chances()))
+        return int(self._rng.choice(self.num_arms, p=self.chances()))
 
     def _reward(self, arm: int, emitted: float) -> None:
         self._losses[arm] += (self.longest + 1 - emitted) / (self.longest * self.chances()[arm])

@@ -59,8 +59,8 @@ class Feedback:
     """What a step with decode rows brought. rows: that speculated. drafted, accepted: nodes, roots left out. emitted:
     tokens of the rows that speculated. decode_rows, decoded: all rows that decode, and their tokens. prefill_tokens: of
     the prompts computed beside them. catchup_tokens: that the draft was fed for the decode rows. step_s: from the
-    step's plan to its commit. predicted_s: what the tables said of it, 0 where they said nothing. expected: accepted nodes,
-    as the tables said of those verified."""
+    step's plan to its commit. predicted_s: what the tables said of it, 0 where they said nothing. expected: accepted
+    nodes, as the tables said of those verified."""
 
     rows: int
     drafted: int
@@ -77,12 +77,21 @@ class Feedback:
 
 @dataclass(frozen=True)
 class ArmReport:
-    """arms: the arm in force, by the most decode rows of a size of batch, "all" where sizes are not told apart.
+    """arms: the arm in force, by the most decode rows of a size of batch, ALL_SIZES where sizes are not told apart.
     regret_s: seconds that the arms played are estimated to have cost beyond the best ones, by the controller's own
     statistics."""
 
     arms: dict[str, str] = field(default_factory=dict)
     regret_s: float = 0.0
+
+
+ALL_SIZES = "all"
+"""Bucket of a controller that does not tell sizes of batch apart."""
+
+
+def arm_name(depth: int, width: int = 1) -> str:
+    """For metrics: "off", or depth x width."""
+    return f"{depth}x{width}" if depth else "off"
 
 
 class Controller(Protocol):

@@ -14,6 +14,8 @@ from adaserve_jax.types import Limits
 
 LEAST_SHARE = 0.1
 """Of a step's seconds that its chains answer for at least, however much else it did."""
+TELLING_SHARE = 0.85
+"""Of the rows that must have drafted for a step to say something of its chain."""
 
 
 class ChainCosts:
@@ -31,6 +33,11 @@ class ChainCosts:
     def arms(self) -> int:
         """K."""
         return self._limits.max_depth + 1
+
+    @property
+    def max_catchup_tokens(self) -> int:
+        """Most tokens that the draft is fed in a step."""
+        return self._cost.max_catchup_tokens
 
     @property
     def fastest_rate(self) -> float:
@@ -70,6 +77,6 @@ class ChainCosts:
 
 
 def tells_of_its_chain(feedback: Feedback, depth: int) -> bool:
-    """Whether the step was of the depth that was decided: no draft was asked for, or at least half of the rows had
-    one. Rows near their end, or whose draft still catches up, decode plainly."""
-    return not depth or (feedback.drafted > 0 and 2 * feedback.rows >= feedback.decode_rows)
+    """Whether the step was of the depth that was decided: no draft was asked for, or nearly all rows had one. Rows near
+    their end, or whose draft still catches up, decode plainly, and make a chain look cheap."""
+    return not depth or (feedback.drafted > 0 and feedback.rows >= TELLING_SHARE * feedback.decode_rows)

@@ -1,7 +1,7 @@
-"""The controller of `adaserve`: the joint choice, corrected by what shapes of the draft were seen to take and to bring.
+"""The controller of `adaserve`: the joint choice, corrected by what shapes of the draft were seen to take and bring.
 
-Per size of batch it learns how far the tables are off for each shape, and now and then plays a shape beside the proposed
-one to find out, never at the price of a request on pace. Source: Nightjar's bandit, from chains to trees;
+Per size of batch it learns how far the tables are off for each shape, and now and then plays a shape beside the
+proposed one to find out, never at the price of a request on pace. Source: Nightjar's bandit, from chains to trees;
 docs/architecture/scheduler.md.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load
+from adaserve_jax.scheduler.controllers.base import ArmReport, Controller, Decision, Feedback, Load, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import tells_of_its_chain
 from adaserve_jax.scheduler.controllers.evidence import Ratios
 from adaserve_jax.scheduler.controllers.joint import JointController
@@ -109,6 +109,8 @@ class CorrectedController(Controller):
         if not load.num_decode:
             return self._prompts_only(load)
         bucket = self._bucket(load.num_decode)
+        if not load.draft_resident:
+            self._on = False  # its KV is gone: it will have to catch up
         if not load.can_speculate.any():  # whatever the reason, it says nothing of shapes
             self._playing = None
             return self._joint.weigh(load, bucket.correction).pick().decision
@@ -126,8 +128,10 @@ class CorrectedController(Controller):
         self._playing = _Playing(bucket, pick, best)
         return pick.decision
 
-    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float) -> bool:
-        return self._joint.sustains(need_rate, others, prefill_tokens)
+    def sustains(
+        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
+    ) -> bool:
+        return self._joint.sustains(need_rate, others, prefill_tokens, draft_resident=draft_resident)
 
     def fastest_alone(self, alone: Alone) -> float:
         return self._joint.fastest_alone(alone)
@@ -154,9 +158,10 @@ class CorrectedController(Controller):
 
     def arms(self) -> ArmReport:
         """The shape last thought best at each size of batch that was met."""
-        met = zip(self._sizes, self._buckets, strict=True)
-        names = {str(size): self._joint.shapes.name(bucket.best) for size, bucket in met if bucket is not None}
-        return ArmReport(names, self._regret_s)
+        shapes, met = self._joint.shapes, zip(self._sizes, self._buckets, strict=True)
+        best = {str(size): bucket.best for size, bucket in met if bucket is not None}
+        named = {size: arm_name(int(shapes.depth[arm]), int(shapes.width[arm])) for size, arm in best.items()}
+        return ArmReport(named, self._regret_s)
 
     def _bucket(self, rows: int) -> Bucket:
         index = bisect_left(self._sizes, rows)

@@ -16,8 +16,7 @@ RATIO_LIMIT = 4.0
 class Ratios:
     """Measured over predicted of O options. factor: f64[O], 1 for an option that has shown nothing, kept up to date.
 
-    noise: how far a ratio may be from 1 and correct nothing; beyond, what is beyond. prior: weight of the prediction
-    itself. lately: weight over which the moving average forgets all but 1 / e; memory:
+    noise: how far a ratio may be from 1 and correct nothing. prior: weight of the prediction itself. lately: weight over which the moving average forgets all but 1 / e; memory:
     most weight that the mean stands for.
     """
 
@@ -52,5 +51,4 @@ class Ratios:
 
     def _set(self, option: int) -> None:
         off = MEAN_SHARE * self._mean[option] + (1 - MEAN_SHARE) * self._lately[option] - 1
-        beyond = max(abs(off) - self._noise, 0.0)
-        self.factor[option] = 1 + (1 - self.doubt(option)) * (beyond if off > 0 else -beyond)
+        self.factor[option] = 1 + (1 - self.doubt(option)) * off if abs(off) > self._noise else 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
+from adaserve_jax.scheduler.controllers.base import ALL_SIZES, ArmReport, Controller, Decision, Feedback, Load, arm_name
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.types import CostSamples, Limits
@@ -46,6 +46,10 @@ class GoodputController(Controller):
     def fastest_alone(self, alone: Alone) -> float:
         """With the best chain, none included."""
         return alone.fastest_chain(0)
+
+    def arms(self) -> ArmReport:
+        """The chain that was decided last; it learns nothing of the others, so that there is no regret to tell."""
+        return ArmReport({ALL_SIZES: arm_name(self._depth)})
 
     def learn(self, feedback: Feedback) -> None:
         self._steps += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
+from adaserve_jax.scheduler.controllers.base import ALL_SIZES, ArmReport, Controller, Decision, Feedback, Load, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_its_chain
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.types import Limits
@@ -35,6 +35,8 @@ class _LinearBandit(Controller):
         self._inverse[:, :2] = 1 / REGULARISATION
         self._weights = np.zeros((costs.arms, 2))  # theta
         self._playing: tuple[int, np.ndarray] | None = None
+        self._best: int | None = None
+        self._regret_s = 0.0
 
     def decide(self, load: Load) -> Decision:
         x = np.array([1.0, load.num_decode / self._limits.max_requests])
@@ -46,11 +48,19 @@ class _LinearBandit(Controller):
         """With the best chain, none included."""
         return alone.fastest_chain(0)
 
+    def arms(self) -> ArmReport:
+        """The chain of most expected reward at the size of the last batch."""
+        return ArmReport({} if self._best is None else {ALL_SIZES: arm_name(self._best)}, self._regret_s)
+
     def learn(self, feedback: Feedback) -> None:
         if self._playing is None:
             return
         arm, x = self._playing
         self._playing = None
+        scores = self._weights @ x
+        self._best = int(scores.argmax())
+        if scores[self._best] > 0:
+            self._regret_s += feedback.step_s * float(1 - max(scores[arm], 0.0) / scores[self._best])
         if feedback.step_s > 0 and tells_of_its_chain(feedback, arm):
             rate = feedback.decoded / feedback.decode_rows / feedback.step_s
             self.reward(arm, x, rate / self._costs.fastest_rate)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Feedback, Load
+from adaserve_jax.scheduler.controllers.base import ALL_SIZES, ArmReport, Controller, Decision, Feedback, Load, arm_name
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_its_chain
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.scheduler.controllers.schedule import Schedule
@@ -35,25 +35,45 @@ FADE = 0.5
 
 FOCUS = 8.0
 """How much less often an arm is explored the worse it seems: at twice the latency of another, 2 ** FOCUS times less."""
+EXPLORE_MOST = 0.1
+"""Most of the bins that explore."""
+TRIAL_ROWS = 16
+"""Rows times steps that an arm is explored for before it is given up as worse than the best one."""
+BELIEVED_ROWS = 256
+"""Rows times steps that what an arm showed before counts for at most when it is explored, so that it is believed."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """explore_power: bin k of a block explores with the chance k ** -explore_power. locks: the arm stays for the whole
-    bin, and speculation on or off for MIN_DWELL steps; else the arm is drawn or solved for in each step. contextual:
+    """explore_power: bin k of a block explores with the chance k ** -explore_power, but no more than explore_most.
+    locks: the arm stays for the whole bin, unless it is on trial and seen to be worse, and speculation on or off for
+    MIN_DWELL steps; else the arm is drawn or solved for in each step. contextual:
     every size of batch learns by itself. switching: what turning speculation on costs counts. focus: arms are explored
     with chances proportional to latency ** -focus, 0: uniform."""
 
     explore_power: float
     locks: bool
+    explore_most: float = 1.0
     focus: float = 0.0
     contextual: bool = True
     switching: bool = True
 
 
-V2 = Rule(explore_power=1.0, locks=True, focus=FOCUS)
+V2 = Rule(explore_power=1.0, locks=True, explore_most=EXPLORE_MOST, focus=FOCUS)
 V1 = Rule(explore_power=0.5, locks=False)
 BINGREEDY = Rule(explore_power=0.5, locks=False, contextual=False, switching=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What an arm brought in the bin that explores it."""
+
+    row_steps: int
+    row_s: float
+    tokens: int
+
+
+_NO_TRIAL = Trial(0, 0.0, 0)
 
 
 class Bucket:
@@ -71,6 +91,7 @@ class Bucket:
         self.schedule = Schedule()
         self.arm: int | None = None
         self.explores = False
+        self.trial = _NO_TRIAL
 
     @property
     def latency_s(self) -> np.ndarray:
@@ -85,9 +106,29 @@ class Bucket:
         self.row_steps[arm] += rows
         excess = self.row_steps.item(arm) / (MEMORY_STEPS * rows)
         if excess > 1:
-            self.row_s[arm] /= excess
-            self.tokens[arm] /= excess
-            self.row_steps[arm] /= excess
+            self._shrink(arm, excess)
+
+    def begin_trial(self, arm: int) -> None:
+        """What the arm showed before counts for no more than so much."""
+        self.trial = _NO_TRIAL
+        excess = self.row_steps.item(arm) / BELIEVED_ROWS
+        if excess > 1:
+            self._shrink(arm, excess)
+
+    def on_trial(self, rows: int, seconds: float, tokens: int) -> bool:
+        """Take in a step of the arm being explored; whether it is worse than the best one."""
+        trial = self.trial
+        self.trial = trial = Trial(trial.row_steps + rows, trial.row_s + rows * seconds, trial.tokens + tokens)
+        return trial.row_steps >= TRIAL_ROWS and trial.row_s / trial.tokens > self.latency_s.min()
+
+    def best(self, speculating: bool) -> int:
+        """The arm of least latency with speculation, or the one without."""
+        return 1 + int(self.latency_s[1:].argmin()) if speculating else 0
+
+    def _shrink(self, arm: int, factor: float) -> None:
+        self.row_s[arm] /= factor
+        self.tokens[arm] /= factor
+        self.row_steps[arm] /= factor
 
     def fade(self) -> None:
         """Let what comes count more than what was."""
@@ -110,6 +151,7 @@ class NightjarController(Controller):
         self._last = limits.max_depth  # prompts come first, and the draft is fed them unless speculation is off
         self._steps_since_change = MIN_DWELL
         self._playing: tuple[Bucket, int] | None = None
+        self._regret_s = 0.0
 
     def decide(self, load: Load) -> Decision:
         arm = self._last
@@ -120,8 +162,7 @@ class NightjarController(Controller):
             if load.draft_resident:
                 if bucket.arm is None:
                     bucket.arm = self._choose(bucket, load)
-                if not self._must_dwell(bucket.arm):
-                    arm = bucket.arm
+                arm = bucket.best(self._last > 0) if self._must_dwell(bucket.arm) else bucket.arm
             self._playing = bucket, arm
         return fill(self._limits, load, depth=arm, width=1 if arm else 0)
 
@@ -129,17 +170,33 @@ class NightjarController(Controller):
         """With the best chain, none included."""
         return alone.fastest_chain(0)
 
+    def arms(self) -> ArmReport:
+        """The arm of least latency at each size of batch that was met."""
+        met = zip(self._sizes, self._buckets, strict=True)
+        best = {size: bucket.latency_s.argmin() for size, bucket in met if bucket is not None}
+        names = {str(size) if self._rule.contextual else ALL_SIZES: arm_name(int(arm)) for size, arm in best.items()}
+        return ArmReport(names, self._regret_s)
+
     def learn(self, feedback: Feedback) -> None:
         if self._playing is None:
             return
         bucket, arm = self._playing
         self._playing = None
-        self._steps_since_change = 1 if (arm > 0) != (self._last > 0) else self._steps_since_change + 1
+        latency_s = bucket.latency_s
+        self._regret_s += feedback.step_s * (1 - latency_s.min().item() / latency_s.item(arm))
+        self._steps_since_change += 1
+        if (arm > 0) != (self._last > 0):
+            self._steps_since_change = MIN_DWELL if bucket.explores else 1  # what is only tried is not held to
         self._last = arm
+        trial = arm == bucket.arm and bucket.explores and self._rule.locks
         if tells_of_its_chain(feedback, arm):
             seconds = self._costs.decode_s(feedback, arm)
             bucket.learn(arm, feedback.decode_rows, seconds, feedback.decoded)
-        if arm != bucket.arm:  # held back by the dwell: the bin goes on when its own arm may be played
+            if trial and bucket.on_trial(feedback.decode_rows, seconds, feedback.decoded):
+                bucket.arm, bucket.explores = None, False
+        elif trial:
+            bucket.arm, bucket.explores = None, False  # drafts that lag would have to be waited for
+        if bucket.arm not in (arm, None):  # held back by the dwell: the bin goes on when its own arm may be played
             return
         if bucket.schedule.advance():
             bucket.fade()
@@ -155,13 +212,25 @@ class NightjarController(Controller):
 
     def _choose(self, bucket: Bucket, load: Load) -> int:
         schedule = bucket.schedule
-        if schedule.step == 1:
-            bucket.explores = self._rng.random() < schedule.bin**-self._rule.explore_power
-        if bucket.explores:
-            weight = bucket.latency_s**-self._rule.focus
-            chances = weight.cumsum()
-            return int(chances.searchsorted(self._rng.random() * chances[-1], side="right"))
-        return int(self.loss(bucket, load).argmin())
+        if schedule.step == 1 and self._costs.arms > 1:
+            chance = min(schedule.bin**-self._rule.explore_power, self._rule.explore_most)
+            bucket.explores = self._rng.random() < chance
+        if not bucket.explores:
+            return int(self.loss(bucket, load).argmin())
+        if not self._rule.focus:
+            return int(self._rng.integers(self._costs.arms))
+        loss = self.loss(bucket, load)  # what turning speculation on costs keeps an arm from being tried, too
+        weight = loss**-self._rule.focus
+        if not self._waits(load):
+            weight[int(loss.argmin())] = 0.0
+        chances = weight.cumsum()
+        arm = int(chances.searchsorted(self._rng.random() * chances[-1], side="right"))
+        bucket.begin_trial(arm)
+        return arm
+
+    def _waits(self, load: Load) -> bool:
+        """Whether a trial of speculation would have to wait for drafts that lag."""
+        return not self._last and int(load.draft_lag.sum()) > self._costs.max_catchup_tokens
 
     def loss(self, bucket: Bucket, load: Load) -> np.ndarray:
         """f64[K], seconds per token of one request, with what changing from the arm played last costs: over the

@@ -38,10 +38,6 @@ class Shapes:
         mask = (levels < depth[:, None, None]) & (ranks < width[:, None, None])
         return cls(depth, width, depth * width, mask.reshape(len(pairs), -1))
 
-    def name(self, shape: int) -> str:
-        """Of one shape, for people: "off", or depth x width."""
-        return f"{self.depth[shape]}x{self.width[shape]}" if shape else "off"
-
     def reach(self, chance: np.ndarray) -> Reach:
         """chance: f64[max_depth, max_width], that a node is accepted, by depth and rank."""
         best_first = np.sort(np.where(self.mask, chance.ravel(), 0.0), axis=1)[:, ::-1]
