@@ -26,7 +26,9 @@ def bench(
     config: EngineConfig,
     policies: Annotated[
         str,
-        typer.Option(help="policies to compare, separated by commas; ladder or orders: all ablations of that name"),
+        typer.Option(
+            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name"
+        ),
     ],
     rates: Annotated[str, typer.Option(help="requests per second, separated by commas; trace: the workload's times")],
     duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each policy and rate")],

@@ -28,7 +28,9 @@ from adaserve_jax.scheduler.policy_names import expand, find_policy
 def simulate(
     policies: Annotated[
         str,
-        typer.Option(help="policies to compare, separated by commas; ladder or orders: all ablations of that name"),
+        typer.Option(
+            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name"
+        ),
     ],
     out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
     traces: Annotated[list[Path] | None, typer.Argument(help="files in AdaServe's trace format, plain or .gz")] = None,

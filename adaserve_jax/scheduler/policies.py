@@ -147,7 +147,7 @@ def pure_arms(rule: Rule) -> Callable[[Parts], Controller]:
 
 POLICIES: dict[str, Policy] = {
     "adaserve": Policy(
-        "depth, width, budget and prefill chunk chosen together by predicted cost; ours",
+        "depth, width, budget and prefill chunk chosen together by predicted cost, corrected by what was earned; ours",
         _adaserve, selector="slo", ordering="deadline", search_budget=True,
     ),
     "adaserve-paper": Policy(

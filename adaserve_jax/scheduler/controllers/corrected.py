@@ -34,9 +34,9 @@ TRIAL_STEPS = 3
 MIN_DWELL = 8
 """Steps that speculation stays on, or off, unless that would keep fewer requests on pace."""
 STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
-"""Weights of a shape's seconds, in steps: they hardly scatter."""
-TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.1, 64.0, 400.0, 4000.0
-"""Weights of its tokens, in accepted nodes that were expected: they do."""
+"""Of a shape's seconds: what is noise, and weights in steps. They hardly scatter."""
+TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
+"""Of its tokens, with weights in accepted nodes that were expected. They do scatter."""
 HALF_LIFE = 256
 """Steps of a size of batch in which what its shapes have shown halves in weight."""
 LEAST_EXPECTED = 0.05

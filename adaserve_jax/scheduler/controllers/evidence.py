@@ -16,8 +16,8 @@ RATIO_LIMIT = 4.0
 class Ratios:
     """Measured over predicted of O options. factor: f64[O], 1 for an option that has shown nothing, kept up to date.
 
-    noise: how far a ratio may be from 1 and correct nothing. prior: weight of the prediction itself. lately: weight over which the moving average forgets all but 1 / e; memory:
-    most weight that the mean stands for.
+    noise: how far a factor may be from 1 and correct nothing. prior: weight of the prediction itself. lately: weight
+    over which the moving average forgets all but 1 / e; memory: most weight that the mean stands for.
     """
 
     def __init__(self, options: int, *, noise: float, prior: float, lately: float, memory: float):
@@ -50,5 +50,6 @@ class Ratios:
                 self._set(option)
 
     def _set(self, option: int) -> None:
-        off = MEAN_SHARE * self._mean[option] + (1 - MEAN_SHARE) * self._lately[option] - 1
-        self.factor[option] = 1 + (1 - self.doubt(option)) * off if abs(off) > self._noise else 1.0
+        blended = MEAN_SHARE * self._mean[option] + (1 - MEAN_SHARE) * self._lately[option]
+        off = (1 - self.doubt(option)) * (blended - 1)
+        self.factor[option] = 1 + off if abs(off) > self._noise else 1.0
