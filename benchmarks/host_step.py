@@ -1,8 +1,9 @@
-"""Host time of a step: plan + select + commit around an executor that costs nothing; and of the selector alone.
+"""Host time of a step: plan + select + commit around an executor that costs nothing; and of its parts alone.
 
     python benchmarks/host_step.py [--out results.json]
 
-Prints medians in milliseconds. Targets: 1 ms at 16 requests, 2.5 ms at 64; selector 0.15 ms at 64 x 24 candidates.
+Prints medians in milliseconds; `half-model` is `adaserve` without its bandit. Targets: 1 ms at 16 requests, 2.5 ms at
+64; selector 0.15 ms at 64 x 24 candidates.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.table import Table
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.controllers.base import Feedback, Load
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams
 
@@ -77,6 +79,26 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
     return {**result, "step_ms": float(np.median(phases.sum(axis=1)))}
 
 
+def choice_ms(policy: str, requests: int, repeats: int) -> float:
+    """Median milliseconds in which the controller decides and learns, all requests decoding with a target."""
+    limits = limits_for(requests)
+    scheduler = build_scheduler(EngineConfig(policy=policy), limits, simulated_costs(limits))
+    controller, lag = scheduler.controller, np.full(requests, 2)
+    load = Load(np.full(requests, 40.0), lag, np.ones(requests, bool), 0, 0, 0.0, np.full(requests, 100))
+
+    def once() -> None:
+        decision = controller.decide(load)
+        drafted, accepted = requests * decision.depth, requests if decision.depth else 0
+        controller.learn(
+            Feedback(
+                accepted, drafted, accepted, 2 * accepted, decode_rows=requests, decoded=requests + accepted,
+                step_s=0.02, predicted_s=0.02, expected=float(accepted),
+            )
+        )  # fmt: skip
+
+    return median_ms(once, repeats)
+
+
 def selector_ms(requests: int, depth: int, width: int, repeats: int) -> float:
     """Median milliseconds of ranking, Algorithm 2 and packing of requests x (depth * width) candidates."""
     rng = np.random.default_rng(0)
@@ -116,10 +138,13 @@ def main() -> None:
     args = parser.parse_args()
 
     rows: list[dict[str, str | float]] = []
-    for policy in ("ar", "spec:4", "adaserve"):
+    for policy in ("ar", "spec:4", "half-model", "adaserve"):
         for requests in (1, 16, 64):
             figures = steady_step_ms(policy, requests, args.steps)
             rows.append({"what": f"step, {requests} requests", "policy": policy, **figures})
+    for policy in ("half-model", "adaserve"):
+        choice = {"what": "choice alone, 64 requests", "policy": policy}
+        rows.append({**choice, "step_ms": choice_ms(policy, 64, 10 * args.steps)})
     alone = selector_ms(64, 6, 4, 4 * args.steps)
     rows.append({"what": "selector, 64 x 24", "policy": "adaserve", "step_ms": alone})
 

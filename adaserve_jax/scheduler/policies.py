@@ -97,7 +97,10 @@ def _adaserve(parts: Parts) -> Controller:
     if parts.eq8_eq9 and parts.limits.max_depth:
         return closed_form(parts)
     joint = JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
-    return CorrectedController(joint, parts.limits, parts.switch, parts.seed) if parts.limits.max_depth else joint
+    if not parts.limits.max_depth:
+        return joint
+    plain_step_s = parts.cost.baseline_s
+    return CorrectedController(joint, parts.limits, parts.switch, parts.seed, plain_step_s=plain_step_s)
 
 
 def closed_form(parts: Parts) -> Controller:

@@ -17,7 +17,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.controllers.base import Controller, Feedback
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
@@ -93,6 +93,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def controller(self) -> Controller:
+        """Who decides; for benchmarks."""
+        return self._controller
 
     @property
     def predictions(self) -> PredictionLog:

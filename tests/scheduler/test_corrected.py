@@ -37,7 +37,7 @@ def controller_of(limits: Limits, seed: int = 0, level_s: float = LEVEL_S) -> Co
     cost = costs_of_free_tokens(limits, level_s)
     acceptance = LearnedAcceptance(limits.max_depth, limits.max_width)
     joint = JointController(limits, cost, acceptance, Objective())
-    return CorrectedController(joint, limits, SwitchTable.of(cost, limits), seed)
+    return CorrectedController(joint, limits, SwitchTable.of(cost, limits), seed, plain_step_s=cost.baseline_s)
 
 
 class Truth:
@@ -230,6 +230,19 @@ def test_without_the_draft_it_plays_none_and_learns_nothing():
     np.testing.assert_array_equal(bucket.tokens.factor, before[1])
     assert (bucket.schedule.bin, bucket.schedule.step) == before[2:]
     assert (truth.play(controller, 200)[MIN_DWELL:] > 0).mean() > 0.8
+
+
+def test_speculation_that_is_dear_to_bring_back_stays_off_for_a_while():
+    """50 ms to catch up, and a step of 20: off for MIN_DWELL steps, but for requests that need it. Cheap: at once."""
+    for seconds, steps, need in [(0.05, MIN_DWELL, 0.0), (0.05, 1, 88.0), (0.005, 1, 0.0)]:
+        controller = controller_of(limits_of(max_width=1))
+        controller._switch = SwitchTable((256,), (8,), np.array([[seconds]]))
+        controller._on, controller._since_change = False, 1
+        off = 1
+        while not (depth := controller.decide(load_of(4, need=need)).depth):
+            controller.learn(Feedback(0, 0, 0, 0, decode_rows=4, decoded=4, step_s=0.02, predicted_s=0.02))
+            off += 1
+        assert (off, depth > 0) == (steps, True)
 
 
 def test_a_plan_that_is_forgotten_changes_nothing():

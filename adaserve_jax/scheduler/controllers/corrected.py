@@ -32,7 +32,9 @@ UNSURE = 0.5
 TRIAL_STEPS = 3
 """Steps that a shape is given to become the best one while it does better than believed."""
 MIN_DWELL = 8
-"""Steps that speculation stays on, or off, unless that would keep fewer requests on pace."""
+"""Steps that speculation stays off at least where coming back takes longer than a plain step, unless that would keep
+fewer requests on pace. Where drafts lag by little, on and off may alternate: chains are free beside prompts that fill
+the same bucket."""
 STEP_NOISE, STEP_PRIOR, STEP_LATELY, STEP_MEMORY = 0.05, 1.0, 5.0, 64.0
 """Of a shape's seconds: what is noise, and weights in steps. They hardly scatter."""
 TOKEN_NOISE, TOKEN_PRIOR, TOKEN_LATELY, TOKEN_MEMORY = 0.15, 64.0, 400.0, 4000.0
@@ -50,13 +52,18 @@ class Bucket:
     def __init__(self, shapes: int):
         self.seconds = Ratios(shapes, noise=STEP_NOISE, prior=STEP_PRIOR, lately=STEP_LATELY, memory=STEP_MEMORY)
         self.tokens = Ratios(shapes, noise=TOKEN_NOISE, prior=TOKEN_PRIOR, lately=TOKEN_LATELY, memory=TOKEN_MEMORY)
-        self.correction = Correction(self.seconds.factor, self.tokens.factor)
+        self._correction = Correction(self.seconds.factor, self.tokens.factor)
         self.schedule = Schedule()
         self.best = 0
         self.undecided = True
         self.trial: int | None = None
         self.trial_steps = 0
         self.believed = 1.0
+
+    @property
+    def correction(self) -> Correction | None:
+        """Of the tables; None where they are right but for noise."""
+        return self._correction if self.seconds.corrects or self.tokens.corrects else None
 
     def begin(self, trial: int | None) -> None:
         """A bin, with the shape that it tries."""
@@ -92,7 +99,11 @@ class _Playing:
 class CorrectedController(Controller):
     """Arms of a size of batch: no speculation, and the shapes around the one that the corrected tables propose."""
 
-    def __init__(self, joint: JointController, limits: Limits, switch: SwitchTable, seed: int):
+    def __init__(
+        self, joint: JointController, limits: Limits, switch: SwitchTable, seed: int, *, plain_step_s: float
+    ):  # fmt: skip
+        """plain_step_s: of one request, without speculation."""
+        self._plain_step_s = plain_step_s
         self._joint = joint
         self._limits = limits
         self._switch = switch
@@ -114,15 +125,16 @@ class CorrectedController(Controller):
         if not load.can_speculate.any():  # whatever the reason, it says nothing of shapes
             self._playing = None
             return self._joint.weigh(load, bucket.correction).pick().decision
-        switch_s = None
+        switch_s = None  # while speculation is on, what lags is charged as it is
         if not self._on:
             switch_s = self._switch.switch_s(int((load.draft_lag * load.can_speculate).max()), load.num_decode)
         weighed = self._joint.weigh(load, bucket.correction, switch_s)
         best = pick = weighed.pick()
         if bucket.undecided:
             bucket.begin(self._draw(bucket, weighed, best.shape))
-        if (best.shape > 0) != self._on and self._must_dwell(load):
-            pick = _stay(weighed, best, self._on)
+        if switch_s is not None and best.shape and self._must_dwell(switch_s):
+            off = weighed.pick(0)
+            pick = off if off.on_pace >= best.on_pace else best
         elif bucket.trial is not None and bucket.trial != best.shape:
             pick = self._try(bucket, weighed, best)
         self._playing = _Playing(bucket, pick, best)
@@ -170,9 +182,8 @@ class CorrectedController(Controller):
             bucket = self._buckets[index] = Bucket(len(self._joint.shapes.depth))
         return bucket
 
-    def _must_dwell(self, load: Load) -> bool:
-        """Where drafts catch up for nothing, there is nothing to dwell for."""
-        return self._since_change < MIN_DWELL and self._switch.switch_s(MIN_DWELL, load.num_decode) > 0
+    def _must_dwell(self, switch_s: float) -> bool:
+        return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
 
     def _prompts_only(self, load: Load) -> Decision:
         """The draft is fed them unless their number of requests was last served without it."""
@@ -219,12 +230,6 @@ def _may_be_tried(bucket: Bucket, value: np.ndarray, on_pace: np.ndarray, shape:
         return False
     margin = NEAR + UNSURE * bucket.seconds.doubt(shape)
     return bool(value[shape] - on_pace[shape] >= (1 - margin) * (value[best] - on_pace[best]))
-
-
-def _stay(weighed: Weighed, best: Pick, on: bool) -> Pick:
-    """The best shape with speculation as it is, unless it keeps fewer requests on pace."""
-    stay = weighed.pick(1 + int(weighed.by_shape()[0][1:].argmax()) if on else 0)
-    return stay if stay.on_pace >= best.on_pace else best
 
 
 def _lost(pick: Pick, best: Pick) -> float:

@@ -23,6 +23,7 @@ class Ratios:
     def __init__(self, options: int, *, noise: float, prior: float, lately: float, memory: float):
         self.factor = np.ones(options)
         self._noise = noise
+        self._correcting: set[int] = set()
         self._prior, self._lately_weight, self._memory = prior, lately, memory
         self._weight = [0.0] * options
         self._mean = [1.0] * options
@@ -38,6 +39,11 @@ class Ratios:
         self._weight[option] = min(total, self._memory)
         self._set(option)
 
+    @property
+    def corrects(self) -> bool:
+        """Whether any factor is not 1."""
+        return bool(self._correcting)
+
     def doubt(self, option: int) -> float:
         """Share of the prediction in the factor: 1 for an option that has shown nothing."""
         return self._prior / (self._prior + self._weight[option])
@@ -52,4 +58,6 @@ class Ratios:
     def _set(self, option: int) -> None:
         blended = MEAN_SHARE * self._mean[option] + (1 - MEAN_SHARE) * self._lately[option]
         off = (1 - self.doubt(option)) * (blended - 1)
-        self.factor[option] = 1 + off if abs(off) > self._noise else 1.0
+        corrects = abs(off) > self._noise
+        self.factor[option] = 1 + off if corrects else 1.0
+        (self._correcting.add if corrects else self._correcting.discard)(option)
