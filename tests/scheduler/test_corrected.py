@@ -239,7 +239,7 @@ def test_speculation_that_is_dear_to_bring_back_stays_off_for_a_while():
         controller._switch = SwitchTable((256,), (8,), np.array([[seconds]]))
         controller._on, controller._since_change = False, 1
         off = 1
-        while not (depth := controller.decide(load_of(4, need=need)).depth):
+        while not (depth := controller.decide(load_of(4, need=need, lag=20)).depth):
             controller.learn(Feedback(0, 0, 0, 0, decode_rows=4, decoded=4, step_s=0.02, predicted_s=0.02))
             off += 1
         assert (off, depth > 0) == (steps, True)

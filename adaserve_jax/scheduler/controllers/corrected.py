@@ -125,9 +125,7 @@ class CorrectedController(Controller):
         if not load.can_speculate.any():  # whatever the reason, it says nothing of shapes
             self._playing = None
             return self._joint.weigh(load, bucket.correction).pick().decision
-        switch_s = None  # while speculation is on, what lags is charged as it is
-        if not self._on:
-            switch_s = self._switch.switch_s(int((load.draft_lag * load.can_speculate).max()), load.num_decode)
+        switch_s = None if self._on else self._switch_s(load)  # while it is on, what lags is charged as it is
         weighed = self._joint.weigh(load, bucket.correction, switch_s)
         best = pick = weighed.pick()
         if bucket.undecided:
@@ -181,6 +179,11 @@ class CorrectedController(Controller):
         if bucket is None:
             bucket = self._buckets[index] = Bucket(len(self._joint.shapes.depth))
         return bucket
+
+    def _switch_s(self, load: Load) -> float:
+        """Of the rows that lag by more than a step brings: the others catch up as ever."""
+        late = load.draft_lag[load.can_speculate & (load.draft_lag > self._limits.max_depth + 1)]
+        return self._switch.switch_s(int(late.max()), len(late)) if len(late) else 0.0
 
     def _must_dwell(self, switch_s: float) -> bool:
         return self._since_change < MIN_DWELL and switch_s > self._plain_step_s
