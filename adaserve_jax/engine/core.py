@@ -101,6 +101,16 @@ class EngineCore:
         swap_if_due(scheduler, executor, self.clock)
         return chunks
 
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing to do until a request comes: none runs, and the draft is where it belongs."""
+        swapping = self.scheduler.swapping
+        return not self.has_work and (swapping is None or swapping.residency.draft_is_here)
+
+    def rest(self) -> None:
+        """Without requests: bring the draft back, a part of the way in each call, none of which waits."""
+        swap_if_due(self.scheduler, self.executor, self.clock)
+
     def settle(self) -> None:
         """Bring the draft back; only while idle, before another core takes over the executor. Raises SwapError."""
         bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(SETTLE_S))

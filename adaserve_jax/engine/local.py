@@ -32,6 +32,8 @@ from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Executor, Progress
 
 _log = logging.getLogger(__name__)
+REST_S = 0.01
+"""Seconds between two looks at a draft that comes back while nobody asks for anything."""
 Observe = Callable[[Executor], Executor]
 
 
@@ -214,7 +216,11 @@ class LocalEngine:
         """Do what clients asked for since the last step; wait while there is nothing to do. False: stop."""
         with self._lock:
             while not (self._inbox or self._stopping or self._core.has_work):
-                self._lock.wait()
+                if self._core.rests:
+                    self._lock.wait()
+                else:
+                    self._core.rest()  # with the lock: nobody else moves the draft meanwhile
+                    self._lock.wait(REST_S)
             actions, self._inbox = self._inbox, deque()
             stopping = self._stopping
             self._last_step_s = time.monotonic()  # a step that starts after a long idle time is not a late one

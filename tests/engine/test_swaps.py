@@ -63,6 +63,21 @@ def test_steps_swap_while_requests_run_and_texts_stay_what_they_are(core: Engine
     assert core.scheduler.stats.draft_resident
 
 
+def test_without_requests_the_draft_comes_back_a_part_in_each_call(core: EngineCore) -> None:
+    """Also after they were all aborted, when no step follows that could find it due."""
+    while core.scheduler.stats.draft_resident:
+        core.step()
+    for number in range(9):
+        core.abort(f"q{number}")
+    assert not core.has_work and not core.rests
+    states = []
+    while not core.rests:
+        core.rest()
+        states.append(core.scheduler.swapping.residency.state)
+    assert list(dict.fromkeys(states)) == ["loading", "resident"]
+    assert core.scheduler.stats.extension_total == 0
+
+
 def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
     while core.scheduler.stats.draft_resident:
         core.step()
