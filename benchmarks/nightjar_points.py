@@ -88,7 +88,7 @@ PROFILE = str(Path(__file__).parent / "results" / "profile-110m-cpu.json")
 SETUPS = (
     Setup("llama-70b", "llama-70b", 10, 1000),
     Setup("llama-70b-recorded", "llama-70b", 1, 1000, loads=(DYNAMIC,)),
-    Setup("grown-110M", PROFILE, 13, 256, pages=(64, 16)),
+    Setup("grown-110M", PROFILE, 13, 256, pages=(96, 24)),
 )
 
 
