@@ -23,7 +23,8 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
-            self.calls.append(name)
+            if name != "know":  # the simulated machine is told of requests; nothing runs
+                self.calls.append(name)
             if name == "verify":
                 self.plans.append(arguments[0])
             return getattr(self._executor, name)(*arguments)
