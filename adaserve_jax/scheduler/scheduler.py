@@ -80,7 +80,7 @@ class Scheduler:
         self.swapping: Swapping | None = None
         """Of the draft and KV pages; None where the draft stays."""
         if may_swap(self._policy.elastic, limits, config):
-            worth = PageWorth(self._batch, parts.chain_costs) if self._policy.weighs_pages else None
+            worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
         self._planner = Planner(
             self._batch,

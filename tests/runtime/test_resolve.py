@@ -96,7 +96,7 @@ def test_where_pools_cannot_be_extended_is_said(
 
 
 def test_a_draft_of_less_than_a_page_makes_no_page() -> None:
-    huge = replace(TARGET, num_layers=20_000)
+    huge = replace(TARGET, head_dim=TARGET.head_dim * 20_000)
     config = replace(SHORT, elastic="on", num_pages=16, max_requests=1)
     with pytest.raises(ConfigError, match="the draft's memory is less than one page of the target"):
         resolve(config, huge, DRAFT)

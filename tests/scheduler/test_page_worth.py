@@ -9,6 +9,7 @@ from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.page_worth import SLACK, WORTH_MARGIN, PageWorth
 from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Limits
 from tests.scheduler.harness import costs_of, limits_of, request_of
 
@@ -30,7 +31,7 @@ def worth_of(batch: Batch, acceptance: float = 0.1) -> PageWorth:
     samples.draft_level_s.update(dict.fromkeys(samples.draft_level_s, 0.016))
     table = LearnedAcceptance(limits.max_depth, limits.max_width)
     table.expected = lambda: np.full((limits.max_depth, limits.max_width), acceptance)  # type: ignore[method-assign]
-    return PageWorth(batch, ChainCosts(limits, CostTable(samples, limits), table))
+    return PageWorth(batch, ChainCosts(limits, CostTable(samples, limits), table), StepStats())
 
 
 LIMITS = limits_of(num_pages=40, extension_pages=20)
@@ -49,6 +50,16 @@ LIMITS = limits_of(num_pages=40, extension_pages=20)
 )
 def test_more_requests_in_steps_as_long_pay_where_there_are_any(running: int, waiting: int, pay: bool) -> None:
     assert worth_of(batch_of(LIMITS, running, waiting)).pages_pay() == pay
+
+
+def test_prompts_that_come_with_every_token_leave_less_to_win() -> None:
+    """6 rows in 16 ms are 2.67 ms a token, 4 rows 4: 1.5 times. With 6 ms of prompts for each token 1.15 times, with
+    12 ms 1.09 times, less than WORTH_MARGIN."""
+    for prompt_tokens, pay in [(600, True), (1200, False)]:
+        worth = worth_of(batch_of(LIMITS, 4, 2), acceptance=0.0)
+        worth._chains.prompt_token_s = 0.001
+        worth._stats.prompt_tokens, worth._stats.generation_tokens = prompt_tokens, 100
+        assert worth.pages_pay() == pay
 
 
 def test_against_what_the_draft_brings() -> None:

@@ -27,7 +27,8 @@ class ChainCosts:
         self._acceptance = acceptance
         fewest, most = limits.token_edges[0], limits.token_edges[-1]
         at_ends_s = [cost.step_at_warm_up_s(tokens, 1, 0, 1) for tokens in (fewest, most)]
-        self._prompt_token_s = (at_ends_s[1] - at_ends_s[0]) / max(most - fewest, 1)
+        self.prompt_token_s = (at_ends_s[1] - at_ends_s[0]) / max(most - fewest, 1)
+        """Seconds that one more prompt token adds to a step, whatever its size."""
 
     @property
     def arms(self) -> int:
@@ -69,7 +70,7 @@ class ChainCosts:
         Every prompt token is taken off at one price, so that a chain that makes room for them dear answers for it: all
         chains meet as many prompt tokens per token that they emit.
         """
-        seconds = feedback.step_s - self._prompt_token_s * feedback.prefill_tokens
+        seconds = feedback.step_s - self.prompt_token_s * feedback.prefill_tokens
         usual = feedback.decode_rows * (depth + 1)
         if feedback.catchup_tokens > usual:
             seconds -= self._cost.catchup_s(feedback.catchup_tokens) - self._cost.catchup_s(usual)

@@ -37,8 +37,12 @@ FOCUS = 8.0
 """How much less often an arm is explored the worse it seems: at twice the latency of another, 2 ** FOCUS times less."""
 EXPLORE_MOST = 0.1
 """Most of the bins that explore."""
-TRIAL_ROWS = 16
-"""Rows times steps that an arm is explored for before it is given up as worse than the best one."""
+NEAR = 0.25
+"""Share by which an arm may seem worse than the best one to be tried before others, until it has had TRIAL_STEPS:
+predictions are off by that much."""
+TRIAL_ROWS, TRIAL_STEPS = 16, 4
+"""Rows times steps, and steps, that an arm is explored for before it is given up as worse than the best one: prompts
+make single steps dear."""
 BELIEVED_ROWS = 256
 """Rows times steps that what an arm showed before counts for at most when it is explored, so that it is believed."""
 
@@ -68,26 +72,28 @@ BINGREEDY = Rule(explore_power=0.5, locks=False, contextual=False, switching=Fal
 class Trial:
     """What an arm brought in the bin that explores it."""
 
+    steps: int
     row_steps: int
     row_s: float
     tokens: int
 
 
-_NO_TRIAL = Trial(0, 0.0, 0)
+_NO_TRIAL = Trial(0, 0, 0.0, 0)
 
 
 class Bucket:
     """What sizes of batch that share their statistics have shown. K arms, arm a being a chain of a tokens.
 
     row_s: f64[K], seconds times rows; tokens, row_steps: f64[K], tokens that these rows emitted, and rows; they begin
-    with what is predicted. arm: played while its bin lasts, None where it is to be chosen.
+    with what is predicted. played: i64[K], steps of each arm. arm: played while its bin lasts, None where it is
+    to be chosen.
     """
 
     def __init__(self, predicted_s: np.ndarray, predicted_tokens: np.ndarray, rows: int):
         weight = PRIOR_STEPS * rows
-        self.row_s = predicted_s * weight
-        self.tokens = predicted_tokens * weight
-        self.row_steps = np.full(len(predicted_s), weight)
+        self._predicted = (predicted_s * weight, predicted_tokens * weight, np.full(len(predicted_s), weight))
+        self.row_s, self.tokens, self.row_steps = (sums.copy() for sums in self._predicted)
+        self.played = np.zeros(len(predicted_s), np.int64)
         self.schedule = Schedule()
         self.arm: int | None = None
         self.explores = False
@@ -100,6 +106,7 @@ class Bucket:
 
     def learn(self, arm: int, rows: int, seconds: float, tokens: int) -> None:
         """One step of `rows` decode rows."""
+        self.played[arm] += 1
         usual_s = self.row_s.item(arm) / self.row_steps.item(arm)
         self.row_s[arm] += rows * min(seconds, OUTLIER * usual_s)
         self.tokens[arm] += tokens
@@ -118,8 +125,10 @@ class Bucket:
     def on_trial(self, rows: int, seconds: float, tokens: int) -> bool:
         """Take in a step of the arm being explored; whether it is worse than the best one."""
         trial = self.trial
-        self.trial = trial = Trial(trial.row_steps + rows, trial.row_s + rows * seconds, trial.tokens + tokens)
-        return trial.row_steps >= TRIAL_ROWS and trial.row_s / trial.tokens > self.latency_s.min()
+        row_s = trial.row_s + rows * seconds
+        self.trial = trial = Trial(trial.steps + 1, trial.row_steps + rows, row_s, trial.tokens + tokens)
+        enough = trial.steps >= TRIAL_STEPS and trial.row_steps >= TRIAL_ROWS
+        return enough and trial.row_s / trial.tokens > self.latency_s.min()
 
     def best(self, speculating: bool) -> int:
         """The arm of least latency with speculation, or the one without."""
@@ -131,10 +140,10 @@ class Bucket:
         self.row_steps[arm] /= factor
 
     def fade(self) -> None:
-        """Let what comes count more than what was."""
-        self.row_s *= FADE
-        self.tokens *= FADE
-        self.row_steps *= FADE
+        """Let what comes count more than what was. What is not seen again gives way to the prediction, so that an arm
+        that looked bad by chance is tried again."""
+        for sums, predicted in zip((self.row_s, self.tokens, self.row_steps), self._predicted, strict=True):
+            sums += (1 - FADE) * (predicted - sums)
 
 
 class NightjarController(Controller):
@@ -207,22 +216,29 @@ class NightjarController(Controller):
         index = bisect_left(self._sizes, rows)
         bucket = self._buckets[index]
         if bucket is None:
+            rows = min(self._sizes[index], self._limits.max_requests)
             bucket = self._buckets[index] = Bucket(*self._costs.predicted(rows), rows)
         return bucket
 
     def _choose(self, bucket: Bucket, load: Load) -> int:
         schedule = bucket.schedule
+        loss = self.loss(bucket, load)  # what turning speculation on costs keeps an arm from being tried, too
+        best = int(loss.argmin())
+        untried = (bucket.played < TRIAL_STEPS) & (loss <= (1 + NEAR) * loss.item(best))
+        untried[best] = False
+        tries = bool(self._rule.focus and untried.any())
         if schedule.step == 1 and self._costs.arms > 1:
-            chance = min(schedule.bin**-self._rule.explore_power, self._rule.explore_most)
-            bucket.explores = self._rng.random() < chance
+            most = 1.0 if tries else self._rule.explore_most
+            bucket.explores = self._rng.random() < min(schedule.bin**-self._rule.explore_power, most)
         if not bucket.explores:
-            return int(self.loss(bucket, load).argmin())
+            return best
         if not self._rule.focus:
             return int(self._rng.integers(self._costs.arms))
-        loss = self.loss(bucket, load)  # what turning speculation on costs keeps an arm from being tried, too
         weight = loss**-self._rule.focus
-        if not self._waits(load):
-            weight[int(loss.argmin())] = 0.0
+        if tries:
+            weight *= untried
+        elif not self._waits(load):
+            weight[best] = 0.0
         chances = weight.cumsum()
         arm = int(chances.searchsorted(self._rng.random() * chances[-1], side="right"))
         bucket.begin_trial(arm)
