@@ -66,6 +66,7 @@ def test_steps_swap_while_requests_run_and_texts_stay_what_they_are(core: Engine
 def test_without_requests_the_draft_comes_back_a_part_in_each_call(core: EngineCore) -> None:
     """Also after they were all aborted, when no step follows that could find it due."""
     while core.scheduler.stats.draft_resident:
+        assert core.has_work
         core.step()
     for number in range(9):
         core.abort(f"q{number}")
@@ -80,6 +81,7 @@ def test_without_requests_the_draft_comes_back_a_part_in_each_call(core: EngineC
 
 def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
     while core.scheduler.stats.draft_resident:
+        assert core.has_work
         core.step()
     for number in range(9):
         core.abort(f"q{number}")

@@ -12,6 +12,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, SwapError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.scheduler.controllers.nightjar import NightjarController
 from adaserve_jax.scheduler.swapping import bring_back_draft, may_swap, swap_if_due
 from adaserve_jax.types import Limits, Request, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
@@ -202,11 +203,15 @@ class TestWhereSwapsHappen:
 
 
 def expanded(rule: SwapRule = QUICK) -> Run:
-    """With three requests that run or wait."""
+    """With three requests that run or wait, and `nightjar` held to no speculation."""
     run = watched(rule=rule)
+    controller = run.scheduler.controller
+    assert isinstance(controller, NightjarController)
+    controller._last, controller._choose = 0, lambda bucket, load: 0  # type: ignore[method-assign]
     for index in range(3):
         run.add(request_of(f"r{index}", prompt=90, tokens=60))
     while run.scheduler.stats.draft_resident:
+        assert run.scheduler.has_work
         run.step()
     return run
 
