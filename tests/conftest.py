@@ -59,7 +59,7 @@ def demo_engine() -> Iterator[LocalEngine]:
 
     config = EngineConfig(
         max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
-        token_edges=(16, 64), row_edges=(16,),
+        token_edges=(16, 64), row_edges=(16,), elastic="off",
     )  # fmt: skip
     engine = LocalEngine(config)
     engine.start()

@@ -13,7 +13,7 @@ NAMES = ("throughput", "throughput_figures", "throughput_prompts", "throughput_s
 POLICIES = ("ar", "spec:4", "adaserve")
 CONFIG = EngineConfig(  # the programs of the `demo_engine` fixture, so that they are compiled once
     max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
-    token_edges=(16, 64), row_edges=(16,),
+    token_edges=(16, 64), row_edges=(16,), elastic="off",
 )  # fmt: skip
 
 

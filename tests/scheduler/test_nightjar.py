@@ -133,7 +133,6 @@ class TestSchedule:
         expected = np.minimum(np.arange(1, 5.0) ** -power, rule.explore_most)
         np.testing.assert_allclose(explored.mean(1), expected, atol=0.04)
 
-
     def test_arms_near_the_best_are_tried_first_until_they_were_played_some_steps(self):
         """Latencies 10, 11, 12.4 and 13 ms: the second and the third are within a quarter of the first."""
         controller = nightjar(V2)
