@@ -108,7 +108,8 @@ class EngineCore:
         return not self.has_work and (swapping is None or swapping.residency.draft_is_here)
 
     def rest(self) -> None:
-        """Without requests: bring the draft back, a part of the way in each call, none of which waits."""
+        """Without requests: bring the draft back, a part of the way in each call. None waits for the draft; one may for
+        the copy of cached pages."""
         swap_if_due(self.scheduler, self.executor, self.clock)
 
     def settle(self) -> None:

@@ -170,6 +170,7 @@ class Elastic:
     def _load(self) -> tuple[Params, Pools]:
         """The draft's weights, and pools that hold nothing; all there, or none."""
         params: Params = {}
+        pools: Pools | None = None
         try:
             with self._counter:
                 self._free_extension()
@@ -177,7 +178,7 @@ class Elastic:
                 pools = self._new_draft_pools()
                 jax.block_until_ready((params, pools))
         except BaseException:
-            free(params)
+            free((params, pools))
             raise
         return params, pools
 

@@ -64,7 +64,10 @@ ABLATIONS: dict[str, Policy] = {
     ),
     "order-slowest": replace(_ADAPTED, about="`adaserve`, but the slowest first", slo_order="slowest-first"),
     "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
-    "off": replace(_ADAPTED, about="`adaserve`, but speculation is off, with the draft loaded", controller=_off),
+    "off": replace(
+        _ADAPTED, about="`adaserve`, but speculation is off, with the draft loaded", controller=_off, elastic=False,
+        weighs_pages=False,
+    ),
 }
 LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
 """Each adds one part to the one before; `adaserve` adds admission by pace, the order by deadline and, where the draft's

@@ -148,8 +148,8 @@ def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_
 
 
 def salt_of(body: GenerationBody, settings: ServerSettings) -> str:
-    """What separates this request's cached KV from others': the salt that it brings, under the key that it came with,
-    so that how long a prompt takes tells nobody what others sent."""
+    """What separates this request's cached KV from others': the salt that it brings, under the key that it came with.
+    Those that share both share pages, and can tell from `cached_tokens` what others sent."""
     salt = body.cache_salt or ""
     if settings.api_key is None:
         return salt

@@ -77,7 +77,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class ArmReport:
-    """arms: the arm in force, by the most decode rows of a size of batch, ALL_SIZES where sizes are not told apart.
+    """arms: the arm thought best, by the most decode rows of a size of batch, ALL_SIZES where sizes are not told apart.
     regret_s: seconds that the arms played are estimated to have cost beyond the best ones, by the controller's own
     statistics."""
 
@@ -118,5 +118,5 @@ class Controller(Protocol):
         """Take in what the step brought that was decided last."""
 
     def arms(self) -> ArmReport:
-        """What is played, for metrics. Empty for a controller without arms."""
+        """What is thought best, for metrics. Empty for a controller without arms."""
         return ArmReport()

@@ -54,7 +54,7 @@ class Bucket:
         self.tokens = Ratios(shapes, noise=TOKEN_NOISE, prior=TOKEN_PRIOR, lately=TOKEN_LATELY, memory=TOKEN_MEMORY)
         self._correction = Correction(self.seconds.factor, self.tokens.factor)
         self.schedule = Schedule()
-        self.best = 0
+        self.best: int | None = None
         self.undecided = True
         self.trial: int | None = None
         self.trial_steps = 0
@@ -169,7 +169,7 @@ class CorrectedController(Controller):
     def arms(self) -> ArmReport:
         """The shape last thought best at each size of batch that was met."""
         shapes, met = self._joint.shapes, zip(self._sizes, self._buckets, strict=True)
-        best = {str(size): bucket.best for size, bucket in met if bucket is not None}
+        best = {str(size): bucket.best for size, bucket in met if bucket is not None and bucket.best is not None}
         named = {size: arm_name(int(shapes.depth[arm]), int(shapes.width[arm])) for size, arm in best.items()}
         return ArmReport(named, self._regret_s)
 
@@ -192,7 +192,7 @@ class CorrectedController(Controller):
         """The draft is fed them unless their number of requests was last served without it."""
         decision = self._joint.weigh(load).pick().decision
         bucket = self._buckets[bisect_left(self._sizes, load.num_prefill)] if load.num_prefill else None
-        return replace(decision, feed_draft=False) if bucket is not None and not bucket.best else decision
+        return replace(decision, feed_draft=False) if bucket is not None and bucket.best == 0 else decision
 
     def _draw(self, bucket: Bucket, weighed: Weighed, best: int) -> int | None:
         """The shape to try in the bin that begins."""

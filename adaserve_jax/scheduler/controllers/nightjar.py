@@ -209,6 +209,8 @@ class NightjarController(Controller):
             return
         if bucket.schedule.advance():
             bucket.fade()
+        if bucket.schedule.step == 1:
+            bucket.explores = False  # a bin that begins while the draft is away draws nothing
         if bucket.schedule.step == 1 or not self._rule.locks:
             bucket.arm = None
 
