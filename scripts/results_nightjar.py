@@ -95,10 +95,10 @@ def _engine(result: dict[str, Any]) -> list[str]:
         for each in result["points"]
     ]  # fmt: skip
     rounds = max((len(each["rounds"]) for each in result["points"]), default=0)
-    about = (
-        f"The real engine, {_pair(result)}; {rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % "
-        f"bootstrap intervals; capacity {result['capacity_rps']:g} requests/s:"
-    )
+    spread = f"{rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % bootstrap intervals"
+    if rounds == 1:
+        spread = f"one round of {result['span_s']:g} s of arrivals, which has no interval"
+    about = f"The real engine, {_pair(result)}; {spread}; capacity {result['capacity_rps']:g} requests/s:"
     return [about, "\n".join([ENGINE, *rows]), _where(result)]
 
 
@@ -128,4 +128,6 @@ def _where(result: dict[str, Any]) -> str:
 
 
 def _ratio(value: dict[str, float]) -> str:
-    return f"{value['median']:.2f} ({value['low']:.2f} to {value['high']:.2f})"
+    """With its interval, where there is one: a single round has none."""
+    interval = f" ({value['low']:.2f} to {value['high']:.2f})" if value["low"] < value["high"] else ""
+    return f"{value['median']:.2f}{interval}"
