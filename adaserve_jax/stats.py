@@ -14,9 +14,9 @@ class StepStats:
     pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free;
     extension_cached: those of the extension.
     cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there. swaps,
-    swap_s: exchanges of the draft and pages, and seconds of the step loop that they took, by kind. arms: the arm thought
-    best, by bucket of batch sizes. arm_regret_s: seconds that the arms played are estimated to have cost beyond the
-    best ones.
+    swap_s: exchanges of the draft and pages, and seconds of the step loop that they took, by kind. arms: the arm
+    thought best, by bucket of batch sizes. arm_regret_s: seconds that the arms played are estimated to have cost beyond
+    the best ones.
     """
 
     steps: int = 0

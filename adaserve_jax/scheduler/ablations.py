@@ -65,7 +65,10 @@ ABLATIONS: dict[str, Policy] = {
     "order-slowest": replace(_ADAPTED, about="`adaserve`, but the slowest first", slo_order="slowest-first"),
     "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
     "off": replace(
-        _ADAPTED, about="`adaserve`, but speculation is off, with the draft loaded", controller=_off, elastic=False,
+        _ADAPTED,
+        about="`adaserve`, but speculation is off, with the draft loaded",
+        controller=_off,
+        elastic=False,
         weighs_pages=False,
     ),
 }

@@ -59,8 +59,8 @@ class TestExpand:
 
 class TestContract:
     def test_when_nobody_waits_for_pages_and_the_draft_and_tau_low_fit_what_is_spare(self) -> None:
-        """20 pages go and 10 must be left: more than 30. The minimum stay of 6 steps is over at the sixth. Who waits for
-        a slot, or for a pace that the draft could keep, must not keep the draft away."""
+        """20 pages go and 10 must be left: more than 30. The minimum stay of 6 steps is over at the sixth. Who
+        waits for a slot, or for a pace that the draft could keep, must not keep the draft away."""
         for spare, turned_away, due in [(31, False, "contract"), (30, False, None), (31, True, None)]:
             pressure = Pressure(spare, turned_away, waiting=1, running=3)
             assert swaps(expanded(), [(pressure, False)] * 6) == [None] * 5 + [due]
