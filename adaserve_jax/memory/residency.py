@@ -101,7 +101,8 @@ class Residency:
             self._count(pressure, bool(speculates) and pages_pay is None, speculates is not None)
             return "expand" if self._may_swap and self._wants_pages(pages_pay) else None
         idle = not pressure.waiting and not pressure.running
-        wants_draft = not pressure.turned_away and pressure.spare > self._extension_pages + self.tau_low
+        short = pressure.turned_away and not idle  # the last step's word, which a request that left may have caused
+        wants_draft = not short and pressure.spare > self._extension_pages + self.tau_low
         return "contract" if wants_draft and not self._wait and (idle or self._may_swap) else None
 
     def succeeded(self, swap: Swap) -> None:

@@ -26,6 +26,7 @@ def modules():
         yield found
 
 
+@pytest.mark.slow
 def test_pairs_of_the_same_tokens_with_and_without_a_draft(modules):
     off_path = modules["off_path"]
     plan = off_path.Plan((3,), new_tokens=4, precision=1e-9, seconds=0.0, least_pairs=2)
