@@ -36,7 +36,6 @@ from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
-from adaserve_jax.results.provenance import machine_name
 
 POLICIES = "ar,spec:1,spec:2,spec:3,spec:4,dsd,tetris:3,nightjar,adaserve"
 RESULT = "nightjar-engine.json"
@@ -63,19 +62,10 @@ def measure(
                     number, load, policy, policy,
                     lambda load=load, number=number: requests.workload(load, capacity, number), engine,
                 )  # fmt: skip
-    info = engine.client.info
-    target_params, draft_params = engine.num_parameters()
     return {
         "kind": "engine",
-        "commit": rounds.commit,
-        "machine": machine_name(),
-        "device": info.device,
-        "jax_version": info.jax_version,
-        "target_params": target_params,
-        "draft_params": draft_params,
-        "max_requests": info.max_requests,
+        **rounds.conditions(engine),
         "trace": requests.segment.name,
-        "span_s": rounds.sizes.span_s,
         "capacity_rps": capacity,
         "points": points_of(rounds, loads, policies, most_rounds),
     }

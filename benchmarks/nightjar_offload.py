@@ -37,7 +37,6 @@ from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.grow import SHAPES, Shape, grow
 from adaserve_jax.results.jsonl import make_folder
-from adaserve_jax.results.provenance import machine_name
 
 DRAFT = Shape(layers=6, hidden=384, heads=6, kv_heads=2, mlp=1024)
 """About a tenth of the 110M target."""
@@ -80,21 +79,13 @@ def measure(
                         lambda share=share, number=number: requests.at_share(POISSON, share, capacity, number),
                         engines[side],
                     )  # fmt: skip
-    info, limits = still.client.info, engines[SIDES[1]].client.executor.limits
-    target_params, draft_params = still.num_parameters()
+    limits = engines[SIDES[1]].client.executor.limits
     return {
         "kind": "offload",
-        "commit": rounds.commit,
-        "machine": machine_name(),
-        "device": info.device,
-        "jax_version": info.jax_version,
-        "target_params": target_params,
-        "draft_params": draft_params,
-        "max_requests": info.max_requests,
+        **rounds.conditions(still),
         "num_pages": limits.num_pages,
         "extension_pages": limits.extension_pages,
         "page_size": limits.page_size,
-        "span_s": rounds.sizes.span_s,
         "capacity_rps": capacity,
         "points": [point for share in shares for point in _points(rounds, share, policies, most_rounds)],
     }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from nightjar_requests import Sizes
 from nightjar_views import FIGURES
@@ -21,7 +22,7 @@ from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
-from adaserve_jax.results.provenance import source_commit
+from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 
@@ -36,6 +37,21 @@ class Rounds:
     rows: dict[tuple[int, str, str], ResultRow] = field(default_factory=dict)
     swaps: dict[tuple[int, str, str], dict[str, int]] = field(default_factory=dict)
     """Of each run, the warm-up among it: how often the draft's memory changed its use, by kind."""
+
+    def conditions(self, engine: BenchEngine) -> dict[str, Any]:
+        """Where and with what all runs are made."""
+        info = engine.client.info
+        target_params, draft_params = engine.num_parameters()
+        return {
+            "commit": self.commit,
+            "machine": machine_name(),
+            "device": info.device,
+            "jax_version": info.jax_version,
+            "target_params": target_params,
+            "draft_params": draft_params,
+            "max_requests": info.max_requests,
+            "span_s": self.sizes.span_s,
+        }
 
     def __post_init__(self) -> None:
         self._until_s = time.monotonic() + 60 * self.minutes

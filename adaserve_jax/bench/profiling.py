@@ -24,7 +24,7 @@ from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.switch_timing import measure_switching
 from adaserve_jax.runtime.timing import THOROUGH, Effort, measure
-from adaserve_jax.scheduler.policy_names import find_policy
+from adaserve_jax.scheduler.policy_names import policy_of
 from adaserve_jax.types import Progress
 
 
@@ -35,7 +35,7 @@ def measure_profile(
     """The profile of this machine with the models of `config`. name: "" for the target's. check_s: seconds of a mixed
     load that the predictions are held against; 0: none. acceptance: of the draft's first choice; None: as the mixed
     load shows. Raises CheckpointError, ConfigError."""
-    find_policy(config.policy, config.max_depth if config.draft is not None else 0)
+    policy_of(config)  # an unknown one is refused before anything is measured
     executor = load_executor(replace(config, profile=None))
     try:
         executor.compile(progress)

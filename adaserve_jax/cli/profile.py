@@ -16,7 +16,7 @@ from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import Profile, write_profile
-from adaserve_jax.scheduler.policy_names import find_policy
+from adaserve_jax.scheduler.policy_names import policy_of
 
 TABLE_COLUMNS = 120
 
@@ -83,8 +83,7 @@ def _show_memory(config: EngineConfig, out: Path | None) -> None:
     with progress_bar() as progress:
         from adaserve_jax.runtime.planned import plan_memory  # imports jax
 
-        policy, _ = find_policy(config.policy, config.max_depth if config.draft is not None else 0)
-        resolved, workspace = plan_memory(config, progress, swaps=policy.elastic)
+        resolved, workspace = plan_memory(config, progress, swaps=policy_of(config).elastic)
     ledger = resolved.ledger(workspace)
     show_ledger(ledger)
     if out is not None:

@@ -82,7 +82,8 @@ def simulate(
         float, typer.Option(help="share of the pages that must be spare, else the draft's memory may become pages")
     ] = TAU_LOW,
     swap_after: Annotated[
-        int, typer.Option(help="steps that pages must be short, and speculation off, before it does")
+        int,
+        typer.Option(help="steps of short pages before it does, of no speculation too where the policy says so"),
     ] = T_PERSIST,
     drain: Annotated[float, typer.Option(help="most seconds to serve requests after the last arrival")] = 600.0,
     seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and what is drawn of traces")] = 0,

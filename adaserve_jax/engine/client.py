@@ -89,7 +89,6 @@ class EngineStats:
 
     scheduler: StepStats
     compiles_after_ready: int = 0
-    draft_resident: bool = False
     step_age_s: float = 0.0
 
 

@@ -26,7 +26,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
-from adaserve_jax.scheduler.policy_names import find_policy
+from adaserve_jax.scheduler.policy_names import policy_of
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Executor, Progress
@@ -82,8 +82,7 @@ class LocalEngine:
         if self._info is not None or self._stopping:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
-        depth = config.max_depth if config.draft is not None else 0
-        policy, _ = find_policy(config.policy, depth)  # before minutes of compiling
+        policy = policy_of(config)  # before minutes of compiling
         self._executor = load_executor(config, self._progress, swaps=policy.elastic)
         try:
             self._get_ready()
@@ -148,7 +147,7 @@ class LocalEngine:
                 raise self._error or EngineDeadError("the engine is not running; build and start a new one")
             if request.request_id in self._sinks:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
-            check_room(choices, self._core.scheduler.stats.waiting + self._queued, self._config.max_waiting)
+            check_room(choices, self._core.scheduler.num_waiting + self._queued, self._config.max_waiting)
             self._sinks[request.request_id] = (sink, set(range(choices)))
             self._queued += choices
             self._inbox.append(lambda: self._add(request, arrival_s))
@@ -178,7 +177,6 @@ class LocalEngine:
         return EngineStats(
             scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
-            draft_resident=live.draft_resident,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
         )
 

@@ -22,8 +22,8 @@ there."""
 TAU_LOW = 0.1
 """Share of the base pages that must be spare: the paper's best."""
 T_PERSIST = 16
-"""Steps that pages must be short, speculation being off. The paper gives none; docs/architecture/scheduler.md has what
-was compared."""
+"""Steps that pages must be short, and speculation off where the policy goes by that. The paper gives none;
+docs/architecture/scheduler.md has what was compared."""
 MIN_STAY = 64
 """Steps that the draft stays where it is at least: a swap there and back takes as long as some 5 to 10 steps, and the
 draft's KV has to be computed anew."""
@@ -33,7 +33,8 @@ LONGEST_WAIT = 4096
 
 @dataclass(frozen=True)
 class SwapRule:
-    """tau_low: share of the base pages. persist_steps: T_persist. min_stay_steps: in each state, whatever comes.
+    """tau_low: share of the base pages. persist_steps: T_persist. min_stay_steps: that the draft
+    stays, or stays away while there are requests.
 
     Raises ConfigError: a share outside (0, 1), or steps below 1."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.ablations import ABLATIONS, HALVES, LADDER, ORDERS
 from adaserve_jax.scheduler.policies import POLICIES, Policy
@@ -15,6 +16,11 @@ GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
 def expand(names: Sequence[str]) -> tuple[str, ...]:
     """`names` with those of a group in the place of the group's name, each once."""
     return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
+
+
+def policy_of(config: EngineConfig) -> Policy:
+    """The policy of a configuration, before anything is loaded. Raises ConfigError as `find_policy` does."""
+    return find_policy(config.policy, config.max_depth if config.draft is not None else 0)[0]
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:

@@ -108,6 +108,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, as `stats` says too: for who asks often."""
+        return len(self._batch.queue)
+
+    @property
     def is_stepping(self) -> bool:
         """Whether a step was planned and not committed."""
         return self._in_flight is not None
@@ -136,7 +141,7 @@ class Scheduler:
         return replace(
             self._stats,
             running=len(self._batch.running),
-            waiting=len(self._batch.queue),
+            waiting=self.num_waiting,
             pages_used=pool.num_used - extension_used,
             pages_cached=pool.num_idle,
             extension_used=extension_used,
@@ -281,8 +286,8 @@ class Scheduler:
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:
-            feedback = _feedback(plan, verified, outcome, now - planned.made_s)
-            self._controller.learn(replace(feedback, predicted_s=predicted_s, expected=expected))
+            step_s = now - planned.made_s
+            self._controller.learn(_feedback(plan, verified, outcome, step_s, predicted_s, expected))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -308,7 +313,9 @@ def build_scheduler(
     return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator, swap_rule)
 
 
-def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float) -> Feedback:
+def _feedback(
+    plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float, predicted_s: float, expected: float
+) -> Feedback:
     draft, counts = plan.draft, outcome.counts[: plan.num_decode]
     decoded = int(counts.sum())
     rows = emitted = 0
@@ -325,4 +332,6 @@ def _feedback(plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: 
         prefill_tokens=plan.num_prefill_tokens,
         catchup_tokens=int(draft.catchup_counts[: plan.num_decode].sum()) if draft is not None else 0,
         step_s=step_s,
+        predicted_s=predicted_s,
+        expected=expected,
     )

@@ -108,7 +108,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         ("requests_running", "Choices that hold a slot of the engine.", steps.running),
         ("requests_waiting", "Choices in the engine's queue.", steps.waiting),
         ("kv_cache_usage_ratio", "Used KV pages over all.", usage),
-        ("draft_resident", "1 while the draft is on the device.", int(stats.draft_resident)),
+        ("draft_resident", "1 while the draft is on the device.", int(steps.draft_resident)),
         ("step_age_seconds", "Seconds since the last completed step; 0 when idle.", stats.step_age_s),
         ("step_depth", "Depth of the last step's beam search.", steps.last_depth),
         ("step_width", "Width of the last step's beam search.", steps.last_width),

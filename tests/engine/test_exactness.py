@@ -120,7 +120,7 @@ def test_an_engine_without_a_draft_gives_the_same_text(demo_engine: LocalEngine)
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
     with LLM(draft=None, max_requests=1, max_context=64, token_edges=(16,), page_size=16) as plain:
         (output,) = plain.generate(PROMPTS[1], params)
-        assert not plain.stats().draft_resident
+        assert not plain.stats().scheduler.draft_resident
         with pytest.raises(ConfigError, match="spec:4"):
             plain.set_policy("spec:4")
     (same,) = LLM.over(demo_engine).generate(PROMPTS[1], params)

@@ -105,7 +105,7 @@ def test_the_request_crosses_unchanged(engine):
         metrics = sink.last(choice).metrics
         assert (metrics.tpot_slo_s, metrics.ttft_slo_s) == (pytest.approx(0.015), pytest.approx(0.0705))
     stats = engine.stats()
-    assert stats.draft_resident and stats.scheduler.pages_total == 12
+    assert stats.scheduler.draft_resident and stats.scheduler.pages_total == 12
     assert stats.scheduler.accepted_per_position == [5, 2]
 
 

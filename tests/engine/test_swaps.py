@@ -118,7 +118,7 @@ def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without() -
                 assert ended.acquire(timeout=120)
             stats = engine.stats()
             engine.set_policy("ar")  # an idle engine that changes its policy has its draft
-            return found, stats, engine.stats().draft_resident
+            return found, stats, engine.stats().scheduler.draft_resident
         finally:
             engine.close()
 

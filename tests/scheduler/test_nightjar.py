@@ -228,18 +228,22 @@ class TestNightjar:
 
     def test_sizes_that_alternate_cannot_switch_without_bound(self):
         """One row gains from drafts, eight lose, and every step is the other's."""
-        changes = {}
+        changes, tries = {}, {}
         for rule in (V2, V1):
             controller = nightjar(rule)
-            depths = []
+            depths, trials = [], []
             for rows in [1, 8] * 1000:
                 depth = controller.decide(load_of(rows)).depth
+                trials.append(controller._playing[0].explores)
                 seconds = 0.03 if rows == 1 else 0.03 * (1 + 3 * depth)
                 controller.learn(step_of(depth, rows, rows * (1 + depth), seconds))
                 depths.append(depth)
             changes[rule] = np.flatnonzero(np.diff(np.array(depths) > 0))
+            tries[rule] = np.array(trials)[changes[rule] + 1]
         gaps = np.diff(changes[V2])
         assert np.mean(gaps >= MIN_DWELL) > 0.6, "what is only tried is not held to"
+        chosen = ~tries[V2][1:] & ~tries[V2][:-1]
+        assert chosen.any() and gaps[chosen].min() >= MIN_DWELL
         assert len(changes[V2]) < len(changes[V1])
 
     @pytest.mark.parametrize(("rule", "expected"), [(V2, [0, 256 / 257, 1 / 257]), (V1, [1 / 3] * 3)])

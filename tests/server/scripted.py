@@ -133,9 +133,10 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         steps = StepStats(steps=self.steps, running=len(self.active), pages_used=3, pages_total=12, prompt_tokens=7)
+        steps.draft_resident = True
         steps.accepted_per_position = [5, 2]
         steps.finished = dict(self.finished)
-        return EngineStats(steps, draft_resident=True)
+        return EngineStats(steps)
 
     def is_alive(self) -> bool:
         return not self.dead

@@ -29,9 +29,9 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         pages_cached=5, extension_used=2, extension_cached=1, extension_total=4, cache_queried_tokens=90,
         cache_hit_tokens=60,
         calibration_outcomes={"greedy": 70}, calibration_error={"greedy": {"raw": 0.2, "online": 0.01}},
-        arms={"32": "off", "8": "4x2"}, arm_regret_s=0.75,
+        arms={"32": "off", "8": "4x2"}, arm_regret_s=0.75, draft_resident=True,
     )  # fmt: skip
-    engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, draft_resident=True, step_age_s=0.5)
+    engine.stats = lambda: EngineStats(stats, compiles_after_ready=0, step_age_s=0.5)
     found = samples(ServerMetrics(engine))
     expected = {
         ("adaserve_requests_running",): 2,
