@@ -7,28 +7,15 @@ Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
-from adaserve_jax.errors import RequestError
+from adaserve_jax.sampling import SamplingParams, is_number, require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MAX_CHOICES = 64
-MAX_SEED = 2**64 - 1
-MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 1024, 1024
-MAX_TOKEN_ID = 2**31 - 1
-
-
-def _require(ok: bool, param: str, expected: str, value: object, code: str) -> None:
-    if not ok:
-        raise RequestError(f"{param} must be {expected}, got {value!r}", param=param, code=code)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -48,10 +35,10 @@ class SLO:
         for name, param in (("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative")):
             value = getattr(self, name)
             if value is not None:
-                ok = _is_number(value) and math.isfinite(value) and value > 0
-                _require(ok, param, "a finite number above 0", value, "invalid_slo")
+                ok = is_number(value) and math.isfinite(value) and value > 0
+                require(ok, param, "a finite number above 0", value, "invalid_slo")
         both = self.tpot_ms is not None and self.relative is not None
-        _require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
+        require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
 
     def tpot_s(self, baseline_s: float) -> float | None:
         """Seconds per output token; `baseline_s` is the measured baseline latency that `relative` multiplies."""
@@ -65,53 +52,13 @@ class SLO:
 
 
 @dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn. Defaults are OpenAI's. Raises RequestError naming the field at fault.
+class TokenLogprob:
+    """Of one output token. logprob: natural log of its probability by the model's own logits, before penalties, biases,
+    temperature and filters. top: the likeliest tokens and theirs, best first."""
 
-    temperature 0 is greedy. top_k 0 and top_p 1 mean off. seed None: one is drawn at admission and kept through
-    preemption. stop strings are not part of the returned text.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        for name, expected in (("stop", "a string or several"), ("stop_token_ids", "a sequence of token ids")):
-            value = getattr(self, name)
-            listed = (value,) if isinstance(value, str) else () if value is None else value
-            _require(isinstance(listed, Iterable), name, expected, value, "invalid_value")
-            object.__setattr__(self, name, tuple(listed))
-        stop = self.stop
-        for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
-            value = getattr(self, name)
-            ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-            _require(ok, name, f"an integer from {low} to {high}", value, "invalid_value")
-        for name, low, high in (("temperature", 0.0, 100.0), ("min_p", 0.0, 1.0)):
-            value = getattr(self, name)
-            ok = _is_number(value) and low <= value <= high
-            _require(ok, name, f"a number from {low:g} to {high:g}", value, "invalid_value")
-        _require(
-            _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p, "invalid_value"
-        )
-        if self.seed is not None:
-            ok = isinstance(self.seed, int) and not isinstance(self.seed, bool) and 0 <= self.seed <= MAX_SEED
-            _require(ok, "seed", f"an integer from 0 to {MAX_SEED}", self.seed, "invalid_value")
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos, "invalid_value")
-        ok = len(stop) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARS for s in stop)
-        expected = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
-        _require(ok, "stop", expected, self.stop, "invalid_value")
-        ids = self.stop_token_ids
-        ok = all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t <= MAX_TOKEN_ID for t in ids)
-        expected = f"at most {MAX_STOP_IDS} token ids from 0 to {MAX_TOKEN_ID}"
-        _require(ok and len(ids) <= MAX_STOP_IDS, "stop_token_ids", expected, ids, "invalid_value")
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,12 +316,14 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RequestUpdate:
-    """New tokens of one request after a step; finish_reason and metrics are set exactly once, at its end."""
+    """New tokens of one request after a step; finish_reason and metrics are set exactly once, at its end. logprobs: one
+    per token where the request asked for them, else none."""
 
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class StopCheck(Protocol):

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import ConfigError, RequestError
-from adaserve_jax.types import MAX_SEED, SLO, SamplingParams
+from adaserve_jax.sampling import MAX_SEED
+from adaserve_jax.types import SLO, SamplingParams
 
 FIELDS = (
     "prompt",

@@ -13,7 +13,7 @@ from typing import Protocol
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
 
@@ -41,6 +41,7 @@ class OutputChunk:
 
     text never ends inside a character and never shows part of a stop string. finish_reason "error" comes with
     `error`, a message for the user, and `error_code` and `error_param` as of AdaServeError when one was raised.
+    logprobs: one per token id where the request asked for them, else none.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class OutputChunk:
     error: str | None = None
     error_code: str | None = None
     error_param: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def check_salt(salt: object) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
+from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.types import RequestMetrics
@@ -35,6 +36,7 @@ class Generation:
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
+    origin: Origin = field(default_factory=Origin)
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
 
@@ -54,7 +56,7 @@ class Generation:
                 for earlier in self.requests[:position]:
                     self.state.client.abort(earlier.request_id)
                 if isinstance(error, AdaServeError):
-                    self.state.metrics.observe_rejected(request.slo, request.slo_class, len(self._choices))
+                    self.state.rejected(self.origin, request.slo, request.slo_class, len(self._choices), error)
                 self.reservation.release()
                 raise
 
@@ -82,12 +84,17 @@ class Generation:
             self.reservation.release(1)
             if self._all_ended(position):
                 self.state.in_flight.discard(chunk.request_id)
-            if chunk.metrics is not None:
-                self.state.metrics.observe_end(chunk.metrics)
-            else:
-                request = self.requests[position]
-                self.state.metrics.observe_rejected(request.slo, request.slo_class, 1)
+            self.state.ended(self._ended(index, self.requests[position], chunk))
         self._queue.put_nowait((index, chunk))
+
+    def _ended(self, index: int, request: GenerateRequest, chunk: OutputChunk) -> EndedChoice:
+        assert chunk.finish_reason is not None
+        metrics = chunk.metrics
+        tpot_s = request.slo.tpot_s(self.state.info.baseline_s) if metrics is None else metrics.tpot_slo_s
+        return EndedChoice(
+            self.origin.request_id, index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
+            self.origin.key, request.slo_class, time.time(), tpot_s, request.slo.ttft_s, metrics,
+        )  # fmt: skip
 
     def abort(self) -> None:
         """Stop what still runs; nothing when all has ended."""

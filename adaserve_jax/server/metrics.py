@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient, EngineStats
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.server.observers import EndedChoice
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -56,8 +56,14 @@ class ServerMetrics:
         for _ in range(count - 1):
             self._gap.observe(0.0)
 
-    def observe_end(self, metrics: RequestMetrics) -> None:
-        """One choice ended, for whatever reason."""
+    def observe_end(self, choice: EndedChoice) -> None:
+        """One choice ended, for whatever reason; one that the engine never began has met no target."""
+        metrics = choice.metrics
+        if metrics is None:
+            for kind, target_s in (("tpot", choice.tpot_slo_s), ("ttft", choice.ttft_slo_s)):
+                if target_s is not None:
+                    self._slo.labels(choice.slo_class, kind, "rejected").inc()
+            return
         for kind, met in (("tpot", metrics.tpot_met), ("ttft", metrics.ttft_met)):
             if met is not None:
                 self._slo.labels(metrics.slo_class, kind, "met" if met else "missed").inc()
@@ -73,13 +79,6 @@ class ServerMetrics:
         for histogram, begin, end in spans:
             if begin is not None and end is not None:
                 histogram.observe(end - begin)
-
-    def observe_rejected(self, slo: SLO, slo_class: str, choices: int) -> None:
-        """Choices that got no slot, or that the engine never began: targets not met."""
-        carried = {"tpot": slo.tpot_ms or slo.relative, "ttft": slo.ttft_ms}
-        for kind, target in carried.items():
-            if target is not None:
-                self._slo.labels(slo_class, kind, "rejected").inc(choices)
 
 
 class EngineCollector(Collector):

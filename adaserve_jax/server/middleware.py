@@ -35,6 +35,7 @@ class Boundary:
             return
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
         started = False
 
         async def send_with_id(message: Message) -> None:

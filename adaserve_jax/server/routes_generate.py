@@ -12,6 +12,7 @@ from adaserve_jax.errors import QueueFullError
 from adaserve_jax.server.dialects import ChatDialect, CompletionDialect
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.generation import Generation
+from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
 from adaserve_jax.server.state import ServerState
@@ -76,7 +77,7 @@ def router(state: ServerState) -> APIRouter:
         summary="Continue a text",
     )
     async def completions(body: CompletionBody, http: Request) -> Response:
-        generation = await begin(state, body)
+        generation = await begin(state, body, origin_of(http))
         return await answer(body, http, generation, CompletionDialect(state.model_name))
 
     @routes.post(
@@ -87,13 +88,18 @@ def router(state: ServerState) -> APIRouter:
         summary="Answer a conversation",
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        generation = await begin(state, body)
+        generation = await begin(state, body, origin_of(http))
         return await answer(body, http, generation, ChatDialect(state.model_name))
 
     return routes
 
 
-async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generation:
+def origin_of(http: Request) -> Origin:
+    """Who asks, as the layers around the routes noted it."""
+    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""))
+
+
+async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin) -> Generation:
     """Check everything that needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
     state.require_model(body.model)
     check_supported(body)
@@ -106,8 +112,8 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generati
         raise invalid(f"prompts times n must be at most {most}, got {len(prompts)} times {sampling.n}", "n")
     try:
         reservation = state.slots.reserve(count)
-    except QueueFullError:
-        state.metrics.observe_rejected(slo, slo_class, count)
+    except QueueFullError as error:
+        state.rejected(origin, slo, slo_class, count, error)
         raise
     try:
         info, tokenizer, requests = state.info, state.tokenizer, []
@@ -118,7 +124,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody) -> Generati
                 ids = await encode(tokenizer, prompt, info.vocab_size)
             fitting = fit(body, sampling, len(ids), info.max_context)
             requests.append(GenerateRequest(uuid.uuid4().hex, ids, fitting, slo, body.priority or 0, slo_class, salt))
-        generation = Generation(state, requests, reservation)
+        generation = Generation(state, requests, reservation, origin)
         generation.start()
     except BaseException:
         reservation.release()

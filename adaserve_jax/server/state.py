@@ -8,11 +8,13 @@ from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo
-from adaserve_jax.errors import QueueFullError
+from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.metrics import ServerMetrics
+from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
 
@@ -67,6 +69,7 @@ class ServerState:
         self.settings = settings
         self.classes = settings.classes()
         self.metrics = ServerMetrics(client)
+        self.observers: list[Observer] = []
         self.slots = Slots(settings.max_inflight)
         self.created = int(time.time())
         self.phase: Phase = "starting"
@@ -82,6 +85,20 @@ class ServerState:
     def drain(self) -> None:
         """Take no new requests."""
         self.phase = "draining"
+
+    def ended(self, choice: EndedChoice) -> None:
+        """One choice has ended: count it, and tell whoever watches."""
+        self.metrics.observe_end(choice)
+        tell(self.observers, choice)
+
+    def rejected(self, origin: Origin, slo: SLO, slo_class: str, choices: int, error: AdaServeError) -> None:
+        """So many choices of one request got no room, or the engine would not take them."""
+        tpot_s = slo.tpot_s(self.info.baseline_s)
+        for index in range(choices):
+            self.ended(EndedChoice(
+                origin.request_id, index, "rejected", error.code, origin.key, slo_class, time.time(), tpot_s,
+                slo.ttft_s, None,
+            ))  # fmt: skip
 
     def abort_all(self) -> None:
         """Stop every request that the engine still has."""

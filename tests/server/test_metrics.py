@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -9,8 +11,9 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.metrics import ServerMetrics
+from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ScriptedEngine
 
 
@@ -79,9 +82,11 @@ def test_requests_are_observed_as_they_end():
         arrival_s=1.0, first_scheduled_s=1.5, first_token_s=2.0, last_token_s=3.0, output_tokens=11,
         tpot_slo_s=0.2, ttft_slo_s=0.5, slo_class="chat",
     )  # fmt: skip
-    metrics.observe_end(done)
+    ended = EndedChoice("r", 0, "stop", None, "", "chat", 0.0, 0.2, 0.5, done)
+    metrics.observe_end(ended)
     metrics.observe_tokens(0.03, 4)
-    metrics.observe_rejected(SLO(relative=2, ttft_ms=1), "chat", 3)
+    for _ in range(3):
+        metrics.observe_end(replace(ended, ending="rejected", metrics=None))
     found = samples(metrics)
 
     def slo(kind: str, outcome: str) -> float:
