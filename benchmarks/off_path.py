@@ -3,9 +3,10 @@
     python benchmarks/off_path.py --out off_path.json [--requests 1,16,64] [--minutes 10]
 
 Two engines stand side by side, alike but for the draft, both on policy `off`: depth 0, whatever the load. A pair is one
-batch of prompts, all submitted at once and completed by both, one after the other; the order alternates from pair to
-pair, and every pair has prompts of its own. tokens/s is all new tokens over the whole call, prefill included; decode
-tokens/s leaves out what came before the last prompt was prefilled. The ratio, with the draft over without, is the
+batch of prompts, all submitted at once and completed by both, step by step in turns, so that whatever else runs on the
+machine meets both alike; who begins alternates, and every pair has prompts of its own. tokens/s is all new tokens over
+the seconds of an engine's own steps, planning and commit included, prefill too; decode tokens/s leaves out what came
+before the last prompt was prefilled. The ratio, with the draft over without, is the
 median of the pairs' ratios, with its 95 % bootstrap interval over pairs. Pairs are run until both intervals reach no
 further than --precision from their medians, or --minutes are over. A draft call in any step is an error.
 
@@ -25,6 +26,7 @@ from typing import Annotated, Any
 
 import jax
 import typer
+from off_path_turns import Turns
 from rich.console import Console
 from rich.table import Table
 from throughput import grown_target
@@ -111,7 +113,8 @@ def run(config: EngineConfig, plan: Plan) -> tuple[list[Point], dict[str, Any]]:
             raise
     try:
         prompts = Prompts(held_out_code(), Tokenizer.from_folder(resolve_folder(config.target, "target")).encode)
-        points = [measure_point(drafting, plain, prompts, plan, requests) for requests in plan.requests]
+        turns = Turns((drafting, plain))
+        points = [measure_point(turns, drafting, plain, prompts, plan, requests) for requests in plan.requests]
         if drafting.llm.stats().compiles_after_ready or plain.llm.stats().compiles_after_ready:
             raise SystemExit("error: programs were compiled after ready")
         return points, conditions(drafting, plan)
@@ -120,7 +123,7 @@ def run(config: EngineConfig, plan: Plan) -> tuple[list[Point], dict[str, Any]]:
         plain.close()
 
 
-def measure_point(drafting: Engine, plain: Engine, prompts: Prompts, plan: Plan, requests: int) -> Point:
+def measure_point(turns: Turns, drafting: Engine, plain: Engine, prompts: Prompts, plan: Plan, requests: int) -> Point:
     """Pairs until both intervals are narrow, or time is over; the first pair is not counted."""
     pairs: list[tuple[Measured, Measured]] = []
     deadline = time.perf_counter() + plan.seconds
@@ -131,8 +134,7 @@ def measure_point(drafting: Engine, plain: Engine, prompts: Prompts, plan: Plan,
             batch = Batch(
                 prompts.cut(requests, (plan.seed, requests, number)), seeds, plan.new_tokens, plan.temperature
             )
-            engines = (drafting, plain) if number % 2 else (plain, drafting)
-            found = {engine: engine.run(POLICY, batch, 0) for engine in engines}
+            found = turns.run(POLICY, batch, first=drafting if number % 2 else plain)
             check_off(found[drafting])
             pairs.append((found[drafting], found[plain]))
             if number == 0:

@@ -99,14 +99,17 @@ class Measured:
 
 
 class Engine:
-    """One engine that serves every policy in turn. Notes each step by standing before its executor's `verify`."""
+    """One engine that serves every policy in turn. Notes each step by standing before its executor's `verify`.
+
+    noted_steps: of the batch that runs, or ran last.
+    """
 
     def __init__(self, config: EngineConfig, slo: SLO, progress: Progress | None = None):
         self.local = LocalEngine(config, progress)
         self.local.start()
         self.llm = LLM.over(self.local)
         self._slo = slo
-        self._steps: list[Step] = []
+        self.noted_steps: list[Step] = []
         verify = self.local.executor.verify
 
         def noted(plan: StepPlan, trees: DraftTrees) -> StepOutcome:
@@ -114,7 +117,7 @@ class Engine:
             depth, width = (plan.draft.depth, plan.draft.width) if plan.draft else (0, 0)
             emitted = int(outcome.counts[: plan.num_decode].sum())
             now = time.perf_counter()
-            self._steps.append(
+            self.noted_steps.append(
                 Step(plan.num_decode, plan.num_prefill_tokens, depth, width, trees.num_nodes, emitted, now)
             )
             return outcome
@@ -126,7 +129,7 @@ class Engine:
         self.llm.set_policy(policy)
         if settle_tokens:
             self._generate(batch.shortened(settle_tokens), cache_salt="settling")
-        self._steps.clear()
+        self.noted_steps.clear()
         before = self.llm.stats().scheduler
         watch = Watch()
         outputs = self._generate(batch)
@@ -139,7 +142,7 @@ class Engine:
             forwards=sum(m.verify_steps for m in metrics),
             drafted=sum(m.drafted_tokens for m in metrics),
             accepted=sum(m.accepted_tokens for m in metrics),
-            steps=tuple(self._steps),
+            steps=tuple(self.noted_steps),
             totals=StepStats(**{name: getattr(after, name) - getattr(before, name) for name in TOTALS}),
             others_share=others_share,
         )

@@ -22,7 +22,7 @@ CONFIG = EngineConfig(  # few and small programs
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("off_path", "throughput_systems") as found:
+    with imported("off_path", "off_path_turns", "throughput_systems") as found:
         yield found
 
 
