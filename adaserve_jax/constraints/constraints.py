@@ -134,17 +134,11 @@ class Constraints:
                 self._fill(request_ids[row], choice, positions, span, masks[span])
                 changed[span] |= (masks[span] != self._everything).any(axis=1)
         row, token, output_count, in_prompt, bias = (np.concatenate(column) for column in zip(*touched, strict=True))
+        presence, frequency, repetition = penalties
         return LogitEdits(
-            *penalties,
-            row,
-            token,
-            output_count,
-            in_prompt.astype(bool),
-            bias.astype(np.float32),
-            masks,
-            changed,
-            logprobs,
-        )
+            presence, frequency, repetition, row, token, output_count, in_prompt.astype(bool), bias.astype(np.float32),
+            masks, changed, logprobs,
+        )  # fmt: skip
 
     def _fill(
         self, request_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
