@@ -144,10 +144,14 @@ class ModelExecutor:
         started = time.perf_counter()
         total = trees.num_nodes + plan.num_prefill_tokens
         bucket = self.target.buckets.pick(total, plan.num_rows)
-        step = pack_verify(bucket, self.target.programs.max_pages, plan, trees)
+        max_pages = self.target.programs.max_pages
         with self._counter:
-            amend = None if edits is None else self._edits_with().amendment(step, edits)
-            result = self.target.run(step, amend).outcome
+            amend, walked = None, bucket
+            if edits is not None:
+                resampler = self._edits_with()
+                walked = resampler.bucket(bucket)
+                amend = resampler.amendment(pack_verify(walked, max_pages, plan, trees), edits)
+            result = self.target.run(pack_verify(bucket, max_pages, plan, trees), amend).outcome
             result.copy_to_host_async()
             dispatched = time.perf_counter()
             host = np.asarray(result)
@@ -155,17 +159,17 @@ class ModelExecutor:
         depth = self.limits.max_depth
         draft_s, draft_wait_s = self._draft_s, self._draft_wait_s
         self._draft_s = self._draft_wait_s = 0.0
-        emitted, rows, flags = outcome_size(bucket, depth)
+        emitted, rows, flags = outcome_size(walked, depth)
         accepted, report = host[emitted + rows :][: trees.num_nodes] != 0, host[emitted + rows + flags :]
         return StepOutcome(
-            tokens=host[:emitted].reshape(bucket.rows, depth + 1)[: plan.num_rows],
+            tokens=host[:emitted].reshape(walked.rows, depth + 1)[: plan.num_rows],
             counts=host[emitted : emitted + rows][: plan.num_rows],
             accepted=accepted,
             draft_s=draft_s,
             verify_s=done - started,
             wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
-            logprobs=None if edits is None else logprobs_of(report, bucket, plan, trees, accepted, edits, depth),
+            logprobs=None if edits is None else logprobs_of(report, walked, plan, trees, accepted, edits, depth),
         )
 
     def _edits_with(self) -> Resampler:

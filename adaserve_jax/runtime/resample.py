@@ -70,21 +70,28 @@ def resample(
 
 
 class Resampler:
-    """`resample` for every bucket of the target, and its arguments."""
+    """`resample` for every packed length of the target, and its arguments. One number of rows serves all of them: rows
+    cost little here, and programs cost time at the start."""
 
     def __init__(self, target: DeviceModel, limits: Limits):
         self._target = target
         self._limits = limits
         self._vocab_size = target.config.vocab_size
+        self._buckets = {bucket.tokens: bucket for bucket in target.buckets.all()}
+        """By packed length, the one of most rows."""
         self._blank: dict[tuple[int, ...], jax.Array] = {}
         """Tables and masks that say nothing, on the device: most steps have at least one of them."""
 
+    def bucket(self, bucket: Bucket) -> Bucket:
+        """In which a step is drawn again whose forward ran in `bucket`."""
+        return self._buckets[bucket.tokens]
+
     def declare(self) -> list[Declared]:
-        """The program for every bucket. It knows no pools, so one serves pools of either layout."""
+        """The programs. They know no pools, so they serve pools of either layout."""
         target, place, limits = self._target, self._target.placement, self._limits
         max_pages = target.programs.max_pages
         declared = []
-        for bucket in target.buckets.all():
+        for bucket in self._buckets.values():
             layouts = (step_layout(bucket, max_pages), edits_layout(bucket), table_layout(self._table_entries(bucket)))
             arguments = (
                 place.abstract((bucket.sampled, self._vocab_size), jnp.float32),
@@ -100,7 +107,8 @@ class Resampler:
         return declared
 
     def amendment(self, step: PackedStep, edits: LogitEdits) -> Amend:
-        """What makes of a step's first result the one with the edits, and of its in-flight K/V what is kept then."""
+        """What makes of a step's first result the one with the edits, and of its in-flight K/V what is kept then. step:
+        packed in its `bucket`."""
         bucket = step.bucket
         packed, views = edits_layout(bucket).new()
         rows, entries = len(edits.presence), len(edits.token)
