@@ -267,3 +267,13 @@ def test_a_position_without_a_token_is_cut(target: Any) -> None:
     cut, stuck = without_dead_ends(outcome, edits, plan, trees, ["a"])
     assert (cut.counts[0], stuck) == (1, ["a"])
     assert cut.tokens[0, 0] == b
+
+
+def test_one_number_of_rows_serves_every_step(target: Any) -> None:
+    """A step of one row in a bucket of one is drawn again in that of most rows."""
+    several = SimpleNamespace(**{**target.__dict__, "buckets": BucketSet((TOKENS,), (1, ROWS), SAMPLED)})
+    small, large = several.buckets.all()
+    assert (small.rows, large.rows) == (1, ROWS)
+    resampler = Resampler(several, LIMITS)
+    assert resampler.bucket(small) == resampler.bucket(large) == large
+    assert [program.key for program in resampler.declare()] == list(target.compiled)
