@@ -1,6 +1,7 @@
 """The vocabulary that every part shares: requests, targets, plans, trees, outcomes, and the protocols between parts.
 
-Imports no jax and decides nothing. Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages.
+Imports no jax and decides nothing. Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages, V
+vocabulary.
 Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part of the public API.
 """
 
@@ -298,11 +299,49 @@ class DraftTrees:
 
 
 @dataclass(frozen=True, eq=False)
+class LogitEdits:
+    """What a step changes of the target's logits before it draws from them, and what it tells of them.
+
+    N sampled positions: tree nodes in packed order, then the ends of prompts in row order. E tokens that a row's
+    penalties or biases concern, each once per row; tokens on the path to a tree node come on top, on the device.
+
+    presence, frequency, repetition: f32[R]. row, token: i32[E]; output_count: i32[E], how often the row's output has
+    the token; in_prompt: bool[E]; bias: f32[E]. allowed: u32[N, ceil(V / 32)], bit v % 32 of word v // 32 says whether
+    token v may follow; None: everything may. changed: bool[N], where anything of this applies: the others draw as
+    without it. logprobs: i32[R], how many of the likeliest tokens to tell beside the drawn one; -1: tell nothing.
+    """
+
+    presence: np.ndarray
+    frequency: np.ndarray
+    repetition: np.ndarray
+    row: np.ndarray
+    token: np.ndarray
+    output_count: np.ndarray
+    in_prompt: np.ndarray
+    bias: np.ndarray
+    allowed: np.ndarray | None
+    changed: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class StepLogprobs:
+    """Of the tokens that a step emitted, where StepOutcome.tokens has them. drawn: f32[R, max_depth + 1], natural logs
+    of their probabilities by the raw logits; top_ids: i32[R, max_depth + 1, K] and top: f32 of the same shape, the
+    likeliest tokens, best first. Rows that asked for nothing hold zeros."""
+
+    drawn: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class StepOutcome:
     """What a verification brought. tokens: i32[R, max_depth + 1], the first counts[r] valid; counts: i32[R], 0 for a
     prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
     draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
-    likewise. wait_s: the part of both spent waiting for the device. bucket: packed length that ran.
+    likewise. wait_s: the part of both spent waiting for the device. bucket: packed length that ran. logprobs: where the
+    edits asked for them.
     """
 
     tokens: np.ndarray
@@ -312,6 +351,7 @@ class StepOutcome:
     verify_s: float
     wait_s: float
     bucket: int
+    logprobs: StepLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -355,8 +395,9 @@ class Executor(Protocol):
         """Feed the catch-up tokens to the draft, then search; `plan.draft` is not None."""
         ...
 
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
-        """One target forward over trees and prefill chunks; accepted KV is committed before anything else runs."""
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+        """One target forward over trees and prefill chunks; accepted KV is committed before anything else runs. edits:
+        of the logits that tokens are drawn from, and what to tell of them; None: nothing, at no cost."""
         ...
 
     def expand(self) -> None:

@@ -17,6 +17,7 @@ from adaserve_jax.types import (
     DraftTrees,
     Executor,
     Limits,
+    LogitEdits,
     Progress,
     StepOutcome,
     StepPlan,
@@ -119,8 +120,8 @@ class RecordingExecutor:
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         return self._executor.speculate(plan)
 
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
-        outcome = self._executor.verify(plan, trees)
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+        outcome = self._executor.verify(plan, trees, edits)
         self._recorder.observe(plan, trees, outcome)
         return outcome
 

@@ -25,6 +25,7 @@ from adaserve_jax.types import (
     DraftPlan,
     DraftTrees,
     Limits,
+    LogitEdits,
     Progress,
     Request,
     StepOutcome,
@@ -67,7 +68,7 @@ class SimExecutor:
     requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
     from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
     plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
-    the same. swap_times: of exchanging the draft and pages."""
+    the same. swap_times: of exchanging the draft and pages. There are no logits, so nothing edits them."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class SimExecutor:
             return CandidateTrees.empty(plan.num_decode)
         return self._candidates(plan, draft)
 
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
         limits, rows = self._limits, plan.num_decode
         sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
         packed = trees.num_nodes + plan.num_prefill_tokens

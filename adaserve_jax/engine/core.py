@@ -6,38 +6,49 @@ Knows the scheduler, the executor protocol and the text tracker; decides nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
+from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.dead_ends import EXPLANATION, without_dead_ends
+from adaserve_jax.constraints.protocols import Spells
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
+from adaserve_jax.engine.logprobs import with_logprobs
 from adaserve_jax.engine.outputs import OutputTracker
 from adaserve_jax.models.detokenizer import Decodes
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.swapping import bring_back_draft, swap_if_due
-from adaserve_jax.types import CandidateTrees, Executor, Request
+from adaserve_jax.types import CandidateTrees, Executor, Request, RequestUpdate
 
 SETTLE_S = 0.001
 """Between two questions whether the draft is there."""
+
+
+class TextCodec(Decodes, Spells, Protocol):
+    """What is needed of a tokenizer."""
 
 
 class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
-    drawn for requests that bring none.
+    drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing.
     """
 
     def __init__(
         self,
         executor: Executor,
         scheduler: Scheduler,
-        tokenizer: Decodes,
+        tokenizer: TextCodec,
         *,
         eos_ids: tuple[int, ...],
         baseline_s: float,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        constraints: Constraints | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -46,6 +57,7 @@ class EngineCore:
         self._baseline_s = baseline_s
         self._seeds = np.random.default_rng(seed)
         self._tracker = OutputTracker(tokenizer)
+        self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -61,6 +73,7 @@ class EngineCore:
         """Raise RequestError when a request can never be served, whatever else runs. Safe in any thread."""
         check_salt(request.cache_salt)
         self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
+        self._constraints.check(request.sampling)
 
     def add(self, request: GenerateRequest, arrival_s: float) -> None:
         """Queue every choice of a request, or none. Raises RequestError, QueueFullError."""
@@ -71,16 +84,21 @@ class EngineCore:
                 self.scheduler.add(choice)
                 added.append(choice.request_id)
                 self._tracker.add(request.request_id, choice)
+                self._constraints.add(choice)
         except Exception:
             for request_id in added:
                 self.scheduler.abort(request_id)
                 self._tracker.discard(request_id)
+                self._constraints.discard(request_id)
             raise
         self._choice_ids[request.request_id] = added
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request that still run. Unknown ids are ignored."""
-        updates = [self.scheduler.abort(choice) for choice in self._choice_ids.pop(request_id, [])]
+        choices = self._choice_ids.pop(request_id, [])
+        updates = [self.scheduler.abort(choice) for choice in choices]
+        for choice in choices:
+            self._constraints.discard(choice)
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
     def step(self) -> list[OutputChunk]:
@@ -94,12 +112,37 @@ class EngineCore:
         if plan.draft is not None:
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, self.clock())
-        outcome = executor.verify(plan, trees)
-        updates = scheduler.commit(plan, trees, candidates, outcome, self.clock(), self._tracker.stop_check)
+        request_ids: list[str] = []
+        edits = None
+        if self._constraints.active:
+            request_ids = scheduler.request_ids(plan)
+            edits = self._constraints.edits(plan, trees, request_ids)
+        outcome, stuck = executor.verify(plan, trees, edits), []
+        if edits is not None:
+            outcome, stuck = without_dead_ends(outcome, edits, plan, trees, request_ids)
+        updates: Iterable[RequestUpdate] = scheduler.commit(
+            plan, trees, candidates, outcome, self.clock(), self._stop_check
+        )
+        if edits is not None and outcome.logprobs is not None:
+            updates = with_logprobs(updates, request_ids, edits, outcome.logprobs)
         chunks = [self._tracker.chunk(update) for update in updates]
+        chunks += [chunk for request_id in stuck for chunk in self._end_stuck(request_id)]
         self._forget_finished(chunks)
         swap_if_due(scheduler, executor, self.clock)
         return chunks
+
+    def _stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+        """`types.StopCheck`: where a grammar or a stop string ends a text."""
+        complete = self._constraints.push(request_id, token_ids)
+        stopped = self._tracker.stop_check(request_id, token_ids[:complete])
+        return complete if stopped is None else stopped
+
+    def _end_stuck(self, request_id: str) -> list[OutputChunk]:
+        """End a choice after whose text no token is allowed, unless the text has ended anyway."""
+        update = self.scheduler.abort(request_id, "error")
+        if update is None:
+            return []
+        return [replace(self._tracker.chunk(update), error=EXPLANATION, error_code="no_token_allowed")]
 
     @property
     def rests(self) -> bool:
@@ -144,6 +187,7 @@ class EngineCore:
             if chunk.finish_reason is not None:
                 left = self._choice_ids.get(chunk.request_id, [])
                 choice_id = f"{chunk.request_id}/{chunk.choice}"
+                self._constraints.discard(choice_id)
                 if choice_id in left:
                     left.remove(choice_id)
                 if not left:

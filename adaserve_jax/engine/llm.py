@@ -16,7 +16,7 @@ from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int]
 OPEN_PER_SLOT = 4
@@ -26,12 +26,14 @@ _T = TypeVar("_T")
 
 @dataclass
 class Completion:
-    """One choice. finish_reason: "stop", "length", "abort" or "error"."""
+    """One choice. finish_reason: "stop", "length", "abort" or "error". logprobs: one per token where the sampling
+    parameters ask for them, else none."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass
@@ -217,6 +219,7 @@ class _Collector:
         completion = self._outputs[chunk.request_id].choices[chunk.choice]
         completion.text += chunk.text
         completion.token_ids += chunk.token_ids
+        completion.logprobs += chunk.logprobs
         if chunk.finish_reason is None:
             return
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics

@@ -15,6 +15,7 @@ from dataclasses import replace
 import jax
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
@@ -109,8 +110,15 @@ class LocalEngine:
         executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
             executor, scheduler, self._tokenizer,
-            eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed,
+            eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
         )  # fmt: skip
+
+    def _constraints(self, config: EngineConfig) -> Constraints:
+        """What requests may ask of the logits."""
+        refusal = ""
+        if config.num_processes > 1:
+            refusal = "an engine of several processes (num_processes) does not edit logits"
+        return Constraints(self._executor.target.config.vocab_size, self._tokenizer, refusal=refusal)
 
     def _describe(self, config: EngineConfig) -> EngineInfo:
         return EngineInfo(

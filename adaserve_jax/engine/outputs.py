@@ -55,5 +55,11 @@ class OutputTracker:
             choice.text += choice.detokenizer.finish()
         text, choice.text = choice.text, ""
         return OutputChunk(
-            choice.request_id, choice.index, text, list(update.token_ids), update.finish_reason, update.metrics
+            choice.request_id,
+            choice.index,
+            text,
+            list(update.token_ids),
+            update.finish_reason,
+            update.metrics,
+            logprobs=list(update.logprobs),
         )

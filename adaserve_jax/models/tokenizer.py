@@ -48,6 +48,11 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True, param="prompt")
 
+    def spell(self, text: str) -> list[int]:
+        """Token ids of a text by itself, with no special tokens around it. Raises RequestError, as of bad_words, which
+        it is for: the text holds half of a surrogate pair."""
+        return self._encode(text, add_special_tokens=False, param="bad_words")
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)

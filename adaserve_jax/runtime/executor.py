@@ -33,14 +33,26 @@ from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.identity import identify
+from adaserve_jax.runtime.logprobs import logprobs_of
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, pack_verify
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
+from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.runtime.timing import measure, rehearse_swap, run_once
 from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.tree.chances import ChanceTable, read_chances
-from adaserve_jax.types import CandidateTrees, CostSamples, Drafter, DraftTrees, Limits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    Drafter,
+    DraftTrees,
+    Limits,
+    LogitEdits,
+    Progress,
+    StepOutcome,
+    StepPlan,
+)
 
 CALIBRATION_FILE = "calibration.json"
 
@@ -64,6 +76,7 @@ class ModelExecutor:
         self._profile = profile
         self._workspace: Workspace | None = None
         self._counter = CompileCounter()
+        self.resampler = resampler_of(resolved, target)
         self.elastic: Elastic | None = None
         """What swaps, where the draft's memory may become pages."""
         if resolved.limits.extension_pages:
@@ -101,6 +114,8 @@ class ModelExecutor:
         """Compile every program; the first half of `warm_up`. Raises ConfigError when the programs need more memory
         than there is."""
         declared = declare_target(self.target, self.limits)
+        if self.resampler is not None:
+            declared += self.resampler.declare()
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
         if self.elastic is not None:
@@ -125,12 +140,18 @@ class ModelExecutor:
             self._draft_wait_s = self.local_drafter.wait_s
         return candidates
 
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
         started = time.perf_counter()
         total = trees.num_nodes + plan.num_prefill_tokens
         bucket = self.target.buckets.pick(total, plan.num_rows)
+        max_pages = self.target.programs.max_pages
         with self._counter:
-            result = self.target.run(pack_verify(bucket, self.target.programs.max_pages, plan, trees))
+            amend, walked = None, bucket
+            if edits is not None:
+                resampler = self._edits_with()
+                walked = resampler.bucket(bucket)
+                amend = resampler.amendment(pack_verify(walked, max_pages, plan, trees), edits)
+            result = self.target.run(pack_verify(bucket, max_pages, plan, trees), amend).outcome
             result.copy_to_host_async()
             dispatched = time.perf_counter()
             host = np.asarray(result)
@@ -138,16 +159,23 @@ class ModelExecutor:
         depth = self.limits.max_depth
         draft_s, draft_wait_s = self._draft_s, self._draft_wait_s
         self._draft_s = self._draft_wait_s = 0.0
-        emitted, rows, _ = outcome_size(bucket, depth)
+        emitted, rows, flags = outcome_size(walked, depth)
+        accepted, report = host[emitted + rows :][: trees.num_nodes] != 0, host[emitted + rows + flags :]
         return StepOutcome(
-            tokens=host[:emitted].reshape(bucket.rows, depth + 1)[: plan.num_rows],
+            tokens=host[:emitted].reshape(walked.rows, depth + 1)[: plan.num_rows],
             counts=host[emitted : emitted + rows][: plan.num_rows],
-            accepted=host[emitted + rows :][: trees.num_nodes] != 0,
+            accepted=accepted,
             draft_s=draft_s,
             verify_s=done - started,
             wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
+            logprobs=None if edits is None else logprobs_of(report, walked, plan, trees, accepted, edits, depth),
         )
+
+    def _edits_with(self) -> Resampler:
+        if self.resampler is None:
+            raise IntegrityError("with several processes no step changes logits or tells of them")
+        return self.resampler
 
     def expand(self) -> None:
         self._swaps().expand()
@@ -170,6 +198,8 @@ class ModelExecutor:
         if self.elastic is not None:
             self.elastic.close()
         self._counter.close()
+        if self.resampler is not None:
+            self.resampler.close()
         self.target.close()
         if self.local_drafter is not None:
             self.local_drafter.model.close()
@@ -286,6 +316,11 @@ def load_target(
 def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
     """The verify program for every bucket, and its commits; both for pools that are extended too, where they can be."""
     return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
+
+
+def resampler_of(resolved: Resolved, target: DeviceModel) -> Resampler | None:
+    """None with several processes: the others mirror the forward alone."""
+    return Resampler(target, resolved.limits) if resolved.config.num_processes == 1 else None
 
 
 def load_drafter(

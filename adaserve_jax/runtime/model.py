@@ -18,6 +18,7 @@ from adaserve_jax.runtime.packing import PackedStep, step_layout
 from adaserve_jax.runtime.programs import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, ModelPrograms, Pools, commit, new_pools
 
 Role = Literal["target", "draft"]
+Amend = Callable[[Any, InFlight], tuple[Any, InFlight]]
 
 
 class DeviceModel:
@@ -78,12 +79,15 @@ class DeviceModel:
         """Of a program for pools of this layout."""
         return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
-    def run(self, step: PackedStep) -> Any:
-        """Run the packed forward, then commit what it keeps; returns the program's own result, on the device."""
+    def run(self, step: PackedStep, amend: Amend | None = None) -> Any:
+        """Run the packed forward, then commit what it keeps; returns the program's own result, on the device. amend:
+        makes other results, and what else is kept, of the forward's, before the commit."""
         if self._announce is not None:
             self._announce(step)
         pools = self.pools
         result, in_flight = self.compiled[self._key(pools, step.bucket)](self.params, pools, step.packed)
+        if amend is not None:
+            result, in_flight = amend(result, in_flight)
         self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
         if self.placement.blocks:
             jax.block_until_ready((result, self.pools))

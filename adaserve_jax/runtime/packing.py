@@ -16,7 +16,7 @@ from adaserve_jax.tree.accept import PADDING, PREFILL
 from adaserve_jax.tree.sampling import Sampler
 from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
 
-FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p"})
+FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p", "presence", "frequency", "repetition", "bias"})
 _SAMPLING_FIELDS = ("seed_low", "seed_high", "choice", "top_k", "temperature", "top_p", "min_p")
 
 
@@ -61,6 +61,17 @@ def step_layout(bucket: Bucket, max_pages: int) -> Layout:
     tokens = [(name, (bucket.tokens,)) for name in ("token", "position", "row", "parent", "emit_depth")]
     rows = _row_shapes(bucket.rows, max_pages)
     return Layout((*tokens, ("count", (bucket.rows,)), *rows, ("sampled", (bucket.sampled,))))
+
+
+def edits_layout(bucket: Bucket) -> Layout:
+    """What a step changes of its logits. asked: chunks of the table that hold tokens, whether to tell logprobs."""
+    rows = [(name, (bucket.rows,)) for name in ("presence", "frequency", "repetition")]
+    return Layout((*rows, ("changed", (bucket.sampled,)), ("asked", (2,))))
+
+
+def table_layout(entries: int) -> Layout:
+    """Columns of `tree.edits.Table`."""
+    return Layout(tuple((name, (entries,)) for name in ("index", "seen", "bias")))
 
 
 def beam_layout(rows: int, max_pages: int) -> Layout:

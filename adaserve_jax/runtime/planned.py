@@ -21,6 +21,7 @@ from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, us
 from adaserve_jax.runtime.elastic import declare_swaps
 from adaserve_jax.runtime.executor import declare_target, find_chances, find_pair, load_drafter, load_target
 from adaserve_jax.runtime.footprint import weight_dtype, workspace_of
+from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.types import Progress
 
@@ -54,7 +55,7 @@ def plan_memory(
     resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
-    declared = declare_target(target, resolved.limits)
+    declared = declare_target(target, resolved.limits) + Resampler(target, resolved.limits).declare()
     on_one = Unfilled.like(Placement.on_one())
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
     if drafter is not None:

@@ -25,11 +25,11 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens
 from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
 from adaserve_jax.runtime.buckets import Bucket
 from adaserve_jax.runtime.packing import beam_layout, sampler_of, step_layout
-from adaserve_jax.tree.accept import PREFILL, accept_walk
+from adaserve_jax.tree.accept import PREFILL, Accepted, accept_walk
 from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
 from adaserve_jax.tree.beam import Beam, beam_search
-from adaserve_jax.tree.sampling import draw
+from adaserve_jax.tree.sampling import Sampler, draw
 
 
 class Pools(NamedTuple):
@@ -59,14 +59,16 @@ class Pools(NamedTuple):
         return self.v if self.extension is None else Slabs(self.v, self.extension.v)
 
 
+NO_PAGE = 1 << 30
+"""No pool has it: what goes there is left out."""
 POOL_HEADS = 2
 IN_FLIGHT_HEADS = 2
 """The axis of KV heads in a pool, and in a step's in-flight K/V."""
 
 
 class InFlight(NamedTuple):
-    """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = `Pools.num_pages` for
-    tokens that are not kept."""
+    """K/V of a step's tokens and where they go. k, v: [L, T, K, D]; page, slot: i32[T], page = NO_PAGE for tokens that
+    are not kept."""
 
     k: jax.Array
     v: jax.Array
@@ -80,6 +82,23 @@ class Forward(NamedTuple):
     hidden: jax.Array
     new_k: jax.Array
     new_v: jax.Array
+
+
+class Sampled(NamedTuple):
+    """What a verification drew. outcome: i32, packed for the host (`follow`); drawn: i32[N]; logits: f32[N, V], raw."""
+
+    outcome: jax.Array
+    drawn: jax.Array
+    logits: jax.Array
+
+
+class SampledPositions(NamedTuple):
+    """Packed indices, rows and positions of what is sampled, i32[N] each, and how it is drawn."""
+
+    at: jax.Array
+    row: jax.Array
+    position: jax.Array
+    sampler: Sampler
 
 
 def new_pools(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement) -> Pools:
@@ -151,30 +170,20 @@ class ModelPrograms:
         return logits(params, self.config, forward.hidden[:, columns], self.partition)
 
     def in_flight(self, pools: Pools, fields: dict[str, jax.Array], forward: Forward, keep: jax.Array) -> InFlight:
-        """Where each kept token's K/V goes: the page and slot of its position. keep: bool[T]."""
-        row = jnp.minimum(fields["row"], fields["page_table"].shape[0] - 1)
-        page = fields["page_table"][row, fields["position"] // pools.page_size]
-        page = jnp.where(keep, page, pools.num_pages)
-        return InFlight(forward.new_k, forward.new_v, page, fields["position"] % pools.page_size)
+        """Where each kept token's K/V goes. keep: bool[T]."""
+        return InFlight(forward.new_k, forward.new_v, *places(fields, keep, pools.page_size))
 
     def verify(
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket, max_depth: int
-    ) -> tuple[jax.Array, InFlight]:
-        """One target step: forward, sample, accept walk. Returns i32[R * (max_depth + 1) + R + T] (tokens, counts,
-        accepted; see `split_outcome`) and the in-flight K/V."""
+    ) -> tuple[Sampled, InFlight]:
+        """One target step: forward, sample, accept walk. Returns what was sampled and the in-flight K/V."""
         fields = step_layout(bucket, self.max_pages).split(packed)
         forward = self.packed_forward(params, pools, fields, bucket)
-        sampled = fields["sampled"]
-        at = jnp.minimum(sampled, bucket.tokens - 1)
-        sampler = sampler_of(fields).take(jnp.minimum(fields["row"][at], bucket.rows - 1))
-        drawn_at = draw(self.sampled_logits(params, forward, sampled), sampler, fields["position"][at] + 1)
-        drawn = jnp.zeros(bucket.tokens, jnp.int32).at[sampled].set(drawn_at, mode="drop")
-        walk = accept_walk(
-            fields["token"], fields["parent"], fields["emit_depth"], fields["row"], drawn,
-            num_rows=bucket.rows, max_depth=max_depth,
-        )  # fmt: skip
-        outcome = jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)])
-        return outcome, self.in_flight(pools, fields, forward, walk.commit)
+        scores = self.sampled_logits(params, forward, fields["sampled"])
+        positions = sampled_positions(fields, bucket)
+        drawn = draw(scores, positions.sampler, positions.position + 1)
+        outcome, walk = follow(fields, bucket, drawn, max_depth)
+        return Sampled(outcome, drawn, scores), self.in_flight(pools, fields, forward, walk.commit)
 
     def catch_up(
         self, params: Params, pools: Pools, packed: jax.Array, *, bucket: Bucket
@@ -254,6 +263,33 @@ class ModelPrograms:
         hidden = decode(params, self.config, token.reshape(-1), position.reshape(-1), attend)
         scores = logits(params, self.config, hidden).reshape(rows, width, -1)
         return scores, (k_buffer, v_buffer)
+
+
+def sampled_positions(fields: dict[str, jax.Array], bucket: Bucket) -> SampledPositions:
+    """Where tokens are drawn, those past the array at its last position."""
+    at = jnp.minimum(fields["sampled"], bucket.tokens - 1)
+    row = jnp.minimum(fields["row"][at], bucket.rows - 1)
+    return SampledPositions(at, row, fields["position"][at], sampler_of(fields).take(row))
+
+
+def follow(
+    fields: dict[str, jax.Array], bucket: Bucket, drawn: jax.Array, max_depth: int
+) -> tuple[jax.Array, Accepted]:
+    """The accept walk with the tokens drawn at the sampled positions, i32[N]. Returns i32[R * (max_depth + 1) + R + T]
+    (tokens, counts, accepted; see `outcome_size`) and the walk."""
+    everywhere = jnp.zeros(bucket.tokens, jnp.int32).at[fields["sampled"]].set(drawn, mode="drop")
+    walk = accept_walk(
+        fields["token"], fields["parent"], fields["emit_depth"], fields["row"], everywhere,
+        num_rows=bucket.rows, max_depth=max_depth,
+    )  # fmt: skip
+    return jnp.concatenate([walk.tokens.reshape(-1), walk.counts, walk.accepted.astype(jnp.int32)]), walk
+
+
+def places(fields: dict[str, jax.Array], keep: jax.Array, page_size: int) -> tuple[jax.Array, jax.Array]:
+    """Page and slot of every token's position, i32[T]; NO_PAGE for tokens that are not kept. keep: bool[T]."""
+    row = jnp.minimum(fields["row"], fields["page_table"].shape[0] - 1)
+    page = fields["page_table"][row, fields["position"] // page_size]
+    return jnp.where(keep, page, NO_PAGE), fields["position"] % page_size
 
 
 def commit(pools: Pools, in_flight: InFlight) -> Pools:

@@ -38,6 +38,7 @@ from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
     DraftTrees,
+    FinishReason,
     Limits,
     Request,
     RequestUpdate,
@@ -211,10 +212,10 @@ class Scheduler:
         self._requests[request.request_id] = state
         self._batch.queue.add(state)
 
-    def abort(self, request_id: str) -> RequestUpdate | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestUpdate | None:
         """End a request; its last update, or None for an unknown id. Safe while its step is in flight."""
         state = self._requests.pop(request_id, None)
-        return None if state is None else finish(self._batch, state, "abort", [], self._stats)
+        return None if state is None else finish(self._batch, state, reason, [], self._stats)
 
     def plan(self, now: float) -> StepPlan | None:
         """What to run next; None when no request is there. A plan that was never committed is forgotten."""
@@ -224,6 +225,11 @@ class Scheduler:
         self._steps += 1
         self._stats.plan_s += time.perf_counter() - started
         return None if planned is None else planned.plan
+
+    def request_ids(self, plan: StepPlan) -> list[str]:
+        """Of the rows of the step in flight; "" for one that was aborted since."""
+        states = (self._batch.table.states[slot] for slot in self._expect(plan).slots.tolist())
+        return ["" if state is None else state.request.request_id for state in states]
 
     def select(self, plan: StepPlan, candidates: CandidateTrees, now: float) -> DraftTrees:
         """The trees to verify, with every request's need as of `now`, which is read after drafting."""

@@ -40,6 +40,7 @@ CODES: dict[str, str] = {
     "missing_field": "400: a field that must be there is not",
     "model_not_found": "404: the server serves another model",
     "no_chat_template": "400: the model has no chat template; use /v1/completions",
+    "no_token_allowed": "400: after a text, what the request forbids and asks for leaves no token",
     "not_found": "404: there is no such route",
     "not_ready": "503: the engine still loads or compiles",
     "queue_full": "429: the queue is full; Retry-After says when to come again",

@@ -13,7 +13,7 @@ from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import local
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.types import CostSamples, DraftTrees, Limits, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, Progress, StepOutcome, StepPlan
 
 VOCAB = 40
 EOS = 0
@@ -55,9 +55,9 @@ class Machine(SimExecutor):
         self.drafter = None
         self.chances = None
 
-    def verify(self, plan: StepPlan, trees: DraftTrees) -> StepOutcome:
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
         self.before_step()
-        return super().verify(plan, trees)
+        return super().verify(plan, trees, edits)
 
     def close(self) -> None:
         self.closed += 1
@@ -77,6 +77,9 @@ class Spelling:
 
     def encode(self, text: str) -> list[int]:
         return [2 + ord(character) % (VOCAB - 2) for character in text]
+
+    def spell(self, text: str) -> list[int]:
+        return self.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("abcde"[i % 5] + "xy"[: i % 3] for i in token_ids if self.has_text(i))

@@ -22,7 +22,7 @@ from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.runtime.programs import Pools
-from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, RowSampling, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, LogitEdits, RowSampling, StepPlan
 from tests.hlo import copies_of
 
 PROMPTS = [[5, 9, 300, 17, 40, 41, 42, 43, 44, 45, 46, 47, 48, 3, 2, 1, 8, 9, 10], [7, 7, 250], [1000, 12, 13, 14, 15]]
@@ -372,3 +372,28 @@ def test_the_ledger_knows_both_layouts(executor: ModelExecutor) -> None:
 
     resolved, workspace = plan_memory(EngineConfig(**SMALL))
     assert resolved.ledger(workspace) == ledger
+
+
+def test_logits_are_edited_on_extended_pools_too(executor: ModelExecutor) -> None:
+    """The second program knows no pools; the commit behind it is that of the layout."""
+    rows = len(PROMPTS)
+    tables = np.arange(rows * ROW_PAGES, dtype=np.int32).reshape(rows, ROW_PAGES) % BASE_PAGES
+    nothing = np.zeros(rows, np.float32)
+    zeros, token = np.zeros(rows, np.int32), np.array([77, 78, 79], np.int32)
+    edits = LogitEdits(
+        nothing, nothing, nothing + 1, np.arange(rows), token, zeros, zeros > 0, nothing + 100.0, None,
+        np.ones(rows, bool), zeros + 2,
+    )  # fmt: skip
+    found = []
+    for extended in (False, True):
+        if extended:
+            executor.expand()
+        texts = Texts(executor, tables)
+        plan = texts._plan(zeros, prompts=True)
+        found.append(executor.verify(plan, DraftTrees(*[zeros[:0]] * 5, nothing[:0]), edits))
+    executor.contract()
+    swaps_of(executor).wait()
+    for outcome in found:
+        assert outcome.tokens[:, 0].tolist() == token.tolist()
+        assert outcome.logprobs is not None and (outcome.logprobs.drawn[:, 0] < 0).all()
+    np.testing.assert_array_equal(found[0].logprobs.top, found[1].logprobs.top)

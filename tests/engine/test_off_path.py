@@ -34,9 +34,11 @@ def test_a_step_is_one_run_of_the_target_and_one_wait(
     assert executor.local_drafter is not None
     run = executor.target.run
 
-    def noted(step: Any) -> Watched:
+    def noted(step: Any, amend: Any) -> Any:
         log.append("run")
-        return Watched(run(step), log)
+        assert amend is None
+        result = run(step, amend)
+        return result._replace(outcome=Watched(result.outcome, log))
 
     monkeypatch.setattr(executor.target, "run", noted)
     monkeypatch.setattr(executor.local_drafter, "propose", lambda plan: pytest.fail("the draft was called"))

@@ -33,6 +33,8 @@ CASES = {
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
 TEXT_WAYS = (1, 2, 4)
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
+ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "presence_penalty": 1.0}, {"logprobs": 3})
+"""Changes of logits beside plain texts."""
 ENGINE = {
     "deterministic": True, "max_requests": 4, "max_context": 96, "max_batch_tokens": 16, "max_depth": 3, "max_width": 2,
     "num_pages": 16,
@@ -68,13 +70,14 @@ def ledger_bytes(model: DeviceModel, quantize: str) -> dict[str, int]:
 
 def texts(ways: int) -> list[list[int]]:
     params = [
-        SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True)
-        for seed, temperature in enumerate((0.0, 0.8, 1.2, 0.8))
+        SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True, **asked)
+        for seed, (temperature, asked) in enumerate(zip((0.0, 0.8, 1.2, 0.8), ASKED, strict=True))
     ]
     with LLM(tp=ways, **ENGINE) as llm:
         outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
         assert llm.stats().compiles_after_ready == 0
         assert llm.stats().scheduler.accepted_tokens > 0
+        assert [len(output.choices[0].logprobs) for output in outputs] == [0, 0, 0, 24]
     return [output.token_ids for output in outputs]
 
 

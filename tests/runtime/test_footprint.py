@@ -148,7 +148,7 @@ def test_what_programs_take_is_checked_once_they_are_compiled(
     executor = load_executor(config)
     try:
         with pytest.raises(
-            ConfigError, match=r"workspace 3\.\d MiB; to make it fit, change one of: num_pages"
+            ConfigError, match=r"workspace 4\.\d MiB; to make it fit, change one of: num_pages"
         ) as error:
             executor.compile()
     finally:

@@ -1,0 +1,25 @@
+"""Which tokens may follow, as bits: bit v % 32 of word v // 32 stands for token v."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+def all_but(vocab_size: int, tokens: Iterable[int] = ()) -> np.ndarray:
+    """u32[ceil(V / 32)]: every token of the vocabulary but these; ids beyond it are ignored."""
+    bits = np.ones(vocab_size, np.uint8)
+    bits[[token for token in tokens if token < vocab_size]] = 0
+    packed = np.zeros(4 * num_words(vocab_size), np.uint8)
+    packed[: -(-vocab_size // 8)] = np.packbits(bits, bitorder="little")
+    return packed.view("<u4")
+
+
+def forbid(mask: np.ndarray, token: int) -> None:
+    """Clear one token's bit. mask: u32[ceil(V / 32)]."""
+    mask[token >> 5] &= ~np.uint32(1 << (token & 31))

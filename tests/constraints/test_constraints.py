@@ -1,0 +1,171 @@
+"""What requests may ask, what is refused, and what is told to a step; the effect on logits is tests/runtime's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from adaserve_jax.constraints.bad_words import BadWords, spellings
+from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.masks import all_but, forbid, num_words
+from adaserve_jax.errors import RequestError
+from adaserve_jax.types import DraftTrees, Request, RowSampling, SamplingParams, StepPlan
+from tests.constraints.definition import VOCAB, Letters
+
+PROMPT = np.array([2, 3, 3], np.int32)
+
+
+class Counting:
+    """A grammar of exactly `schema` tokens (a number), and nothing after. Notes whom it was told of."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.filled: list[tuple[str, list[int], list[int]]] = []
+
+    def check(self, schema: str) -> None:
+        if not schema.isdigit():
+            raise RequestError("no number", param="json_schema", code="invalid_schema")
+
+    def add(self, request_id: str, schema: str) -> None:
+        self.check(schema)
+        self.left[request_id] = int(schema)
+
+    def discard(self, request_id: str) -> None:
+        self.left.pop(request_id, None)
+
+    def advance(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        self.left[request_id] -= len(token_ids)
+        return self.left[request_id] <= 0
+
+    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
+        self.filled.append((request_id, tokens.tolist(), parents.tolist()))
+        masks[:] = all_but(VOCAB, range(0, VOCAB, 2))
+
+
+def request(name: str = "a/0", stops: frozenset[int] = frozenset(), **asked: object) -> Request:
+    return Request(name, PROMPT, SamplingParams(**asked), 0, 0.0, stop_token_ids=stops)  # type: ignore[arg-type]
+
+
+def decode_step(tokens: list[int], parents: list[int], rows: list[int]) -> tuple[StepPlan, DraftTrees]:
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(0 if parent < 0 else depth[parent] + 1)
+    count = rows[-1] + 1
+    zeros, none = np.zeros(count, np.int32), np.zeros(0, np.int32)
+    floats = zeros.astype(np.float32)
+    plan = StepPlan(
+        step=0, slots=np.arange(count), num_decode=count, root_token=zeros, ctx_len=zeros,
+        page_table=np.zeros((count, 1), np.int32),
+        sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats, floats), prefill_tokens=none,
+        prefill_counts=none, prefill_final=none.astype(bool), draft=None, budget=8,
+    )  # fmt: skip
+    arrays = [np.array(each, np.int32) for each in (rows, tokens, parents, depth)]
+    return plan, DraftTrees(*arrays, arrays[3] - 1, np.ones(len(tokens), np.float32))
+
+
+def allowed(mask: np.ndarray) -> set[int]:
+    return {32 * word + bit for word, value in enumerate(mask.tolist()) for bit in range(32) if value >> bit & 1}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 64, 2048])
+def test_masks_hold_the_vocabulary_and_no_more(vocab_size: int) -> None:
+    without = {0, vocab_size - 1, vocab_size + 5}
+    mask = all_but(vocab_size, without)
+    assert (mask.dtype, len(mask)) == (np.uint32, num_words(vocab_size))
+    assert allowed(mask) == set(range(vocab_size)) - without
+    mask = all_but(vocab_size)
+    forbid(mask, vocab_size - 1)
+    assert allowed(mask) == set(range(vocab_size - 1))
+
+
+def test_who_asks_for_nothing_costs_nothing() -> None:
+    constraints = Constraints(VOCAB, Letters())
+    constraints.check(SamplingParams(temperature=0.5, top_k=3, stop=("a",)))
+    constraints.add(request(max_tokens=3, seed=1))
+    assert not constraints.active
+    assert constraints.push("a/0", [3]) is None
+
+
+def test_what_can_never_be_done_is_refused() -> None:
+    constraints = Constraints(VOCAB, Letters(), Counting())
+    constraints.check(SamplingParams(logit_bias=((VOCAB - 1, 1.0),), json_schema="3"))
+    for asked, message, param, code in (
+        ({"logit_bias": {VOCAB: 1.0}}, f"token ids from 0 to {VOCAB - 1}, got {VOCAB}", "logit_bias", "invalid_value"),
+        ({"json_schema": "x"}, "no number", "json_schema", "invalid_schema"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            constraints.check(SamplingParams(**asked))
+        assert (caught.value.param, caught.value.code) == (param, code)
+    with pytest.raises(RequestError, match="without structured output") as caught:
+        Constraints(VOCAB, Letters()).check(SamplingParams(json_schema="3"))
+    assert caught.value.code == "unsupported_parameter"
+    several = Constraints(VOCAB, Letters(), refusal="several processes")
+    several.check(SamplingParams())
+    for name, value in (("presence_penalty", 1.0), ("min_tokens", 2), ("logprobs", 0), ("bad_words", ("a",))):
+        with pytest.raises(RequestError, match=f"{name} must be left out, got .*: several processes") as caught:
+            several.check(SamplingParams(**{name: value}))
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_words_are_banned_by_themselves_and_behind_a_space() -> None:
+    a, b, space = Letters().spell("ab ")
+    assert spellings(Letters(), ["a", " a", "ab"]) == {(a,), (space, a), (a, b), (space, a, b)}
+    words = BadWords([(a,), (a, b, a), (b, b)])
+    assert words.always == {a}
+    tree = np.array([b, a, b, b], np.int32), np.array([-1, 0, 1, 0], np.int32)
+    assert words.completions([a, b], *tree) == [(0, a), (0, b), (2, a), (2, b), (3, b)]
+    assert words.completions([], np.array([b], np.int32), np.array([-1], np.int32)) == []
+
+
+def test_the_prompt_is_no_part_of_a_word() -> None:
+    constraints = Constraints(VOCAB, Letters())
+    b, c = PROMPT[-1], 4
+    constraints.add(request(bad_words=("bc",)))
+    final = decode_step([], [], [0])[0]
+    plan = StepPlan(
+        **{**final.__dict__, "num_decode": 0, "prefill_tokens": PROMPT, "prefill_counts": np.array([3], np.int32),
+           "prefill_final": np.array([True])}
+    )  # fmt: skip
+    none = decode_step([0], [-1], [0])[1]
+    trees = DraftTrees(
+        *(getattr(none, name)[:0] for name in ("row", "token", "parent", "depth", "candidate", "path_prob"))
+    )
+    assert constraints.edits(plan, trees, ["a/0"]) is None
+    constraints.push("a/0", [b])
+    edits = constraints.edits(*decode_step([b], [-1], [0]), ["a/0"])
+    assert edits is not None and edits.allowed is not None
+    assert allowed(edits.allowed[0]) == set(range(VOCAB)) - {c}
+
+
+def test_min_tokens_counts_the_path_and_then_costs_nothing() -> None:
+    constraints = Constraints(VOCAB, Letters())
+    constraints.add(request(stops=frozenset({0, 9, 4000}), min_tokens=3, max_tokens=5))
+    step = decode_step([5, 6, 7], [-1, 0, 1], [0, 0, 0])
+    constraints.push("a/0", [5])
+    edits = constraints.edits(*step, ["a/0"])
+    assert edits is not None and edits.allowed is not None
+    without = set(range(VOCAB)) - {0, 9}
+    assert [allowed(mask) for mask in edits.allowed] == [without, without, set(range(VOCAB))]
+    assert edits.changed.tolist() == [True, True, False]
+    constraints.push("a/0", [6, 7])
+    assert constraints.edits(*step, ["a/0"]) is None
+
+
+def test_a_grammar_sees_each_tree_and_ends_a_text_where_it_is_complete() -> None:
+    grammars = Counting()
+    constraints = Constraints(VOCAB, Letters(), grammars)
+    constraints.add(request("a/0", json_schema="4"))
+    constraints.add(request("c/0", logprobs=2))
+    assert constraints.push("a/0", [5]) is None
+    step = decode_step([4, 5, 6, 7, 8], [-1, 0, -1, 2, 2], [0, 0, 1, 1, 1])
+    edits = constraints.edits(*step, ["c/0", "a/0"])
+    assert grammars.filled == [("a/0", [6, 7, 8], [-1, 0, 0])]
+    assert edits is not None and edits.allowed is not None
+    assert [len(allowed(mask)) for mask in edits.allowed] == [VOCAB, VOCAB] + 3 * [VOCAB // 2]
+    assert edits.logprobs.tolist() == [2, -1]
+    assert constraints.push("a/0", [5, 5, 6, 7]) == 3
+    constraints.discard("a/0")
+    constraints.discard("c/0")
+    assert not constraints.active and not grammars.left
