@@ -32,8 +32,8 @@ class Grammars:
 
     `check` may be called in any thread; all else belongs to the thread that steps the engine.
 
-    vocab_size: of the model's logits; ids that the tokenizer does not have are never allowed. eos_ids: allowed where the
-    text may end, and nowhere else. max_schemas: compiled schemas that are kept, the least recently used goes first.
+    vocab_size: of the model's logits; ids that the tokenizer does not have are never allowed. eos_ids: allowed where
+    the text may end, and nowhere else. max_schemas: compiled schemas that are kept, the least recently used goes first.
     Raises ConfigError: llguidance is not installed, or the model has no end-of-text token; CheckpointError: llguidance
     cannot read the tokenizer.
     """

@@ -5,21 +5,26 @@ llguidance is imported when the first `Vocabulary` is made. Imports no jax.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from adaserve_jax.constraints.bounded_work import BoundedWork
 from adaserve_jax.constraints.grammar_schema import read_schema, refuse
 from adaserve_jax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+COMPILE_LIMIT_S = 2.0
+_COMPILE_AT_ONCE = 2
+_STACK_BYTES = 128 << 20
+"""Reading a schema takes about 8 KiB for each of the levels that `grammar_schema.MAX_LEVELS` bounds."""
 _SILENT = 0
 _LIMITS = {
     "max_grammar_size": 100_000,
     "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 100_000,
+    "step_lexer_fuel": 20_000,
     "step_max_items": 20_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,
@@ -32,8 +37,8 @@ the parser's items, and in all the lexer's states, of one to two kilobytes each.
 class Vocabulary:
     """Ids 0..vocab_size-1, W = ceil(vocab_size / 32) words of bits; id i is bit i % 32 of word i // 32.
 
-    backend_json: the tokenizer as the `tokenizers` library writes it. eos_ids: allowed where a text may end, and nowhere
-    else. Raises ConfigError: llguidance is not installed; CheckpointError: it cannot read the tokenizer.
+    backend_json: the tokenizer as the `tokenizers` library writes it. eos_ids: allowed where a text may end, and
+    nowhere else. Raises ConfigError: llguidance is not installed; CheckpointError: it cannot read the tokenizer.
     """
 
     def __init__(self, backend_json: str, vocab_size: int, eos_ids: frozenset[int]):
@@ -46,6 +51,7 @@ class Vocabulary:
             ) from None
         self._matcher_class = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._work = BoundedWork(stack_bytes=_STACK_BYTES, limit_s=COMPILE_LIMIT_S, at_once=_COMPILE_AT_ONCE)
         self._eos_id = min(eos_ids)
         try:
             self._tokens = llguidance.LLTokenizer(backend_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
@@ -61,11 +67,18 @@ class Vocabulary:
     def compile(self, schema: str) -> LLMatcher:
         """A matcher before the first token of a schema's JSON; copy it for each text. Safe in any thread.
 
-        Raises RequestError: the schema is invalid, uses what cannot be enforced, or costs more than the limits.
+        Raises RequestError: the schema is invalid, uses what cannot be enforced, or costs more than the limits;
+        QueueFullError: too many are being compiled.
         """
         read = read_schema(schema)
         try:
-            grammar = self._matcher_class.grammar_from_json_schema(read)
+            return self._work.run(lambda: self._compile(read))
+        except TimeoutError:
+            refuse(f"it takes more than {COMPILE_LIMIT_S:g} s to prepare; make it simpler")
+
+    def _compile(self, schema: dict[str, Any]) -> LLMatcher:
+        try:
+            grammar = self._matcher_class.grammar_from_json_schema(schema)
         except ValueError as error:
             refuse(str(error))
         start = self._matcher_class(self._tokens, grammar, log_level=_SILENT, limits=self._limits)
@@ -74,7 +87,8 @@ class Vocabulary:
         probe, mask = start.deep_copy(), np.empty(self.num_words, np.uint32)
         self.mask(probe, mask)
         if not mask.any():
-            refuse(probe.get_error() or "no JSON at all is of it")
+            nothing_fits = probe.stop_reason() == "NoExtensionBias"
+            refuse("no JSON at all fits it" if nothing_fits else probe.get_error())
         return start
 
     def mask(self, matcher: LLMatcher, mask: np.ndarray) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.constraints.grammar_schema import MAX_NESTING
+from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
+from adaserve_jax.constraints.grammar_vocabulary import Vocabulary
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed; `make tes
 V, EOS, USER = 2048, 0, 1
 OBJECT = {"type": "object"}
 FINITE: dict[str, dict[str, Any]] = {
-    "constant": {"const": {"name": ["Ada", 1.5, None, True], "über": "€😀\n"}},
+    "constant": {"const": {"name": ["Ada", 1.5, None, True], "über": "€😀 \\"}},
     "words": {"enum": ["yes", "no", "not yet", "nothing", ""]},
     "range": {"type": "integer", "minimum": -12, "maximum": 123},
     "object": {
@@ -137,9 +138,11 @@ def test_masks_are_the_true_sets_of_next_tokens(
             true = {i for i, piece in token_bytes.items() if text + piece in prefixes}
             true |= {EOS} if text in texts else set()
             allowed = writer.allowed()
-            next_bytes = {prefix[len(text)] for prefix in prefixes if prefix.startswith(text) and len(prefix) > len(text)}
+            next_bytes = {
+                prefix[len(text)] for prefix in prefixes if prefix.startswith(text) and len(prefix) > len(text)
+            }
             if len(next_bytes) == 1 and text not in texts and allowed != true:
-                assert allowed < true and len(allowed) == 1, text  # what must follow is spelled as the tokenizer would
+                assert allowed < true and len(allowed) == 1, text  # the next test says which
             else:
                 assert allowed == true, (text, tokenizer.decode(sorted(allowed ^ true)))
             assert complete <= (true == {EOS})
@@ -184,7 +187,9 @@ def random_tree(rng: np.random.Generator, writer: Writer, size: int) -> tuple[li
     return [tokens[old] for old in order], [-1 if old == 0 else place[parents[old]] for old in order]
 
 
-@pytest.mark.parametrize("schema", [FINITE["object"], FINITE["range"], PERSON, OBJECT], ids=["object", "range", "person", "any"])
+@pytest.mark.parametrize(
+    "schema", [FINITE["object"], FINITE["range"], PERSON, OBJECT], ids=["object", "range", "person", "any"]
+)
 def test_trees_get_the_masks_of_texts(grammars: Grammars, others: Grammars, schema: dict[str, Any]):
     rng = np.random.default_rng(3)
     writer, written = Writer(grammars, schema), []
@@ -297,6 +302,67 @@ def test_a_forbidden_token_leaves_nothing_allowed(grammars: Grammars, tokenizer:
         grammars.advance(writer.name, [EOS])
 
 
+# ---- what is kept, and by whom it may be asked ----
+
+
+def constant(value: int) -> str:
+    return json.dumps({"const": value})
+
+
+def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    compiled: list[str] = []
+    compile_schema = Vocabulary.compile
+    monkeypatch.setattr(Vocabulary, "compile", lambda self, s: (compiled.append(s), compile_schema(self, s))[1])
+    grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
+    for value in (1, 2, 1, 3, 1, 2):
+        grammars.check(constant(value))
+        assert grammars.num_compiled <= 2
+    assert compiled == [constant(value) for value in (1, 2, 3, 2)]
+    grammars.add("old", constant(1))
+    for value in (4, 5):
+        grammars.check(constant(value))
+    masks = np.zeros((1, V // 32), np.uint32)
+    grammars.fill("old", np.zeros(1, np.int32), np.full(1, -1, np.int32), masks)  # its schema is no longer kept
+    assert ids_of(masks[0]) == set(tokenizer.encode("1"))
+
+
+def test_schemas_are_checked_in_many_threads_while_one_writes(grammars: Grammars, tokenizer: Tokenizer):
+    good = [json.dumps(FINITE[name] | {"title": f"{name} {i}"}) for name in FINITE for i in range(4)]
+    bad = [json.dumps({"type": f"kind {i}"}) for i in range(12)]
+    rng = np.random.default_rng(5)
+
+    def verdict(schema: str) -> bool:
+        try:
+            grammars.check(schema)
+        except RequestError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = pool.map(verdict, [*good, *bad, *good])
+        for _ in range(4):
+            assert_person(json.loads(write(Writer(grammars, PERSON), tokenizer, rng)))
+        assert list(verdicts) == [True] * len(good) + [False] * len(bad) + [True] * len(good)
+
+
+# ---- what cannot be made ----
+
+
+def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="end-of-text token"):
+        Grammars(tokenizer, V, ())
+
+    class Broken:
+        def backend_json(self) -> str:
+            return '{"version": "1.0"}'
+
+    with pytest.raises(CheckpointError, match="cannot read the target's tokenizer with a vocabulary of 2048"):
+        Grammars(Broken(), V, (EOS,))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[server\]'"):
+        Grammars(tokenizer, V, (EOS,))
+
+
 # ---- schemas that are refused ----
 
 TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
@@ -330,6 +396,11 @@ TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
         (TOO_DEEP, f"at most {MAX_NESTING} objects"),
         ("[" * 60_000, "far more|not JSON"),
         ('{"enum": ["' + "a" * 70_000 + '"]}', "at most 65536 characters"),
+        (
+            json.dumps({"$ref": "#/a"} | {"a": [{"items": {"$ref": f"#/{i}"}} for i in range(1100)]}),
+            f"at most {MAX_LEVELS} levels",
+        ),
+        ('{"$ref": "#"}', "no JSON at all fits it"),
         ('{"const": "\\ud800"}', "."),
         ('{"const": "\ud800"}', "."),
     ],
@@ -351,27 +422,30 @@ def chain(length: int, link: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**parts, f"d{length}": {"type": "object", "properties": {"x": {}}}}}
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "integer"}
+def nested(depth: int, schema: dict[str, Any]) -> dict[str, Any]:
     for _ in range(depth):
-        schema = {"type": "array", "items": schema}
+        schema = {"items": schema}
     return schema
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
-    "nested": nested(60),
+    "nested": nested(60, {"type": "integer"}),
     "many words": {"enum": [f"w{i * 7919}" for i in range(5000)]},
     "many properties": {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}},
     "its own reference": {"$ref": "#"},
     "both its own": {"allOf": [{"$ref": "#"}, {"$ref": "#"}]},
     "either its own": {"anyOf": [{"$ref": "#"}, {"$ref": "#"}]},
-    "in circles": chain(2, lambda ref: {"$ref": ref}) | {"$defs": {"d0": {"$ref": "#/$defs/d1"}, "d1": {"$ref": "#/$defs/d0"}}},
+    "in circles": chain(2, lambda ref: {"$ref": ref})
+    | {"$defs": {"d0": {"$ref": "#/$defs/d1"}, "d1": {"$ref": "#/$defs/d0"}}},
     "long chain": chain(1400, lambda ref: {"$ref": ref}),
-    "long chain of all": chain(1000, lambda ref: {"allOf": [{"$ref": ref}], "title": "t"}),
-    "long chain of both": chain(700, lambda ref: {"$ref": ref, "type": "object", "properties": {"y": {}}}),
+    "long chain of both": chain(400, lambda ref: {"$ref": ref, "type": "object", "properties": {"y": {}}}),
+    "deep definitions": chain(100, lambda ref: nested(55, {"$ref": ref})),
+    "definitions deep enough to read": chain(40, lambda ref: nested(25, {"$ref": ref})),
     "doubling all": chain(40, lambda ref: {"allOf": [{"$ref": ref}, {"$ref": ref}]}),
     "doubling any": chain(40, lambda ref: {"anyOf": [{"$ref": ref}, {"$ref": ref}]}),
-    "doubling objects": chain(40, lambda ref: {"properties": {"a": {"$ref": ref}, "b": {"$ref": ref}}, "type": "object"}),
+    "doubling objects": chain(
+        40, lambda ref: {"properties": {"a": {"$ref": ref}, "b": {"$ref": ref}}, "type": "object"}
+    ),
     "alternatives of alternatives": {
         "allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {"type": "string"}}} for j in range(8)]} for i in range(8)]
     },
@@ -392,7 +466,10 @@ HOSTILE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+SLOW = {"patterns at once", "many properties", "doubling objects"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in HOSTILE])
 def test_hostile_schemas_end_in_time(tokenizer: Tokenizer, grammars: Grammars, name: str):
     """Refused, or followed: then each mask is bounded as well, and a text at its limit is left with nothing."""
     began = time.monotonic()

@@ -27,7 +27,8 @@ def all_texts(schema: dict[str, Any]) -> set[str]:
         case "null":
             return {"null"}
         case "integer":
-            return {str(value) for value in range(schema["minimum"], schema["maximum"] + 1)}
+            low, high = schema["minimum"], schema["maximum"]
+            return {str(value) for value in range(low, high + 1)} | ({"-0"} if low < 0 <= high else set())
         case "array":
             items = all_texts(schema["items"])
             counts = range(schema.get("minItems", 0), schema["maxItems"] + 1)
@@ -54,6 +55,7 @@ def spellings(value: Any) -> set[str]:
 
 
 def quoted(value: Any) -> str:
+    assert not any(ord(char) < 32 for char in str(value)), "control characters have several spellings"
     return json.dumps(value, ensure_ascii=False)
 
 
