@@ -20,7 +20,7 @@ MAX_LINES = 400
 MAX_LINES_OF = {"adaserve_jax/types.py": 500}  # the one vocabulary file
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
 SKIPPED_FOLDERS = {".git", ".venv", ".cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
-SERVER_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client")
+SERVER_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "llguidance")
 
 PACKAGE = ROOT / "adaserve_jax"
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from adaserve_jax.errors import CheckpointError, RequestError
+from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
 
 _FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -87,6 +87,16 @@ class Tokenizer:
     def token_of(self) -> dict[int, str]:
         """Every id's token, as the tokenizer spells it."""
         return {token_id: token for token, token_id in self._tokenizer.get_vocab().items()}
+
+    def backend_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it. Raises UnsupportedModelError: it is not one of those."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedModelError(
+                f"{self.name}: structured output needs a tokenizer of the `tokenizers` library (tokenizer.json), "
+                f"got {type(self._tokenizer).__name__}"
+            )
+        return backend.to_str()
 
     def _encode(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         try:

@@ -1,0 +1,63 @@
+"""Runs a stranger's work where it can neither overflow the stack nor hold anybody up for long. Imports no jax."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from adaserve_jax.errors import QueueFullError
+
+T = TypeVar("T")
+
+
+class BoundedWork:
+    """Each piece of work in a thread of its own, with `stack_bytes` of stack, for `limit_s` at most, `at_once` of them
+    at a time. A thread cannot be stopped: one that is late goes on, and keeps its place until it ends."""
+
+    def __init__(self, *, stack_bytes: int, limit_s: float, at_once: int):
+        self._stack_bytes = stack_bytes
+        self._limit_s = limit_s
+        self._places = threading.BoundedSemaphore(at_once)
+        self._starting = threading.Lock()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. Raises TimeoutError: it is late; QueueFullError: no place was free in time."""
+        if not self._places.acquire(timeout=self._limit_s):
+            raise QueueFullError("too many schemas are being prepared; retry later")
+        piece = _Piece(work, self._places)
+        thread = threading.Thread(target=piece.run, name="bounded-work", daemon=True)
+        with self._starting:
+            before = threading.stack_size(self._stack_bytes)
+            try:
+                thread.start()
+            except BaseException:
+                self._places.release()
+                raise
+            finally:
+                threading.stack_size(before)
+        thread.join(self._limit_s)
+        if thread.is_alive():
+            raise TimeoutError
+        return piece.result()
+
+
+class _Piece(Generic[T]):
+    def __init__(self, work: Callable[[], T], places: threading.BoundedSemaphore):
+        self._work = work
+        self._places = places
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._places.release()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
