@@ -45,6 +45,7 @@ class Piece:
     def reason(self) -> FinishedBy | None:
         return cast("FinishedBy | None", self.finish_reason)
 
+    @staticmethod
     def joined(parts: Sequence[Piece]) -> Piece:
         """Pieces of one choice, in order, as one."""
         logprobs = None if parts[0].logprobs is None else tuple(one for part in parts for one in part.logprobs or ())

@@ -5,7 +5,7 @@ Types are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -42,26 +42,25 @@ Biases = Annotated[dict[str, float], BeforeValidator(_few_entries)]
 INT32 = 2**31
 
 
-def later(neutral: str) -> Any:
-    """A field that OpenAI's API has and this server does not implement; all but its neutral value is refused."""
-    return Field(None, description=f"Not implemented: only {neutral} is accepted.")
+def later(shown: str, *neutral: Any) -> Any:
+    """A field that OpenAI's API has and this server does not implement: refused, but for null and what is neutral."""
+    description = f"Not implemented: only {shown} is accepted."
+    return Field(None, description=description, json_schema_extra={"enum": [None, *neutral]})
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values of unimplemented fields that change nothing, next to null."""
 
     def unknown_fields(self) -> list[str]:
         return sorted(self.model_extra or {})
 
     def unsupported_field(self) -> str | None:
         """The first unimplemented field that asks for something."""
-        for name, accepted in self.neutral.items():
-            value = getattr(self, name)
-            same = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in accepted)
-            if value is not None and not same:
+        for name, field in type(self).model_fields.items():
+            if not isinstance(field.json_schema_extra, dict) or "enum" not in field.json_schema_extra:
+                continue
+            value, neutral = getattr(self, name), cast("list[Any]", field.json_schema_extra["enum"])
+            if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral):
                 return name
         return None
 
@@ -152,13 +151,8 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(
         None, description="Report log probabilities of the output's tokens and of so many likeliest, 0 to 20."
     )
-    best_of: Any = later("1")
+    best_of: Any = later("1", 1)
     suffix: Any = later("null")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
-        "suffix": (),
-    }
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": 40}]}
@@ -184,21 +178,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
     top_logprobs: int | None = Field(None, description="And of so many likeliest, 0 to 20; only with logprobs.")
-    tools: Any = later("[]")
-    tool_choice: Any = later("none and auto")
-    functions: Any = later("[]")
-    function_call: Any = later("none and auto")
-    modalities: Any = later('["text"]')
+    tools: Any = later("[]", [])
+    tool_choice: Any = later("none and auto", "none", "auto")
+    functions: Any = later("[]", [])
+    function_call: Any = later("none and auto", "none", "auto")
+    modalities: Any = later('["text"]', ["text"])
     audio: Any = later("null")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-    }
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}], "slo_tpot_ms": 40}]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,7 +15,7 @@ from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.pieces import Pieces
-from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody, StreamOptions
+from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
 from adaserve_jax.server.sampling_fields import fit, sampling_of
 from adaserve_jax.server.state import ServerState, TextCodec
@@ -42,8 +42,16 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _streams(chunk: str) -> dict[int | str, dict[str, Any]]:
-    content = {"schema": {"type": "string", "description": f"Events `data: {chunk}`, the last one `data: [DONE]`."}}
-    return {200: {"content": {"text/event-stream": content}}}
+    """The other kind of answer, for the OpenAPI document: the schema of one event."""
+    found = [{"$ref": f"#/components/schemas/{name}"} for name in (chunk, "ErrorBody")]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": found}}
+    event = {
+        "type": "object",
+        "description": f"Events `data: {chunk}`, the last one `data: [DONE]`; an error where the answer failed midway.",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+    return {200: {"content": {"text/event-stream": {"schema": event}}}}
 
 
 def warning_headers(body: Body, query: Iterable[str] = ()) -> dict[str, str]:
@@ -135,7 +143,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
 
 
 def pieces_of(
-    body: GenerationBody, prompts: list[str | list[int]], sampling: SamplingParams, tokenizer: TextCodec
+    body: GenerationBody, prompts: Sequence[str | list[int]], sampling: SamplingParams, tokenizer: TextCodec
 ) -> Pieces:
     """What the client is to be shown: prompts echoed, tokens spelled, where it asks for that."""
     echo: tuple[str, ...] = ()
@@ -151,6 +159,9 @@ async def answer(
     headers = warning_headers(body, http.query_params)
     if not body.stream:
         return await collect(generation, dialect, http, headers)
-    options = body.stream_options or StreamOptions()
-    reports = UsageReports(bool(options.include_usage), bool(options.continuous_usage_stats))
+    options = body.stream_options
+    reports = UsageReports(
+        at_end=options is not None and bool(options.include_usage),
+        throughout=options is not None and bool(options.continuous_usage_stats),
+    )
     return EventStream(events(generation, dialect, reports), generation.abort, headers)

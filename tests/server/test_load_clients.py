@@ -1,7 +1,7 @@
 """The requests of load generators, as their own code builds them, and their own way of counting tokens.
 
-Written from guidellm {guidellm} (backends/openai/request_handlers.py), aiperf {aiperf} (endpoints/openai_chat.py,
-openai_completions.py) and inference-perf {inference_perf} (apis/chat.py, completion.py, streaming_parser.py). What they
+Written from guidellm 0.8.1 (backends/openai/request_handlers.py), aiperf 0.13.0 (endpoints/openai_chat.py,
+openai_completions.py) and inference-perf 0.7.0 (apis/chat.py, completion.py, streaming_parser.py). What they
 report is right if `usage` is: none of them may count events, since an event can hold several tokens.
 """
 
