@@ -147,7 +147,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class SloClass(BaseModel):
+class SloTargets(BaseModel):
     tpot_ms: float | None = Field(description="Target, milliseconds per output token; null: none.")
     ttft_ms: float | None = Field(description="Target, milliseconds to the first token; null: none.")
 
@@ -160,7 +160,7 @@ class ModelCard(BaseModel):
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     draft: str | None = Field(description="The draft model; null: no speculation.")
     baseline_ms: float = Field(description="Measured milliseconds of one token, alone, without speculation.")
-    slo_classes: dict[str, SloClass] = Field(description="What slo_class may be, and the targets that it stands for.")
+    slo_classes: dict[str, SloTargets] = Field(description="What slo_class may be, and the targets that it stands for.")
 
 
 class ModelList(BaseModel):

@@ -12,7 +12,7 @@ from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.dialects import shown
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import DetokenizeBody, TokenizeBody
-from adaserve_jax.server.responses import Health, ModelCard, ModelList, SloClass, Text, Tokens, Version
+from adaserve_jax.server.responses import Health, ModelCard, ModelList, SloTargets, Text, Tokens, Version
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.server.translate import check_ids, encode, encode_chat
@@ -34,7 +34,7 @@ def _card(state: ServerState) -> ModelCard:
         max_model_len=info.max_context,
         draft=info.draft,
         baseline_ms=info.baseline_s * 1e3,
-        slo_classes={name: SloClass(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms) for name, slo in state.classes.items()},
+        slo_classes={name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms) for name, slo in state.classes.items()},
     )
 
 
