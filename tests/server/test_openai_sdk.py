@@ -160,6 +160,19 @@ def test_giving_up_or_leaving_a_stream_stops_the_request(client, server):
     wait_until(lambda: len(server.engine.aborted) == before + 2 and server.state.slots.used == 0)
 
 
+def test_cancelling_a_task_stops_its_request(server):
+    before = len(server.engine.aborted)
+
+    async def ask_and_leave() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            asked = client.completions.create(model="scripted", prompt="slow three", max_tokens=400)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asked, 0.3)
+
+    asyncio.run(ask_and_leave())
+    wait_until(lambda: len(server.engine.aborted) == before + 1 and server.state.slots.used == 0)
+
+
 class Answer(BaseModel):
     name: str
     sizes: list[int]
