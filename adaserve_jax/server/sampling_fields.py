@@ -43,7 +43,7 @@ def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
         given["max_tokens"] = limit
     elif isinstance(body, ChatBody):
         given["max_tokens"] = ALL_THERE_IS
-    names = {"max_tokens": limit_name, "logprobs": logprobs_name, "json_schema": "response_format"}
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name}
     try:
         return SamplingParams(**given)
     except RequestError as error:
