@@ -12,6 +12,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from adaserve_jax.errors import CheckpointError, RequestError, UnsupportedModelError
+from adaserve_jax.models.token_bytes import spelling_of
 
 _FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -26,6 +27,8 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         marked = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids: frozenset[int] = frozenset(marked.union(tokenizer.all_special_ids))
+        self._added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self._spelling = spelling_of(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -60,6 +63,21 @@ class Tokenizer:
     def has_text(self, token_id: int) -> bool:
         """False for special tokens, and for ids that the model has but the tokenizer does not."""
         return token_id < self.vocab_size and token_id not in self.special_ids
+
+    def spelled(self, token_id: int) -> bytes | str:
+        """The bytes that a token spells, which may be part of a character; the name of one that spells nothing.
+
+        Joined over the tokens of an output they are the UTF-8 of its text.
+        """
+        if not self.has_text(token_id):
+            token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self.vocab_size else None
+            return token or f"token_id:{token_id}"
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if self._spelling is None or token is None:
+            return self.decode([token_id]).encode()
+        return self._spelling(token)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's answer.

@@ -10,6 +10,7 @@ from fastapi.openapi.utils import get_openapi
 import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.server import errors, routes_generate, routes_info
+from adaserve_jax.server.methods import Methods
 from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKey, BodyLimit, Boundary
 from adaserve_jax.server.responses import ChatChunk
 from adaserve_jax.server.settings import ServerSettings
@@ -37,6 +38,7 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))
     errors.install(app)
+    app.add_middleware(Methods)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)

@@ -15,6 +15,7 @@ from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1
+_FIELD_OF = {"json_schema": "response_format"}  # where the engine has another name for a field
 _TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -93,7 +94,7 @@ def of_code(message: str, code: str, param: str | None = None) -> ApiError:
     """The response for an error of the engine: its code decides the status."""
     status = int(CODES.get(code, "400")[:3])
     headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
-    return ApiError(status, message, code=code, param=param, headers=headers)
+    return ApiError(status, message, code=code, param=_FIELD_OF.get(param or "", param), headers=headers)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -11,6 +11,7 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.observers import EndedChoice, Origin
+from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.types import RequestMetrics
@@ -31,12 +32,14 @@ class Generation:
     """The choices of one HTTP request, prompt after prompt; choice c of prompt p has index p * n + c.
 
     `reservation` covers them all; each is given back when the engine has ended it, whoever still reads.
+    pieces: turns chunks into what is shown.
     """
 
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
     origin: Origin = field(default_factory=Origin)
+    pieces: Pieces = field(default_factory=Pieces)
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
 
@@ -126,10 +129,11 @@ class Generation:
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
         return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param)
 
-    def usage(self) -> Usage:
-        """Tokens so far; a prompt counts once, however many choices it has."""
+    def usage(self, output_tokens: int | None = None) -> Usage:
+        """Token counts, with so many of the output, or all that have come; a prompt counts once, however many choices
+        it has."""
         prompt = sum(len(request.prompt_ids) for request in self.requests)
-        output = sum(choice.tokens for choice in self._choices)
+        output = sum(choice.tokens for choice in self._choices) if output_tokens is None else output_tokens
         cached = sum(self._cached_tokens(position) for position in range(len(self.requests)))
         return Usage(
             prompt_tokens=prompt,

@@ -5,12 +5,13 @@ Types are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so th
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from adaserve_jax.engine.client import MAX_SALT_CHARS
+from adaserve_jax.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
 def _valid_unicode(text: str) -> str:
@@ -25,32 +26,41 @@ def _valid_unicode(text: str) -> str:
 
 
 ValidText = Annotated[str, AfterValidator(_valid_unicode)]
+
+
+def _few_entries(value: object) -> object:
+    """Refuse a huge mapping before each of its entries is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise PydanticCustomError("too_many", "at most {most} token ids", {"most": MAX_LOGIT_BIASES})
+    return value
+
+
 FIRST_ERROR = Field(fail_fast=True)  # a list of a million wrong items is one error, not a million
 Ids = Annotated[list[int], FIRST_ERROR]
 Prompt = ValidText | Annotated[list[ValidText], FIRST_ERROR] | Ids | Annotated[list[Ids], FIRST_ERROR]
+Biases = Annotated[dict[str, float], BeforeValidator(_few_entries)]
 INT32 = 2**31
 
 
-def later(neutral: str) -> Any:
-    """A field that OpenAI's API has and this server does not implement; all but its neutral value is refused."""
-    return Field(None, description=f"Not implemented: only {neutral} is accepted.")
+def later(shown: str, *neutral: Any) -> Any:
+    """A field that OpenAI's API has and this server does not implement: refused, but for null and what is neutral."""
+    description = f"Not implemented: only {shown} is accepted."
+    return Field(None, description=description, json_schema_extra={"enum": [None, *neutral]})
 
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Values of unimplemented fields that change nothing, next to null."""
 
     def unknown_fields(self) -> list[str]:
         return sorted(self.model_extra or {})
 
     def unsupported_field(self) -> str | None:
         """The first unimplemented field that asks for something."""
-        for name, accepted in self.neutral.items():
-            value = getattr(self, name)
-            same = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in accepted)
-            if value is not None and not same:
+        for name, field in type(self).model_fields.items():
+            if not isinstance(field.json_schema_extra, dict) or "enum" not in field.json_schema_extra:
+                continue
+            value, neutral = getattr(self, name), cast("list[Any]", field.json_schema_extra["enum"])
+            if not any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in neutral):
                 return name
         return None
 
@@ -59,6 +69,23 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool | None = Field(None, description="Send the token counts in one last chunk without choices.")
+    continuous_usage_stats: bool | None = Field(None, description="Send the token counts so far in every chunk.")
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str | None = Field(None, description="Accepted and not used.")
+    description: str | None = Field(None, description="Accepted and not used.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON Schema that the output fits.")
+    strict: bool | None = Field(None, description="Accepted; the output always fits.")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema, and only then.")
 
 
 class GenerationBody(Body):
@@ -95,41 +122,37 @@ class GenerationBody(Body):
         None, max_length=MAX_SALT_CHARS, description="Cached KV is shared with requests of the same salt only."
     )
     priority: int | None = Field(None, ge=-INT32, lt=INT32, description="Lower is sooner; default 0.")
-    presence_penalty: Any = later("0")
-    frequency_penalty: Any = later("0")
-    repetition_penalty: Any = later("1")
-    min_tokens: Any = later("0")
-    logit_bias: Any = later("{}")
-    response_format: Any = later('{"type": "text"}')
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "repetition_penalty": (1,),
-        "min_tokens": (0,),
-        "logit_bias": ({},),
-        "response_format": ({"type": "text"},),
-    }
-
-    @property
-    def choices_per_prompt(self) -> int:
-        return 1 if self.n is None else self.n
+    presence_penalty: float | None = Field(
+        None, description="Taken from the logits of tokens that the output has, -2 to 2; default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="Taken from the logits of tokens once for each time the output has them, -2 to 2; default 0."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Divides the logits of tokens that prompt or output have, if positive, else multiplies."
+    )
+    min_tokens: int | None = Field(None, description="No end-of-text and no stop token before so many; default 0.")
+    logit_bias: Biases | None = Field(
+        None,
+        description="Token ids, as texts, and what is added to their logits, -100 to 100.",
+        json_schema_extra={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}},
+    )
+    bad_words: Annotated[list[ValidText], FIRST_ERROR] | None = Field(
+        None, description=f"Up to {MAX_BAD_WORDS} texts that the output never spells."
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="json_object, or json_schema with a schema: the output is JSON that fits."
+    )
 
 
 class CompletionBody(GenerationBody):
     prompt: Prompt = Field(description="One text, several texts, one list of token ids, or several.")
-    echo: Any = later("false")
-    best_of: Any = later("1")
+    echo: bool | None = Field(None, description="Put the prompt before the output.")
+    logprobs: int | None = Field(
+        None, description="Report log probabilities of the output's tokens and of so many likeliest, 0 to 20."
+    )
+    best_of: Any = later("1", 1)
     suffix: Any = later("null")
-    logprobs: Any = later("null")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationBody.neutral,
-        "echo": (False,),
-        "best_of": (1,),
-        "suffix": (),
-        "logprobs": (),
-    }
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": 40}]}
@@ -153,26 +176,14 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
-    logprobs: Any = later("false")
-    top_logprobs: Any = later("0")
-    tools: Any = later("[]")
-    tool_choice: Any = later("none and auto")
-    functions: Any = later("[]")
-    function_call: Any = later("none and auto")
-    modalities: Any = later('["text"]')
+    logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
+    top_logprobs: int | None = Field(None, description="And of so many likeliest, 0 to 20; only with logprobs.")
+    tools: Any = later("[]", [])
+    tool_choice: Any = later("none and auto", "none", "auto")
+    functions: Any = later("[]", [])
+    function_call: Any = later("none and auto", "none", "auto")
+    modalities: Any = later('["text"]', ["text"])
     audio: Any = later("null")
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **GenerationBody.neutral,
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "audio": (),
-    }
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}], "slo_tpot_ms": 40}]}
@@ -183,6 +194,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: ValidText | None = Field(None, description="A text; either this or messages.")
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
+    return_token_strs: bool | None = Field(None, description="Tell what each token spells.")
 
 
 class DetokenizeBody(Body):

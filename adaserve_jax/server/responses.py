@@ -44,10 +44,19 @@ class ResponseMetrics(BaseModel):
     slo: SloMetrics
 
 
+class CompletionLogprobs(BaseModel):
+    """One entry per output token in each list."""
+
+    tokens: list[str] = Field(description="Its text, or bytes:\\x.. where its bytes are no whole characters.")
+    token_logprobs: list[float] = Field(description="Natural logarithm of its probability by the model's own logits.")
+    top_logprobs: list[dict[str, float]] | None = Field(description="The likeliest and itself; null: none were asked.")
+    text_offset: list[int] = Field(description="Characters of the output before it.")
+
+
 class CompletionChoice(BaseModel):
     index: int = Field(description="Prompt index times n plus the choice's.")
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishedBy | None
 
 
@@ -64,12 +73,30 @@ class Completion(BaseModel):
 class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
+    refusal: None = None
+
+
+class TopLogprob(BaseModel):
+    token: str = Field(description="Its text, or \\x.. where its bytes are no whole characters.")
+    logprob: float = Field(description="Natural logarithm of its probability by the model's own logits.")
+    bytes: list[int] | None = Field(
+        description="Its UTF-8 bytes, which may be part of a character; null: a special token."
+    )
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob] = Field(description="The likeliest tokens in its place.")
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatLogprob]
+    refusal: None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishedBy
 
 
@@ -95,7 +122,7 @@ class Delta(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishedBy | None
 
 
@@ -120,6 +147,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class SloTargets(BaseModel):
+    tpot_ms: float | None = Field(description="Target, milliseconds per output token; null: none.")
+    ttft_ms: float | None = Field(description="Target, milliseconds to the first token; null: none.")
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
@@ -128,6 +160,7 @@ class ModelCard(BaseModel):
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     draft: str | None = Field(description="The draft model; null: no speculation.")
     baseline_ms: float = Field(description="Measured milliseconds of one token, alone, without speculation.")
+    slo_classes: dict[str, SloTargets] = Field(description="What slo_class may be, and the targets that it stands for.")
 
 
 class ModelList(BaseModel):
@@ -149,6 +182,7 @@ class Tokens(BaseModel):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | None = Field(None, description="What each token spells, where that was asked for.")
 
 
 class Text(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,20 +14,14 @@ from adaserve_jax.server.dialects import ChatDialect, CompletionDialect
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.observers import Origin
+from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
-from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, collect, events
-from adaserve_jax.server.translate import (
-    check_supported,
-    encode,
-    encode_chat,
-    fit,
-    prompts_of,
-    salt_of,
-    sampling_of,
-    slo_of,
-)
+from adaserve_jax.server.sampling_fields import fit, sampling_of
+from adaserve_jax.server.state import ServerState, TextCodec
+from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, UsageReports, collect, events
+from adaserve_jax.server.translate import check_supported, encode, encode_chat, prompts_of, salt_of, slo_of
+from adaserve_jax.types import SamplingParams
 
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
@@ -47,18 +42,32 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _streams(chunk: str) -> dict[int | str, dict[str, Any]]:
-    content = {"schema": {"type": "string", "description": f"Events `data: {chunk}`, the last one `data: [DONE]`."}}
-    return {200: {"content": {"text/event-stream": content}}}
+    """The other kind of answer, for the OpenAPI document: the schema of one event."""
+    found = [{"$ref": f"#/components/schemas/{name}"} for name in (chunk, "ErrorBody")]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": found}}
+    event = {
+        "type": "object",
+        "description": f"Events `data: {chunk}`, the last one `data: [DONE]`; an error where the answer failed midway.",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+    return {200: {"content": {"text/event-stream": {"schema": event}}}}
 
 
-def warning_headers(body: Body) -> dict[str, str]:
-    """Name the fields that were ignored, in ASCII and at bounded length."""
-    unknown = body.unknown_fields()
-    if not unknown:
-        return {}
-    named = [_printable(name[:MAX_NAME]) or "''" for name in unknown[:MAX_NAMED_FIELDS]]
-    more = f" and {len(unknown) - MAX_NAMED_FIELDS} more" if len(unknown) > MAX_NAMED_FIELDS else ""
-    return {WARNING_HEADER: f"ignored unknown fields: {', '.join(named)}{more}"}
+def warning_headers(body: Body, query: Iterable[str] = ()) -> dict[str, str]:
+    """Name the fields and the query parameters that were ignored, in ASCII and at bounded length."""
+    warnings = [
+        f"ignored unknown {what}: {_named(names)}"
+        for what, names in (("fields", body.unknown_fields()), ("query parameters", sorted(set(query))))
+        if names
+    ]
+    return {WARNING_HEADER: "; ".join(warnings)} if warnings else {}
+
+
+def _named(names: list[str]) -> str:
+    named = [_printable(name[:MAX_NAME]) or "''" for name in names[:MAX_NAMED_FIELDS]]
+    more = f" and {len(names) - MAX_NAMED_FIELDS} more" if len(names) > MAX_NAMED_FIELDS else ""
+    return ", ".join(named) + more
 
 
 def _printable(name: str) -> str:
@@ -124,7 +133,8 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
                 ids = await encode(tokenizer, prompt, info.vocab_size)
             fitting = fit(body, sampling, len(ids), info.max_context)
             requests.append(GenerateRequest(uuid.uuid4().hex, ids, fitting, slo, body.priority or 0, slo_class, salt))
-        generation = Generation(state, requests, reservation, origin)
+        pieces = pieces_of(body, prompts, sampling, tokenizer)
+        generation = Generation(state, requests, reservation, origin, pieces=pieces)
         generation.start()
     except BaseException:
         reservation.release()
@@ -132,12 +142,26 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     return generation
 
 
+def pieces_of(
+    body: GenerationBody, prompts: Sequence[str | list[int]], sampling: SamplingParams, tokenizer: TextCodec
+) -> Pieces:
+    """What the client is to be shown: prompts echoed, tokens spelled, where it asks for that."""
+    echo: tuple[str, ...] = ()
+    if isinstance(body, CompletionBody) and body.echo:
+        echo = tuple(one if isinstance(one, str) else tokenizer.decode(one) for one in prompts)
+    return Pieces(sampling.n, echo, None if sampling.logprobs is None else tokenizer.spelled)
+
+
 async def answer(
     body: GenerationBody, http: Request, generation: Generation, dialect: CompletionDialect | ChatDialect
 ) -> Response:
     """Stream or collect what has begun."""
-    headers = warning_headers(body)
+    headers = warning_headers(body, http.query_params)
     if not body.stream:
         return await collect(generation, dialect, http, headers)
-    usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return EventStream(events(generation, dialect, include_usage=usage), generation.abort, headers)
+    options = body.stream_options
+    reports = UsageReports(
+        at_end=options is not None and bool(options.include_usage),
+        throughout=options is not None and bool(options.continuous_usage_stats),
+    )
+    return EventStream(events(generation, dialect, reports), generation.abort, headers)

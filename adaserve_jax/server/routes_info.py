@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 import adaserve_jax
 from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.server.dialects import shown
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import DetokenizeBody, TokenizeBody
-from adaserve_jax.server.responses import Health, ModelCard, ModelList, Text, Tokens, Version
+from adaserve_jax.server.responses import Health, ModelCard, ModelList, SloTargets, Text, Tokens, Version
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.server.translate import check_ids, encode, encode_chat
@@ -33,6 +34,7 @@ def _card(state: ServerState) -> ModelCard:
         max_model_len=info.max_context,
         draft=info.draft,
         baseline_ms=info.baseline_s * 1e3,
+        slo_classes={name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms) for name, slo in state.classes.items()},
     )
 
 
@@ -59,9 +61,9 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
 
     @routes.post(
         "/tokenize", tags=["tokens"], operation_id="tokenize", summary="Token ids of a text or conversation",
-        responses=errors,
+        responses=errors, response_model_exclude_none=True,
     )  # fmt: skip
-    async def tokenize(body: TokenizeBody, response: Response) -> Tokens:
+    async def tokenize(body: TokenizeBody, http: Request, response: Response) -> Tokens:
         state.require_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("either prompt or messages must be given, and not both", "prompt")
@@ -69,16 +71,17 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
             ids = await encode_chat(state.tokenizer, body.messages)
         else:
             ids = await encode(state.tokenizer, body.prompt or "", state.info.vocab_size)
-        response.headers.update(warning_headers(body))
-        return Tokens(tokens=ids, count=len(ids), max_model_len=state.info.max_context)
+        response.headers.update(warning_headers(body, http.query_params))
+        strings = [shown(state.tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
+        return Tokens(tokens=ids, count=len(ids), max_model_len=state.info.max_context, token_strs=strings)
 
     @routes.post(
         "/detokenize", tags=["tokens"], operation_id="detokenize", summary="Text of token ids", responses=errors
     )
-    async def detokenize(body: DetokenizeBody, response: Response) -> Text:
+    async def detokenize(body: DetokenizeBody, http: Request, response: Response) -> Text:
         state.require_model(body.model)
         check_ids(body.tokens, state.info.vocab_size, "tokens")
-        response.headers.update(warning_headers(body))
+        response.headers.update(warning_headers(body, http.query_params))
         return Text(prompt=state.tokenizer.decode(body.tokens))
 
 

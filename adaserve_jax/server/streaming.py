@@ -6,15 +6,17 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from adaserve_jax.server.dialects import Dialect, Piece, to_json
+from adaserve_jax.server.dialects import Dialect, to_json
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.generation import Generation
-from adaserve_jax.server.responses import ResponseMetrics
+from adaserve_jax.server.pieces import Piece
+from adaserve_jax.server.responses import ResponseMetrics, Usage
 
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"
@@ -22,34 +24,50 @@ INFEASIBLE = "a target is below what one request alone would get; served best-ef
 _log = logging.getLogger(__name__)
 
 
-async def events(generation: Generation, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[str]:
+@dataclass(frozen=True)
+class UsageReports:
+    """Where a stream has the token counts. at_end: in one last event without choices. throughout: in every event, those
+    so far."""
+
+    at_end: bool = False
+    throughout: bool = False
+
+
+async def events(generation: Generation, dialect: Dialect, usage: UsageReports) -> AsyncIterator[str]:
     """The events of a stream, `data: {...}` each, the last one `data: [DONE]`.
 
-    metrics come in the last event before it, which carries the usage when that is asked for. A failure is an event
-    with an `error` object; before the first event it is raised as ApiError instead.
+    metrics come in the last event before it, which carries the usage when that is asked for at the end. A failure is an
+    event with an `error` object; before the first event it is raised as ApiError instead.
     """
     left = len(generation.requests) * generation.choices_per_prompt
-    null_usage = {"usage": None} if include_usage else {}
-    opened: set[int] = set()
+    tokens, began = 0, False
+
+    def counts() -> dict[str, Usage | None]:
+        if usage.throughout:
+            return {"usage": generation.usage(tokens)}
+        return {"usage": None} if usage.at_end else {}
+
     try:
         async for index, chunk in generation.chunks():
             left -= chunk.finish_reason is not None
-            if index not in opened:
-                opened.add(index)
-                opening = dialect.opening(index, **null_usage)
-                if opening is not None:
-                    yield _data(to_json(opening))
-            if not chunk.text and chunk.finish_reason is None:
-                continue  # the tokens so far end inside a character
-            last = {} if left or include_usage else {"metrics": generation.metrics()}
-            yield _data(to_json(dialect.event([Piece(index, chunk.text, chunk.finish_reason)], **null_usage, **last)))
-        if include_usage:
+            opening = dialect.opening(index, **counts()) if generation.pieces.opens(index) else None
+            tokens += len(chunk.token_ids)
+            if opening is not None:
+                began = True
+                yield _data(to_json(opening))
+            piece = generation.pieces.take(index, chunk)
+            if piece is None:
+                continue
+            last = {} if left or usage.at_end else {"metrics": generation.metrics()}
+            began = True
+            yield _data(to_json(dialect.event([piece], **counts(), **last)))
+        if usage.at_end:
             yield _data(to_json(dialect.event([], usage=generation.usage(), metrics=generation.metrics())))
     except Exception as error:  # the boundary: one stream's bug must not take the server down
         if not isinstance(error, ApiError):
             _log.exception("a stream failed")
             error = ApiError(500, "the server failed on this request and goes on", code="internal_error")
-        if not opened:
+        if not began:
             raise error from None
         yield _data(json.dumps(error.body()))
     yield _data("[DONE]")
@@ -96,14 +114,13 @@ async def _joined(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
 
 async def collect(generation: Generation, dialect: Dialect, http: Request, headers: Mapping[str, str]) -> Response:
     """The whole answer in one body; when the client goes away first, the generation is stopped. Raises ApiError."""
-    pieces: dict[int, Piece] = {}
+    parts: dict[int, list[Piece]] = {}
 
     async def gather() -> None:
-        parts: dict[int, list[str]] = {}
         async for index, chunk in generation.chunks():
-            parts.setdefault(index, []).append(chunk.text)
-            if chunk.finish_reason is not None:
-                pieces[index] = Piece(index, "".join(parts[index]), chunk.finish_reason)
+            piece = generation.pieces.take(index, chunk)
+            if piece is not None:
+                parts.setdefault(index, []).append(piece)
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -115,7 +132,7 @@ async def collect(generation: Generation, dialect: Dialect, http: Request, heade
         generation.abort()
     if not finished:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    ordered = [pieces[index] for index in sorted(pieces)]
+    ordered = [Piece.joined(parts[index]) for index in sorted(parts)]
     metrics = generation.metrics()
     body = to_json(dialect.full(ordered, generation.usage(), metrics))
     return Response(body, media_type="application/json", headers=_warned(headers, metrics))

@@ -1,4 +1,4 @@
-"""From a request body to what the engine takes: prompts to tokens, targets clamped and classed, sampling checked.
+"""From a request body to what the engine takes: prompts to tokens, targets clamped and classed.
 
 Raises RequestError and ApiError that name the field. Knows no engine and no HTTP.
 """
@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import cast
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.protocol import ChatBody, CompletionBody, GenerationBody, Message
+from adaserve_jax.server.protocol import CompletionBody, GenerationBody, Message
 from adaserve_jax.server.settings import DEFAULT_CLASS, ServerSettings
 from adaserve_jax.server.state import TextCodec
-from adaserve_jax.types import SLO, SamplingParams
+from adaserve_jax.types import SLO
 
 LONG_TEXT = 8192
 _CLASS_OF_TIER = {"auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "priority": "interactive", "flex": "batch"}
@@ -96,55 +95,6 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
                 param=param,
                 code="invalid_value",
             )
-
-
-def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters, before max_tokens is known to fit. defaults: of the model, for what the body leaves out.
-    Raises RequestError naming the field."""
-    given: dict[str, Any] = dict(defaults) | {
-        name: getattr(body, name)
-        for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos")
-        if getattr(body, name) is not None
-    }
-    if given.get("top_k") == -1:
-        given["top_k"] = 0
-    limit, name = _max_tokens(body)
-    try:
-        return SamplingParams(**given) if limit is None else SamplingParams(**given, max_tokens=limit)
-    except RequestError as error:
-        if error.param == "max_tokens" and name != "max_tokens":
-            raise RequestError(str(error).replace("max_tokens", name, 1), param=name, code=error.code) from None
-        raise
-
-
-def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
-    """The limit that the body asks for and the field that holds it."""
-    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-        return body.max_completion_tokens, "max_completion_tokens"
-    return body.max_tokens, "max_tokens"
-
-
-def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_context: int) -> SamplingParams:
-    """Sampling parameters whose max_tokens fits behind the prompt.
-
-    A limit that the body asks for must fit; the default (16 for completions, all there is for chat) is cut to fit.
-    Raises RequestError(code="context_length_exceeded").
-    """
-    if prompt_tokens == 0:
-        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
-    room = max_context - prompt_tokens
-    asked, name = _max_tokens(body)
-    if room < 1 or (asked is not None and asked > room):
-        wanted = f" and {name} {asked}" if asked is not None and room >= 1 else ""
-        raise RequestError(
-            f"the model's context holds {max_context} tokens, got a prompt of {prompt_tokens}{wanted}; "
-            f"{'lower ' + name if wanted else 'shorten the prompt'}",
-            param=name if wanted else "messages" if isinstance(body, ChatBody) else "prompt",
-            code="context_length_exceeded",
-        )
-    if asked is not None:
-        return sampling
-    return replace(sampling, max_tokens=room if isinstance(body, ChatBody) else min(sampling.max_tokens, room))
 
 
 def salt_of(body: GenerationBody, settings: ServerSettings) -> str:

@@ -4,7 +4,8 @@ The engine answers with its prompt's bytes over and over, `STRIDE` tokens a step
 character. A prompt that starts with a word below does something else:
 "refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "late-refuse", "late-full": the
 same errors after submit has returned; "fail": an error after one step; "die": the process ends (thread mode: the engine
-is dead); "slow": 50 ms a step.
+is dead); "slow": 50 ms a step. Where JSON was asked for, the answer is the object in the prompt. Log probabilities are
+those of `logprob_of`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest,
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import RequestMetrics
+from adaserve_jax.types import RequestMetrics, TokenLogprob
 
 STRIDE = 3
 CONTEXT = 512
@@ -34,6 +35,12 @@ REFUSALS = {
 }
 
 
+def logprob_of(token: int, alternatives: int) -> TokenLogprob:
+    """Made up: what the scripted engine says of a token, and of the tokens that follow it in number."""
+    near = ((token + j) % 256 for j in range(alternatives))
+    return TokenLogprob(token, -(token % 7) / 8 - 0.125, tuple((t, -(t % 7) / 8 - 0.125) for t in near))
+
+
 class ByteTokenizer:
     """Token id = byte."""
 
@@ -42,6 +49,9 @@ class ByteTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
+
+    def spelled(self, token_id: int) -> bytes:
+        return bytes([token_id])
 
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:")
@@ -64,6 +74,17 @@ class Choice:
     @property
     def word(self) -> str:
         return bytes(b for b in self.request.prompt_ids if b < 256).decode(errors="replace").split(" ")[0]
+
+    @property
+    def answer(self) -> list[int]:
+        """The tokens to give over and over."""
+        prompt = bytes(self.request.prompt_ids)
+        found = prompt[prompt.find(b"{") : prompt.rfind(b"}") + 1]
+        return list(found if self.request.sampling.json_schema is not None and found else prompt)
+
+    def logprobs(self, ids: list[int]) -> list[TokenLogprob]:
+        asked = self.request.sampling.logprobs
+        return [] if asked is None else [logprob_of(token, asked) for token in ids]
 
     def metrics(self, now: float) -> RequestMetrics:
         slo = self.request.slo
@@ -151,7 +172,10 @@ class ScriptedEngine:
         self.active.remove(choice)
         self.finished[reason] = self.finished.get(reason, 0) + 1
         metrics = choice.metrics(time.monotonic())
-        choice.sink(OutputChunk(choice.request.request_id, choice.index, text, ids, reason, metrics, error))
+        choice.sink(OutputChunk(
+            choice.request.request_id, choice.index, text, ids, reason, metrics, error,
+            logprobs=choice.logprobs(ids),
+        ))  # fmt: skip
 
     def refuse(self, choice: Choice, error: AdaServeError) -> None:
         """As an engine whose queue or cache says no only when it comes to the request."""
@@ -181,17 +205,19 @@ class ScriptedEngine:
         if choice.word.startswith("late-"):
             self.refuse(choice, REFUSALS[choice.word.removeprefix("late-")])
             return
-        prompt, sampling = choice.request.prompt_ids, choice.request.sampling
-        count = min(STRIDE, sampling.max_tokens - choice.sent)
-        ids = [prompt[(choice.sent + i) % len(prompt)] for i in range(count)]
+        answer, sampling = choice.answer, choice.request.sampling
+        most = sampling.max_tokens if sampling.json_schema is None else min(sampling.max_tokens, len(answer))
+        count = min(STRIDE, most - choice.sent)
+        ids = [answer[(choice.sent + i) % len(answer)] for i in range(count)]
         choice.sent += count
         choice.steps += 1
         choice.first_s = choice.first_s or now
-        done = choice.sent == sampling.max_tokens
+        done = choice.sent == most
         text = choice.decoder.decode(bytes(ids), final=done)
         if choice.word == "fail" and choice.steps == 2:
             self.end(choice, text, ids, "error", "the scripted failure")
         elif done:
-            self.end(choice, text, ids, "length")
+            self.end(choice, text, ids, "length" if most == sampling.max_tokens else "stop")
         else:
-            choice.sink(OutputChunk(choice.request.request_id, choice.index, text, ids))
+            name, index = choice.request.request_id, choice.index
+            choice.sink(OutputChunk(name, index, text, ids, logprobs=choice.logprobs(ids)))

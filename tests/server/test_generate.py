@@ -11,6 +11,7 @@ import pytest
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import CACHED
+from tests.server.sse import sse
 
 TEXT = "naïve 漢字 🙂 text; "
 
@@ -25,18 +26,6 @@ def repeated(prompt: str, tokens: int) -> str:
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
-
-
-def sse(server, path="/v1/completions", **body) -> list[dict]:
-    """The decoded events of a stream; checks their framing and the end."""
-    with server.http.stream("POST", path, json=body | {"stream": True}) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        raw = response.read().decode()
-    events = raw.split("\n\n")
-    assert events[-1] == "" and events[-2] == "data: [DONE]"
-    assert all(event.startswith("data: ") for event in events[:-1])
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 def test_a_completion_through_the_openai_client(client):
@@ -170,9 +159,8 @@ def test_sampling_that_is_left_out_is_the_models(start_server, used):
 
 
 def test_neutral_values_of_unimplemented_fields_are_accepted(server):
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "response_format": {"type": "text"}}
-    assert server.post(prompt="x", echo=False, best_of=1, suffix=None, logprobs=None, **neutral).status_code == 200
-    neutral |= {"logprobs": False, "tools": [], "tool_choice": "none", "modalities": ["text"]}
+    assert server.post(prompt="x", best_of=1, suffix=None).status_code == 200
+    neutral = {"tools": [], "tool_choice": "none", "modalities": ["text"]}
     chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=2, **neutral)
     assert chat.status_code == 200 and "x-adaserve-warning" not in chat.headers
 
@@ -245,6 +233,12 @@ def test_unknown_fields_are_ignored_and_named(server):
     assert nameless.headers["x-adaserve-warning"] == "ignored unknown fields: ''"
     many = server.post(prompt="x", **{f"f{i:03}": i for i in range(100)}).headers["x-adaserve-warning"]
     assert many.endswith("f015 and 84 more")
+    asked = server.http.post("/v1/completions?api-version=3&x=1", json={"prompt": "x", "colour": 1})
+    expected = "ignored unknown fields: colour; ignored unknown query parameters: api-version, x"
+    assert asked.headers["x-adaserve-warning"] == expected
+    assert (
+        "query parameters: a" in server.http.post("/tokenize?a=1", json={"prompt": "x"}).headers["x-adaserve-warning"]
+    )
     streamed = server.post(prompt="x", stream=True, colour=1)
     assert streamed.headers["x-adaserve-warning"] == "ignored unknown fields: colour"
 

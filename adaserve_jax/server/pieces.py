@@ -1,0 +1,107 @@
+"""From the engine's chunks to what a client is shown: prompts echoed, log probabilities with the bytes they stand for.
+
+Knows no endpoint's spelling and no HTTP.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.server.responses import FinishedBy
+from adaserve_jax.types import TokenLogprob
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say; OpenAI's own value."""
+Token = bytes | str
+"""The bytes that a token spells, or the name of one that spells nothing, as of Tokenizer.spelled."""
+Spelled = Callable[[int], Token]
+
+
+@dataclass(frozen=True)
+class SpelledLogprob:
+    """One output token. offset: characters of the output before it. top: the likeliest in its place, best first."""
+
+    token: Token
+    logprob: float
+    offset: int
+    top: tuple[tuple[Token, float], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of one choice: a part of it in a stream, all of it in a full response. logprobs: one
+    per token; None: they were not asked for."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: tuple[SpelledLogprob, ...] | None = None
+
+    @property
+    def reason(self) -> FinishedBy | None:
+        return cast("FinishedBy | None", self.finish_reason)
+
+    @staticmethod
+    def joined(parts: Sequence[Piece]) -> Piece:
+        """Pieces of one choice, in order, as one."""
+        logprobs = None if parts[0].logprobs is None else tuple(one for part in parts for one in part.logprobs or ())
+        return Piece(parts[0].index, "".join(part.text for part in parts), parts[-1].finish_reason, logprobs)
+
+
+class Speller:
+    """Adds spellings and offsets to the log probabilities of one choice's tokens, in order."""
+
+    def __init__(self, spelled: Spelled):
+        self._spelled = spelled
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def spell(self, given: Sequence[TokenLogprob]) -> tuple[SpelledLogprob, ...]:
+        return tuple(self._one(item) for item in given)
+
+    def _one(self, item: TokenLogprob) -> SpelledLogprob:
+        token, offset = self._spelled(item.token_id), self._characters
+        if isinstance(token, bytes):
+            self._characters += len(self._decoder.decode(token))
+        top = tuple((self._spelled(other), max(value, LEAST_LOGPROB)) for other, value in item.top)
+        return SpelledLogprob(token, max(item.logprob, LEAST_LOGPROB), offset, top)
+
+
+@dataclass
+class Pieces:
+    """The choices of one HTTP request. echo: the prompts' texts, to be shown before each of their choices, or none.
+    spelled: where log probabilities were asked for."""
+
+    choices_per_prompt: int = 1
+    echo: tuple[str, ...] = ()
+    spelled: Spelled | None = None
+    _held: dict[int, Piece] = field(default_factory=dict)
+    _spellers: dict[int, Speller] = field(default_factory=dict)
+
+    def opens(self, index: int) -> bool:
+        """No chunk of this choice has come yet."""
+        return index not in self._held
+
+    def take(self, index: int, chunk: OutputChunk) -> Piece | None:
+        """What to show now: this chunk, and with it what was held back before. None: its tokens end inside a
+        character, and it is held back."""
+        logprobs = None
+        if self.spelled is not None:
+            speller = self._spellers.setdefault(index, Speller(self.spelled))
+            logprobs = speller.spell(chunk.logprobs)
+        piece = Piece(index, chunk.text, chunk.finish_reason, logprobs)
+        before = self._held.get(index) or self._opening(index)
+        whole = Piece.joined([before, piece])
+        if not chunk.text and chunk.finish_reason is None:
+            self._held[index] = whole
+            return None
+        self._held[index] = Piece(index, "", logprobs=None if logprobs is None else ())
+        return whole
+
+    def _opening(self, index: int) -> Piece:
+        text = self.echo[index // self.choices_per_prompt] if self.echo else ""
+        return Piece(index, text, logprobs=None if self.spelled is None else ())

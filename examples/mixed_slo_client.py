@@ -1,0 +1,80 @@
+"""Three classes of requests at once on one server, each with its own speed target; prints how many met theirs.
+
+Start a server (`make serve`), then:
+
+    python examples/mixed_slo_client.py --base-url http://127.0.0.1:8000/v1 --requests 8
+
+Needs `pip install openai rich`. The classes are those of the server's configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from statistics import mean
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+CLASSES = {"interactive": "Complete the function:\ndef add(a, b):", "chat": "Tom has 3 apples.", "batch": "Once upon a"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request that was answered. tpot_ms: (last event with text - first) / (tokens - 1), by this client's clock.
+    slo: what the server says."""
+
+    slo_class: str
+    tokens: int
+    tpot_ms: float
+    slo: dict
+
+
+async def ask(client: openai.AsyncOpenAI, model: str, slo_class: str, max_tokens: int) -> Served:
+    """Stream one completion and time its tokens."""
+    stream = await client.completions.create(
+        model=model, prompt=CLASSES[slo_class], max_tokens=max_tokens, stream=True,
+        stream_options={"include_usage": True}, extra_body={"slo_class": slo_class, "ignore_eos": True},
+    )  # fmt: skip
+    times: list[float] = []
+    async for event in stream:
+        if event.choices and event.choices[0].text:
+            times.append(time.perf_counter())
+    tokens = event.usage.completion_tokens  # the last event has the counts and the metrics
+    tpot_ms = (times[-1] - times[0]) / max(tokens - 1, 1) * 1e3
+    return Served(slo_class, tokens, tpot_ms, event.metrics["slo"])
+
+
+def table_of(served: list[Served]) -> Table:
+    table = Table(title="Speed targets (TPOT: milliseconds per output token)")
+    for name in ("class", "requests", "target ms", "TPOT ms, server", "TPOT ms, here", "met"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for slo_class in CLASSES:
+        mine = [one for one in served if one.slo_class == slo_class]
+        target = mine[0].slo["tpot_target_ms"]
+        here, there = mean(one.tpot_ms for one in mine), mean(one.slo["tpot_ms"] or 0 for one in mine)
+        met = "-" if target is None else f"{mean(bool(one.slo['met']) for one in mine):.0%}"
+        shown = "none" if target is None else f"{target:g}"
+        table.add_row(slo_class, str(len(mine)), shown, f"{there:.1f}", f"{here:.1f}", met)
+    return table
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--api-key", default=os.environ.get("ADASERVE_API_KEY", "none"))
+    parser.add_argument("--requests", type=int, default=8, help="of each class")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    args = parser.parse_args()
+    async with openai.AsyncOpenAI(base_url=args.base_url, api_key=args.api_key) as client:
+        model = (await client.models.list()).data[0].id
+        asked = [ask(client, model, name, args.max_tokens) for _ in range(args.requests) for name in CLASSES]
+        Console().print(table_of(await asyncio.gather(*asked)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,131 @@
+"""Every example runs as it stands: the curl commands of the documents, the client in Python, the page in a browser's
+language."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+
+import pytest
+
+from adaserve_jax.server.settings import ServerSettings
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN_URL = "http://127.0.0.1:8000"
+PAGE = (EXAMPLES / "chat.html").read_text()
+
+FAKE_PAGE = """
+const elements = {};
+const make = () => ({
+  value: "", textContent: "", className: "", style: {}, disabled: false, children: [], listeners: {},
+  append(child) { this.children.push(child); }, addEventListener(name, act) { this.listeners[name] = act; },
+  querySelectorAll(name) { return this.children.filter((c) => "." + c.className === name); }, remove() {},
+});
+globalThis.document = { getElementById: (id) => (elements[id] ??= make()), createElement: make };
+document.getElementById("server").value = process.argv[2];
+document.getElementById("most").value = "21";
+"""
+USE_OF_PAGE = """
+(async () => {
+  await new Promise((done) => setTimeout(done, 100));
+  elements.slo.value = "interactive";
+  await ask("hi ü");
+  const first = { told: elements.told.textContent, width: elements.bar.style.width };
+  elements.slo.value = "40";
+  document.getElementById("text").value = "more";
+  elements.form.listeners.submit({ preventDefault() {} });
+  const stopped = { at_once: elements.stop.disabled };
+  while (!elements.stop.disabled) await new Promise((done) => setTimeout(done, 5));
+  elements.server.value += "/nowhere";
+  await ask("lost");
+  console.log(JSON.stringify({
+    first, stopped, told: elements.told.textContent,
+    lines: elements.log.children.map((c) => [c.className, c.textContent]),
+    options: elements.slo.children.map((c) => [c.value, c.textContent]), messages: messages.length,
+  }));
+})();
+"""
+
+
+def curl_commands() -> list[str]:
+    """The commands of the documents' shell blocks that begin with curl: to the next command, comment or empty line."""
+    blocks = [block for path in DOCUMENTS for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)]
+    found = [one for block in blocks for one in re.findall(r"^curl .*?(?=\n(?:curl |#|\n)|\n\Z)", block, re.M | re.S)]
+    return [command for command in found if SHOWN_URL in command]
+
+
+@pytest.fixture(scope="module")
+def keyed(start_server):
+    with start_server(ServerSettings(api_key="secret")) as made:
+        yield made
+
+
+@pytest.mark.parametrize("command", curl_commands(), ids=lambda command: re.sub(r"\W+", " ", command)[-50:])
+def test_the_curl_commands_of_the_documents(keyed, command):
+    """Against a server with a key, which every command may carry."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    wrapped = 'curl() { command curl -sS --fail-with-body -H "Authorization: Bearer secret" "$@"; }\n'
+    done = subprocess.run(
+        ["sh", "-c", wrapped + command.replace(SHOWN_URL, keyed.url)], capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+def test_there_are_commands_for_every_way_to_ask():
+    commands = "\n".join(curl_commands())
+    for part in ("/v1/completions", "/v1/chat/completions", '"stream"', "slo_tpot_ms", "json_schema", "logprobs",
+                 "/tokenize", "/v1/models", "slo_class"):  # fmt: skip
+        assert part in commands, part
+
+
+def test_the_client_of_three_classes(server, monkeypatch, capsys):
+    script = str(EXAMPLES / "mixed_slo_client.py")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr("sys.argv", [script, "--base-url", f"{server.url}/v1", "--requests", "4", "--max-tokens", "30"])
+    runpy.run_path(script, run_name="__main__")
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert set(rows) == {"interactive", "chat", "batch"}
+    cells = {name: [cell.strip() for cell in line.split("│")[2:-1]] for name, line in rows.items()}
+    assert [cells[name][1] for name in ("interactive", "chat", "batch")] == ["50", "100", "none"]
+    assert all(cell[0] == "4" and float(cell[2]) > 0 and float(cell[3]) > 0 for cell in cells.values())
+    assert cells["batch"][4] == "-" and cells["chat"][4].endswith("%")
+    sent = server.engine.submitted[-12:]
+    assert sorted(request.slo_class for request in sent) == sorted(["interactive", "chat", "batch"] * 4)
+
+
+def test_the_page_loads_nothing_from_elsewhere():
+    assert set(re.findall(r"https?://[^\s\"'`<]+", PAGE)) == {SHOWN_URL}
+    assert not re.search(r"\b(?:src|href)=|@import|url\(|import\s*\(", PAGE)
+    assert "innerHTML" not in PAGE, "what a model says is text, never markup"
+
+
+def test_the_page_streams_and_measures(server, tmp_path):
+    """Its own script in node, on elements that only remember what was put into them."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    (script,) = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)
+    path = tmp_path / "page.js"
+    path.write_text(FAKE_PAGE + script + USE_OF_PAGE)
+    done = subprocess.run([node, path, server.url], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    prompt = "user: hi ü\nassistant:"
+    answer = (prompt.encode() * 2)[:21].decode(errors="replace")
+    assert seen["lines"][:3] == [["user", "hi ü"], ["assistant", answer], ["user", "more"]]
+    assert re.fullmatch(r"\d+\.\d ms per token of 50\.0, (met|missed)", seen["first"]["told"])
+    assert seen["first"]["width"].endswith("%")
+    assert ["interactive", "interactive: 50 ms per token"] in seen["options"]
+    assert ["batch", "batch: no target"] in seen["options"]
+    second = server.engine.submitted[-1]
+    assert second.slo.tpot_ms == 40 and not seen["stopped"]["at_once"]
+    assert bytes(second.prompt_ids).decode().startswith(f"user: hi ü\nassistant: {answer}\nuser: more\n")
+    assert seen["lines"][-1][0] == "assistant" and "no such route" in seen["lines"][-1][1]
+    assert seen["messages"] == 4, "what failed is not part of the conversation"
