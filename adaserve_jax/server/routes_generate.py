@@ -96,7 +96,9 @@ def router(state: ServerState) -> APIRouter:
 
 def origin_of(http: Request) -> Origin:
     """Who asks, as the layers around the routes noted it."""
-    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""))
+    operation = "chat" if "chat" in http.url.path else "text_completion"
+    traceparent = http.headers.get("traceparent", "")
+    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""), operation, traceparent)
 
 
 async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin) -> Generation:
