@@ -129,7 +129,8 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None, fl
 
 def _gaps(records: Iterable[RequestRecord]) -> list[float]:
     """Times between successive tokens of each request; 0 between tokens of one step."""
-    return [gap for r in records for gap in np.diff(np.asarray(r.token_offsets_s, np.float64)).tolist()]
+    timed = (r.token_offsets_s for r in records if len(r.token_offsets_s) > 1)
+    return [gap for offsets in timed for gap in np.diff(np.asarray(offsets, np.float64)).tolist()]
 
 
 def _fluidity(records: Iterable[RequestRecord]) -> float | None:

@@ -16,6 +16,8 @@ from adaserve_jax.results.served import ServedChoice, ServerRun
 
 BUSY_S = 10.0
 BY = "ended_unix_s"
+MOST_CHOICES = 2_000_000
+"""That are read at once; a million of them takes a gigabyte of memory."""
 READ_COLUMNS = tuple(name for name in OWN_COLUMNS if name not in ("prompt", "output"))
 """Texts stay in the file."""
 _BOOLS = tuple(name for name in RECORD_COLUMNS if bool in get_args(get_type_hints(RequestRecord)[name]))
@@ -33,19 +35,24 @@ class Held:
 def read_choices(path: Path, *, since_unix_s: float, until_unix_s: float) -> tuple[list[ServedChoice], Held]:
     """The choices that ended from `since` until before `until`, in the order of their ends; and what the file has.
 
-    Both at one moment, whatever is written meanwhile. Raises ConfigError: there is no such file, or it is not ours.
+    Both at one moment, whatever is written meanwhile. Raises ConfigError: there is no such file, it is not ours, or
+    there are too many choices.
     """
     with _connection(path) as connection:
         if is_empty(connection):
             return [], Held(0, None, None)
         check_schema(path, connection)
         held = Held(*connection.execute(f"SELECT count(*), min({BY}), max({BY}) FROM requests").fetchone())
+        chosen, times = f"FROM requests WHERE {BY} >= ? AND {BY} < ?", (since_unix_s, until_unix_s)
+        (count,) = connection.execute(f"SELECT count(*) {chosen}", times).fetchone()
+        if count > MOST_CHOICES:
+            raise ConfigError(
+                f"at most {MOST_CHOICES:,} choices can be reported on at once, {count:,} ended in that time; choose a "
+                "shorter one, or ask the file with SQL"
+            )
         runs = dict(_runs(connection))
         columns = ", ".join(("run", *RECORD_COLUMNS, *READ_COLUMNS))
-        rows = connection.execute(
-            f"SELECT {columns} FROM requests WHERE {BY} >= ? AND {BY} < ? ORDER BY {BY}, id",
-            (since_unix_s, until_unix_s),
-        )
+        rows = connection.execute(f"SELECT {columns} {chosen} ORDER BY {BY}, id", times)
         return [_choice(runs[row[0]], row[1:]) for row in rows], held
 
 

@@ -43,7 +43,7 @@ class ServerRun:
     baseline_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ServedChoice:
     """One choice of one HTTP request, and how it ended.
 

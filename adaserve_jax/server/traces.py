@@ -22,6 +22,8 @@ LIMIT = 4096
 SPANS_PER_POST = 512
 TIMEOUT_S = 5.0
 CLOSE_S = 5.0
+CLOSE_FAILING_S = 0.5
+"""Nobody waits long for a collector that did not answer before."""
 TRACES_PATH = "/v1/traces"
 _log = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ class Tracer:
 
     def close(self) -> None:
         """Send what waits, within a few seconds."""
-        self._batches.close(CLOSE_S)
+        self._batches.close(CLOSE_FAILING_S if self._failing else CLOSE_S)
         self._exporter.shutdown()
 
     def _send(self, notes: list[Noted]) -> list[Noted]:
@@ -78,7 +80,7 @@ class Tracer:
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         try:
             result = self._exporter.export(spans)
-            sent, reason = result.name == "SUCCESS", "it does not take them"
+            sent, reason = result.name == "SUCCESS", "no answer, or a refusal"
         except Exception as error:
             sent, reason = False, str(error)
         if not sent:
@@ -89,6 +91,6 @@ class Tracer:
                 _log.warning("spans reach the collector again")
             else:
                 _log.warning(
-                    "the collector gets no spans: %s; the server goes on, adaserve_spans_dropped_total counts them",
+                    "no spans reach the collector (%s); the server goes on, adaserve_spans_dropped_total counts losses",
                     reason,
                 )

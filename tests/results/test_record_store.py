@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results import record_reader
 from adaserve_jax.results.record_reader import Held, read_choices
 from adaserve_jax.results.record_store import APPLICATION_ID, RecordStore, schema
 from adaserve_jax.results.served import ServedChoice
@@ -60,6 +61,16 @@ def test_a_file_goes_on_where_it_was(path):
 
 def test_times_choose_by_the_end_of_a_choice(path):
     filled(path, made()).close()
+    assert names(path, since_unix_s=1003.0, until_unix_s=1007.0) == ["b", "c", "d"]
+
+
+def test_more_than_memory_holds_is_refused(path, monkeypatch):
+    monkeypatch.setattr(record_reader, "MOST_CHOICES", 3)
+    filled(path, made()).close()
+    with pytest.raises(
+        ConfigError, match="at most 3 choices can be reported on at once, 6 ended in that time; choose a"
+    ):
+        read_choices(path, **EVER)
     assert names(path, since_unix_s=1003.0, until_unix_s=1007.0) == ["b", "c", "d"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
 import adaserve_jax
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.record_reader import read_choices
 from adaserve_jax.results.record_store import RecordStore
@@ -26,10 +29,12 @@ from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.warm_up import WarmUpBar
 from adaserve_jax.server.watchers import Watchers
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.results.made import made
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
 from tests.server.test_operations import wait_until
 
 KEPT = Retention(86_400.0, 2**30)
@@ -219,6 +224,19 @@ def test_a_wrong_file_is_refused_before_the_port_opens(path, monkeypatch):
     monkeypatch.setattr(serve_module, "listen", never)
     with pytest.raises(ConfigError, match=r"cannot keep records in .*: file is not a database"):
         serve_module.serve(ServerSettings(records=str(path)), None, None, None)
+
+
+def test_a_server_records_until_its_end(path, monkeypatch):
+    async def ends_one(server, *_) -> None:
+        server.state.ended(EndedChoice("last", 0, "stop", None, "", "chat", time.time(), None, None, None))
+
+    engine = ScriptedEngine(EngineConfig())
+    engine.start()
+    monkeypatch.setattr(serve_module, "_serve", ends_one)
+    bar = WarmUpBar(Console(file=io.StringIO()))
+    serve_module.serve(ServerSettings(records=str(path), port=0), engine, ByteTokenizer, bar)
+    assert [file.name for file in path.parent.iterdir()] == ["records.sqlite"]
+    assert [each.record.request_id for each in read(path)] == ["last"]
 
 
 def test_a_port_that_is_taken_leaves_the_file_closed(path):
