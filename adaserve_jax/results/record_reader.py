@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,8 +63,7 @@ def _connection(path: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: expected a file that a server wrote with --records, found no file")
     try:
-        uri = f"{path.absolute().as_uri()}?mode=ro"
-        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
+        connection = sqlite3.connect(_uri(path), uri=True, timeout=BUSY_S, isolation_level=None)
         try:
             connection.execute("BEGIN")
             yield connection
@@ -71,6 +71,13 @@ def _connection(path: Path) -> Iterator[sqlite3.Connection]:
             connection.close()
     except sqlite3.Error as error:
         raise ConfigError(f"cannot read {path} as a file that a server wrote with --records: {error}") from error
+
+
+def _uri(path: Path) -> str:
+    """SQLite reads a log beside the file even where there is none, but not in a folder that it cannot write; there a
+    file without one is at rest."""
+    at_rest = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
+    return f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if at_rest else ''}"
 
 
 def _runs(connection: sqlite3.Connection) -> Iterator[tuple[int, ServerRun]]:

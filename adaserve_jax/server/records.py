@@ -79,23 +79,21 @@ class Recorder:
             self._failed(error)
             self._dropped(len(choices))
             return []
+        if choices:
+            self._worked()
         self._prune()
         return []
 
     def _prune(self) -> None:
-        now = time.monotonic()
+        now, kept = time.monotonic(), self._retention
         if now < self._prune_at_s:
             return
-        kept = self._retention
+        self._prune_at_s = now + PRUNE_EVERY_S
         try:
-            more = self._store.prune(before_unix_s=time.time() - kept.age_s, max_bytes=kept.max_bytes)
+            if self._store.prune(before_unix_s=time.time() - kept.age_s, max_bytes=kept.max_bytes):
+                self._prune_at_s = now
         except sqlite3.Error as error:
             self._failed(error)
-            return
-        self._prune_at_s = now if more else now + PRUNE_EVERY_S
-        if self._failing:
-            self._failing = False
-            _log.warning("records are written to %s again", self._store.path)
 
     def _failed(self, error: sqlite3.Error) -> None:
         """Say it once, until it works again."""
@@ -103,5 +101,11 @@ class Recorder:
             self._failing = True
             _log.warning(
                 "cannot write records to %s: %s; the server goes on, adaserve_records_dropped_total counts losses",
-                self._store.path, error,
-            )  # fmt: skip
+                self._store.path,
+                error,
+            )
+
+    def _worked(self) -> None:
+        if self._failing:
+            self._failing = False
+            _log.warning("records are written to %s again", self._store.path)

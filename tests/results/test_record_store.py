@@ -83,6 +83,15 @@ def test_it_can_be_read_while_it_is_written(path):
     assert names(path) == ["a", "b", "c"]
 
 
+def test_a_folder_that_cannot_be_written_can_be_read(path, monkeypatch):
+    store = filled(path, made()[:1])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert names(path) == ["a"]  # by the log
+    store.close()
+    assert names(path) == ["a"]
+    assert [file.name for file in path.parent.iterdir()] == ["records.sqlite"]
+
+
 def test_only_the_owner_may_read_it(path):
     before = os.umask(0)
     try:
