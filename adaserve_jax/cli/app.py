@@ -17,6 +17,7 @@ from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
 from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.profile import profile
+from adaserve_jax.cli.report import report
 from adaserve_jax.cli.serve import serve
 from adaserve_jax.cli.simulate import simulate
 from adaserve_jax.errors import AdaServeError
@@ -49,6 +50,7 @@ app.command()(generate)
 app.command()(bench)
 app.command()(profile)
 app.command()(simulate)
+app.command()(report)
 app.command()(grow)
 app.command()(convert)
 app.command()(follow)

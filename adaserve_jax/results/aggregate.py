@@ -33,12 +33,12 @@ def _summary(name: str, records: list[RequestRecord], wall_s: float, run_accepta
     causes = Counter(violation_cause(r, acceptance_rate=run_acceptance) for r in records)
     status = Counter(r.status for r in records)
     attainment = _share(r.slo_met for r in records)
-    ttft = _percentiles([r.ttft_s for r in records if r.ttft_s is not None])
+    ttft = percentiles([r.ttft_s for r in records if r.ttft_s is not None])
     tpots = [r.tpot_s for r in records if r.tpot_s is not None]
-    tpot = _percentiles(tpots)
+    tpot = percentiles(tpots)
     papers = [r.tpot_paper_s for r in records if r.tpot_paper_s is not None]
-    itl = _percentiles(_gaps(records))
-    queue = _percentiles([r.queue_s for r in records if r.queue_s is not None])
+    itl = percentiles(_gaps(records))
+    queue = percentiles([r.queue_s for r in records if r.queue_s is not None])
     verify_steps = sum(r.verify_steps for r in records)
     e2es = [r.e2e_s for r in records if r.status == "finished" and r.e2e_s is not None]
     drafted, accepted = sum(r.drafted_tokens for r in records), sum(r.accepted_tokens for r in records)
@@ -119,7 +119,7 @@ def _share(outcomes: Iterable[bool | None]) -> float | None:
     return _ratio(sum(known), len(known))
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+def percentiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
     """50th, 90th and 99th percentile, linearly interpolated."""
     if not len(values):
         return None, None, None
@@ -129,7 +129,8 @@ def _percentiles(values: Sequence[float]) -> tuple[float | None, float | None, f
 
 def _gaps(records: Iterable[RequestRecord]) -> list[float]:
     """Times between successive tokens of each request; 0 between tokens of one step."""
-    return [gap for r in records for gap in np.diff(np.asarray(r.token_offsets_s, np.float64)).tolist()]
+    timed = (r.token_offsets_s for r in records if len(r.token_offsets_s) > 1)
+    return [gap for offsets in timed for gap in np.diff(np.asarray(offsets, np.float64)).tolist()]
 
 
 def _fluidity(records: Iterable[RequestRecord]) -> float | None:

@@ -10,7 +10,7 @@ from adaserve_jax.types import RequestMetrics
 Status = Literal["finished", "rejected", "failed", "unfinished"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """Timings and counts of one request, in seconds and tokens; definitions: docs/metrics.md.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
-from adaserve_jax.server.observers import EndedChoice, Origin
+from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
 from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import Reservation, ServerState
@@ -19,12 +19,14 @@ from adaserve_jax.types import RequestMetrics
 
 @dataclass
 class _Choice:
-    """What is known of one choice. last_s: when its last tokens came, on this process's clock."""
+    """What is known of one choice. last_s: when its last tokens came, on this process's clock. text: its pieces, where
+    the server keeps texts."""
 
     tokens: int = 0
     last_s: float | None = None
     ended: bool = False
     metrics: RequestMetrics | None = None
+    text: list[str] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -82,6 +84,8 @@ class Generation:
                 self.state.metrics.observe_tokens(0.0, len(chunk.token_ids) - 1)
             choice.last_s = now
             choice.tokens += len(chunk.token_ids)
+        if self.state.settings.record_text:
+            choice.text.append(chunk.text)
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
             self.reservation.release(1)
@@ -94,9 +98,12 @@ class Generation:
         assert chunk.finish_reason is not None
         metrics = chunk.metrics
         tpot_s = request.slo.tpot_s(self.state.info.baseline_s) if metrics is None else metrics.tpot_slo_s
+        keep = self.state.settings.record_text
+        text = ChoiceText(request.prompt_ids, "".join(self._choices[index].text)) if keep else None
         return EndedChoice(
             self.origin.request_id, index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
             self.origin.key, request.slo_class, time.time(), tpot_s, request.slo.ttft_s, metrics,
+            self.origin.operation, self.origin.traceparent, text,
         )  # fmt: skip
 
     def abort(self) -> None:

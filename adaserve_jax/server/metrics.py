@@ -22,7 +22,8 @@ _RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own. Used from the event loop only."""
+    """All metrics of one server, in a registry of their own. Used from the event loop only, but for the counters of
+    what was dropped."""
 
     def __init__(self, client: EngineClient):
         self.registry = CollectorRegistry()
@@ -32,6 +33,13 @@ class ServerMetrics:
             "Choices that carried a target, by class, target (tpot, ttft) and outcome (met, missed, rejected).",
             ("class", "metric", "outcome"),
             registry=self.registry,
+        )
+        self.records_dropped = Counter(
+            "adaserve_records_dropped", "Choices that have no record: their file could not be written.",
+            registry=self.registry,
+        )  # fmt: skip
+        self.spans_dropped = Counter(
+            "adaserve_spans_dropped", "Spans that the collector did not get.", registry=self.registry
         )
         self._over = self._histogram("tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", _RATIOS)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)

@@ -6,7 +6,7 @@ Knows no storage and no HTTP. Nothing of a request's text, except where an obser
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +18,21 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class ChoiceText:
+    """What one choice was asked and answered."""
+
+    prompt_ids: Sequence[int]
+    output: str
+
+
+@dataclass(frozen=True)
 class EndedChoice:
     """One choice that has ended.
 
     request_id: what the client knows the HTTP request by (x-request-id). index: of the choice in its answer. key: name
     of the API key it came with; "" without keys. ended_unix_s: wall clock. metrics: None when the engine never began
-    it; tpot_slo_s, ttft_slo_s: the targets in force, seconds, also then.
+    it; tpot_slo_s, ttft_slo_s: the targets in force, seconds, also then. operation, traceparent: as of Origin. text:
+    None unless the server was told to keep texts.
     """
 
     request_id: str
@@ -36,14 +45,20 @@ class EndedChoice:
     tpot_slo_s: float | None
     ttft_slo_s: float | None
     metrics: RequestMetrics | None
+    operation: str = ""
+    traceparent: str = ""
+    text: ChoiceText | None = None
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an HTTP request came from. request_id, key: as of EndedChoice."""
+    """Where an HTTP request came from. request_id, key: as of EndedChoice. operation: chat or text_completion.
+    traceparent: the header of that name, as it came."""
 
     request_id: str = ""
     key: str = ""
+    operation: str = ""
+    traceparent: str = ""
 
 
 Observer = Callable[[EndedChoice], None]

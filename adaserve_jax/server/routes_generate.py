@@ -25,6 +25,7 @@ from adaserve_jax.types import SamplingParams
 
 MAX_NAMED_FIELDS = 16
 MAX_NAME = 40
+MAX_TRACEPARENT = 128
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -105,7 +106,9 @@ def router(state: ServerState) -> APIRouter:
 
 def origin_of(http: Request) -> Origin:
     """Who asks, as the layers around the routes noted it."""
-    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""))
+    operation = "chat" if "chat" in http.url.path else "text_completion"
+    traceparent = http.headers.get("traceparent", "")[:MAX_TRACEPARENT]
+    return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""), operation, traceparent)
 
 
 async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin) -> Generation:

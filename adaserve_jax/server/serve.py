@@ -23,6 +23,7 @@ from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
 from adaserve_jax.server.warm_up import WarmUpBar
+from adaserve_jax.server.watchers import Watchers
 
 MAX_HEADER_BYTES = 16 * 1024
 BACKLOG = 2048
@@ -54,9 +55,18 @@ def load_tokenizer(target: str) -> TextCodec:
 
 def serve(settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar) -> None:
     """Start `client` behind an open port and serve it until a signal; closes it in any case."""
+    with Watchers(settings) as watchers:
+        _serve_watched(settings, client, tokenizer, bar, watchers)
+
+
+def _serve_watched(
+    settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar,
+    watchers: Watchers,
+) -> None:  # fmt: skip
     listener = listen(settings)
     try:
         app = create_app(client, None, settings)
+        watchers.attach(app.state.server)
         config = uvicorn.Config(
             app,
             log_level=settings.log_level,

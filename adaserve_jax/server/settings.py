@@ -31,6 +31,11 @@ class ServerSettings:
     use_generation_config: bool = True
     shutdown_timeout: float = 30.0
     log_level: str = "warning"
+    records: str | None = None
+    records_days: float = 30.0
+    records_max_mib: int = 1024
+    record_text: bool = False
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slo_classes", tuple(self.slo_classes))
@@ -45,6 +50,12 @@ class ServerSettings:
         levels = ("critical", "error", "warning", "info", "debug")
         self._check(self.log_level in levels, "log_level", f"one of {', '.join(levels)}")
         self._check(self.api_key is None or bool(self.api_key), "api_key", "not empty")
+        self._check(0 < self.records_days < math.inf, "records_days", "a finite number of days above 0")
+        self._check(self.records_max_mib >= 1, "records_max_mib", "an integer >= 1")
+        self._check(self.records != "", "records", "a path, or none")
+        self._check(not self.record_text or self.records is not None, "record_text", "off where records is none")
+        is_url = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
+        self._check(is_url, "otlp_endpoint", "a URL that begins with http:// or https://")
         self.classes()
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
@@ -95,4 +106,9 @@ FIELD_HELP: dict[str, str] = {
     "use_generation_config": "sampling that a request leaves out is that of the target's generation_config.json",
     "shutdown_timeout": "seconds that requests in flight get to finish after SIGTERM",
     "log_level": "what the HTTP server logs: critical, error, warning, info, debug",
+    "records": "SQLite file that gets a record of every choice that ends, without its text; none: no records",
+    "records_days": "days after which a record is removed",
+    "records_max_mib": "MiB of records after which the oldest are removed",
+    "record_text": "keep prompts and outputs in the records too; whoever can read the file can read them",
+    "otlp_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per choice; none: no traces",
 }

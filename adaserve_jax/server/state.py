@@ -99,7 +99,7 @@ class ServerState:
         for index in range(choices):
             self.ended(EndedChoice(
                 origin.request_id, index, "rejected", error.code, origin.key, slo_class, time.time(), tpot_s,
-                slo.ttft_s, None,
+                slo.ttft_s, None, origin.operation, origin.traceparent,
             ))  # fmt: skip
 
     def abort_all(self) -> None:
@@ -112,6 +112,11 @@ class ServerState:
         self.require_ready()
         assert self._tokenizer is not None
         return self._tokenizer
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, in any phase after the start and on any thread."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids)
 
     @property
     def info(self) -> EngineInfo:

@@ -1,0 +1,281 @@
+"""Records of a server: what requests leave in the file, what never does, and that nobody waits for the disk."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from rich.console import Console
+
+import adaserve_jax
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.record_reader import read_choices
+from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.server import serve as serve_module
+from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.records import Recorder, Retention
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.warm_up import WarmUpBar
+from adaserve_jax.server.watchers import Watchers
+from adaserve_jax.types import RequestMetrics
+from tests.conftest import ROOT
+from tests.results.made import made
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
+from tests.server.test_operations import wait_until
+
+KEPT = Retention(86_400.0, 2**30)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "records.sqlite"
+
+
+@pytest.fixture
+def watched(start_server, path):
+    """A server that keeps records, and its settings' others."""
+
+    @contextmanager
+    def start(**settings) -> Iterator:
+        chosen = ServerSettings(records=str(path), **settings)
+        with Watchers(chosen) as watchers, start_server(chosen) as server:
+            watchers.attach(server.state)
+            yield server
+
+    return start
+
+
+def read(path: Path) -> list[ServedChoice]:
+    return read_choices(path, since_unix_s=0.0, until_unix_s=float("inf"))[0]
+
+
+def dropped(server) -> float:
+    return server.state.metrics.registry.get_sample_value("adaserve_records_dropped_total")
+
+
+def test_every_choice_leaves_a_record(watched, path):
+    begin = time.time()
+    with watched() as server:
+        answered = server.http.post(
+            "/v1/completions",
+            json={"prompt": "count me", "max_tokens": 7, "n": 2, "slo_class": "chat", "slo_ttft_ms": 5000},
+            headers={"x-request-id": "mine"},
+        ).json()
+        server.post(prompt="fail now", max_tokens=50)
+        server.post(prompt="late-full", slo_tpot_ms=40)
+        server.post(prompt="full", slo_tpot_ms=40)
+        with pytest.raises(httpx.ReadTimeout):
+            server.http.post("/v1/completions", json={"prompt": "slow", "max_tokens": 400}, timeout=0.2)
+        wait_until(lambda: server.state.slots.used == 0)
+    end = time.time()
+    found = read(path)
+    mine = found[:2]
+    assert [(each.record.request_id, each.choice, each.ending) for each in mine] == [
+        ("mine", 0, "length"), ("mine", 1, "length"),
+    ]  # fmt: skip
+    assert [each.ending for each in found[2:]] == ["error", "rejected", "rejected", "abort"]
+    assert [each.record.status for each in found] == ["finished"] * 2 + ["failed", "rejected", "rejected", "failed"]
+    assert [each.record.error_code for each in found[3:]] == ["queue_full", "queue_full", None]
+    assert [each.cause for each in found] == [None, None, None, "rejected", "rejected", None]
+    first = mine[0]
+    record, metrics = first.record, answered["metrics"]
+    assert (record.output_tokens, record.prompt_tokens, record.slo_class) == (7, len("count me"), "chat")
+    assert (record.tpot_slo_s, record.ttft_slo_s, record.tpot_met, record.slo_met) == (0.1, 5.0, True, True)
+    assert (record.verify_steps, record.drafted_tokens, record.accepted_tokens, first.cached_tokens) == (3, 12, 4, 2)
+    slowest_ms = max(each.record.ttft_s for each in mine) * 1e3
+    assert slowest_ms == pytest.approx(metrics["time_to_first_token_ms"], abs=1e-3)
+    assert begin <= first.arrival_unix_s <= first.ended_unix_s <= end
+    assert first.arrival_unix_s + record.e2e_s <= first.ended_unix_s + 1e-3
+    run = first.run
+    assert (run.policy, run.model, run.target, run.device) == ("scripted", "scripted", "models/scripted", "cpu")
+    assert run.package_version == adaserve_jax.__version__
+    assert {each.run for each in found} == {run}
+
+
+def content(path: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in path.parent.iterdir())
+
+
+def test_texts_stay_out_unless_they_are_asked_for(watched, path):
+    with watched() as server:
+        server.post(prompt="a secret prompt", max_tokens=30)
+    assert len(read(path)) == 1 and b"secret" not in content(path)
+    with watched(record_text=True) as server:
+        server.post(prompt="another secret", max_tokens=14)
+        server.post(prompt="late-full")
+    with sqlite3.connect(path) as plain:
+        texts = plain.execute("SELECT prompt, output FROM requests ORDER BY id").fetchall()
+    plain.close()
+    assert texts == [(None, None), ("another secret", "another secret"), ("late-full", "")]
+
+
+def test_a_locked_file_is_written_later_and_said_once(start_server, path, caplog):
+    holder = sqlite3.connect(path, isolation_level=None)
+    store = RecordStore.open(path)
+    store._connection.execute("PRAGMA busy_timeout = 1")
+    with start_server() as server, caplog.at_level(logging.WARNING):
+        recorder = Recorder(server.state, store, KEPT, every_s=0.01, limit=4)
+        server.state.observers.append(recorder.observe)
+        holder.execute("BEGIN IMMEDIATE")
+        for number in range(6):
+            assert server.post(prompt=f"request {number}", max_tokens=2).status_code == 200
+        wait_until(lambda: dropped(server) == 2)
+        assert read(path) == []
+        holder.execute("ROLLBACK")
+        wait_until(lambda: len(read(path)) == 4)
+        server.post(prompt="again", max_tokens=2)
+        wait_until(lambda: len(read(path)) == 5)
+        recorder.close()
+    holder.close()
+    said = [each.getMessage() for each in caplog.records if each.name == "adaserve_jax.server.records"]
+    assert len(said) == 2 and "database is locked; the server goes on" in said[0] and "again" in said[1]
+
+
+def test_a_full_disk_costs_records_and_nothing_else(start_server, path, caplog):
+    store = RecordStore.open(path)
+    pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with start_server() as server, caplog.at_level(logging.WARNING):
+        recorder = Recorder(server.state, store, KEPT, every_s=0.01, limit=100)
+        server.state.observers.append(recorder.observe)
+        for _ in range(12):
+            assert server.post(prompt="x", n=10, max_tokens=1).status_code == 200
+        recorder.close()
+        left = len(read(path))
+        assert dropped(server) == 120 - left and left < 120
+        assert "database or disk is full" in caplog.text
+        assert server.post(prompt="x").status_code == 200
+
+
+def test_old_records_are_removed_while_serving(start_server, path):
+    store = RecordStore.open(path)
+    store.add(made())  # of 1970
+    with start_server() as server:
+        recorder = Recorder(server.state, store, KEPT, every_s=0.01)
+        server.state.observers.append(recorder.observe)
+        wait_until(lambda: read(path) == [])
+        server.post(prompt="new", max_tokens=1)
+        recorder.close()
+    assert [each.record.prompt_tokens for each in read(path)] == [3]
+
+
+WATCHED = """
+import sys, time
+from pathlib import Path
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.watchers import Watchers
+from tests.server.scripted import ScriptedEngine
+engine = ScriptedEngine(EngineConfig())
+engine.start()
+state = ServerState(engine, ServerSettings())
+Watchers(ServerSettings(records=sys.argv[1])).attach(state)
+for number in range(1_000_000):
+    now = time.time()
+    state.ended(EndedChoice(f"{number}", 0, "stop", None, "", "chat", now, None, None, None))
+    print(f"{number} {now}", flush=True)
+    time.sleep(0.002)
+"""
+
+
+def test_a_killed_server_loses_its_last_second_at_most(path):
+    command = [sys.executable, "-c", WATCHED, str(path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.split())
+        if float(lines[-1][1]) - float(lines[0][1]) > 1.5:
+            process.send_signal(signal.SIGKILL)
+            break
+    killed_s = time.time()
+    process.wait()
+    process.stdout.close()
+    found = {each.record.request_id for each in read(path)}
+    missing = [number for number, told_s in lines if float(told_s) < killed_s - 1.0 and number not in found]
+    assert found and missing == []
+    with sqlite3.connect(path) as plain:
+        assert plain.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    plain.close()
+
+
+def test_a_wrong_file_is_refused_before_the_port_opens(path, monkeypatch):
+    path.write_text("this is a long enough text that nobody would take for a database of any kind at all\n" * 4)
+
+    def never(_):
+        raise AssertionError("the port was opened")
+
+    monkeypatch.setattr(serve_module, "listen", never)
+    with pytest.raises(ConfigError, match=r"cannot keep records in .*: file is not a database"):
+        serve_module.serve(ServerSettings(records=str(path)), None, None, None)
+
+
+def test_a_server_records_until_its_end(path, monkeypatch):
+    async def ends_one(server, *_) -> None:
+        server.state.ended(EndedChoice("last", 0, "stop", None, "", "chat", time.time(), None, None, None))
+
+    engine = ScriptedEngine(EngineConfig())
+    engine.start()
+    monkeypatch.setattr(serve_module, "_serve", ends_one)
+    bar = WarmUpBar(Console(file=io.StringIO()))
+    serve_module.serve(ServerSettings(records=str(path), port=0), engine, ByteTokenizer, bar)
+    assert [file.name for file in path.parent.iterdir()] == ["records.sqlite"]
+    assert [each.record.request_id for each in read(path)] == ["last"]
+
+
+def test_a_port_that_is_taken_leaves_the_file_closed(path):
+    with serve_module.listen(ServerSettings(port=0)) as taken:
+        settings = ServerSettings(records=str(path), port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot listen"):
+            serve_module.serve(settings, None, None, None)
+    assert [file.name for file in path.parent.iterdir()] == ["records.sqlite"]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"records_days": 0.0}, "records_days must be a finite number of days above 0, got 0.0"),
+        ({"records_max_mib": 0}, "records_max_mib must be an integer >= 1, got 0"),
+        ({"records": ""}, "records must be a path, or none, got ''"),
+        ({"record_text": True}, "record_text must be off where records is none, got True"),
+        ({"otlp_endpoint": "collector:4318"}, "otlp_endpoint must be a URL that begins with http:// or https://, got"),
+    ],
+)
+def test_wrong_settings_are_refused(values, text):
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(**values)
+    assert text in str(caught.value)
+
+
+def test_an_engine_that_comes_back_is_another_run(start_server, path):
+    with start_server() as server:
+        recorder = Recorder(server.state, RecordStore.open(path), KEPT, every_s=0.01)
+        metrics = RequestMetrics(arrival_s=time.monotonic() - 1.0, output_tokens=0)
+        ended = EndedChoice("r", 0, "stop", None, "team", "chat", time.time(), None, None, metrics)
+        recorder.observe(ended)
+        server.engine.config = replace(server.engine.config, draft="other/draft")
+        recorder.observe(ended)
+        server.engine.dead = True
+        recorder.observe(replace(ended, ending="rejected", error_code="engine_dead", metrics=None))
+        recorder.close()
+    found = read(path)
+    assert [each.run.draft for each in found] == [found[0].run.draft, "other/draft", "other/draft"]
+    assert len({each.run.run_id for each in found}) == 2
+    assert [each.record.status for each in found] == ["finished", "finished", "failed"]
+    assert found[0].key == "team" and found[0].arrival_unix_s == pytest.approx(time.time() - 1.0, abs=0.5)
