@@ -31,6 +31,7 @@ class ServerSettings:
     use_generation_config: bool = True
     shutdown_timeout: float = 30.0
     log_level: str = "warning"
+    dashboard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slo_classes", tuple(self.slo_classes))
@@ -95,4 +96,5 @@ FIELD_HELP: dict[str, str] = {
     "use_generation_config": "sampling that a request leaves out is that of the target's generation_config.json",
     "shutdown_timeout": "seconds that requests in flight get to finish after SIGTERM",
     "log_level": "what the HTTP server logs: critical, error, warning, info, debug",
+    "dashboard": "serve a live page at /dashboard, and watch the server for it",
 }
