@@ -14,7 +14,7 @@ import numpy as np
 from adaserve_jax.results.causes import Cause, violation_cause
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.server.metrics import RATIO_EDGES
-from adaserve_jax.server.observers import Ending, EndedChoice
+from adaserve_jax.server.observers import EndedChoice, Ending
 from adaserve_jax.types import RequestMetrics
 
 CAPACITY = 2**16
@@ -110,7 +110,7 @@ class EndedChoices:
             now_s, self._classes.setdefault(record.slo_class, len(self._classes)),
             _NONE if record.slo_met is None else record.slo_met, _NONE if cause is None else CAUSES.index(cause),
             record.output_tokens, record.verify_steps, record.accepted_tokens,
-            np.nan if record.ttft_s is None else record.ttft_s, np.nan if record.tpot_s is None else record.tpot_s, over,
+            _known(record.ttft_s), _known(record.tpot_s), over,
         )  # fmt: skip
         self._count += 1
         return cause
@@ -142,6 +142,10 @@ class EndedChoices:
         return [_attained(ALL, rows["met"])] + [
             _attained(name, rows["met"][rows["slo_class"] == number]) for name, number in self._classes.items()
         ]
+
+
+def _known(seconds: float | None) -> float:
+    return np.nan if seconds is None else seconds
 
 
 def _attained(name: str, met: np.ndarray) -> Attainment:

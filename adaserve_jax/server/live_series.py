@@ -31,8 +31,8 @@ class Rolling:
 
 @dataclass(frozen=True)
 class Look:
-    """One look. at_s: when, on the caller's clock; span_s: seconds since the one before, which totals are over. seq counts
-    looks from 1.
+    """One look. at_s: when, on the caller's clock; span_s: seconds since the one before, which totals are over.
+    seq counts looks from 1.
 
     depth, width, budget: of the last step, None where there was none. cached pages are held by no request.
     """
@@ -129,7 +129,8 @@ class Looks:
         stepped = totals["steps"] > before["steps"]
         base_cached = stats.pages_cached - stats.extension_cached
         self._looks.append(Look(
-            seq=self._seq, at_s=now_s, unix_s=round(unix_s, 3), span_s=span_s, running=stats.running, waiting=stats.waiting,
+            seq=self._seq, at_s=now_s, unix_s=round(unix_s, 3), span_s=span_s,
+            running=stats.running, waiting=stats.waiting,
             depth=stats.last_depth if stepped else None,
             width=stats.last_width if stepped else None,
             budget=stats.last_budget if stepped else None,

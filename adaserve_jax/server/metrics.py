@@ -34,7 +34,9 @@ class ServerMetrics:
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
-        self._over = self._histogram("tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", RATIO_EDGES)
+        self._over = self._histogram(
+            "tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", RATIO_EDGES
+        )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._gap = self._histogram(
             "inter_token_latency_seconds", "Gaps between tokens; 0 for tokens of the same step.", _TOKEN_SECONDS

@@ -40,7 +40,8 @@ def ended(
 ) -> EndedChoice:
     """A choice that arrived at 1 s, was scheduled at 1.02 s, and was generated evenly."""
     made = RequestMetrics(
-        arrival_s=1.0, first_scheduled_s=1.02, first_token_s=1 + ttft_s, last_token_s=1 + ttft_s + tpot_s * (tokens - 1),
+        arrival_s=1.0, first_scheduled_s=1.02, first_token_s=1 + ttft_s,
+        last_token_s=1 + ttft_s + tpot_s * (tokens - 1),
         prompt_tokens=5, output_tokens=tokens, tpot_slo_s=target_s, ttft_slo_s=ttft_target_s, slo_class=slo_class,
         **metrics,
     )  # fmt: skip
@@ -117,7 +118,14 @@ def test_over_target_counts_up_to_and_including_each_edge():
         choices.add(1.0, record_of(ended(tpot_s=tpot_s, target_s=0.5, ttft_s=0.0)))
     choices.add(1.0, record_of(ended(tokens=1, target_s=0.5)))  # met, and has no TPOT
     found = dict(zip((*RATIO_EDGES, "above"), choices.window(1.0, 60.0).over_target, strict=True))
-    assert {edge: count for edge, count in found.items() if count} == {0.25: 1, 1.0: 1, 1.1: 1, 1.5: 1, 10.0: 1, "above": 1}
+    assert {edge: count for edge, count in found.items() if count} == {
+        0.25: 1,
+        1.0: 1,
+        1.1: 1,
+        1.5: 1,
+        10.0: 1,
+        "above": 1,
+    }
 
 
 def test_a_window_says_what_the_results_of_a_bench_would_say():
@@ -161,8 +169,14 @@ def test_low_acceptance_is_judged_by_the_acceptance_of_all_so_far():
 
 
 def test_a_target_refused_as_out_of_reach_is_infeasible_and_not_rejected():
-    assert EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="slo_infeasible"))) == "infeasible"
-    assert EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="queue_full"))) == "rejected"
+    assert (
+        EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="slo_infeasible")))
+        == "infeasible"
+    )
+    assert (
+        EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="queue_full")))
+        == "rejected"
+    )
 
 
 def test_where_more_end_than_are_kept_the_window_covers_less():
@@ -255,7 +269,13 @@ def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     engine.totals = StepStats(preemptions=2, swaps={"expand": 1}, swap_s={"expand": 0.5}, arms={"8": "4x2"})
     live.look()
     first = live.snapshot()
-    assert (first.status, first.model, first.policy, first.device, first.baseline_ms) == ("ok", "scripted", "scripted", "cpu", 10.0)
+    assert (first.status, first.model, first.policy, first.device, first.baseline_ms) == (
+        "ok",
+        "scripted",
+        "scripted",
+        "cpu",
+        10.0,
+    )
     assert [(c.name, c.tpot_target_ms, c.ttft_target_ms) for c in first.classes] == [
         ("default", None, None), ("fast", 20.0, None), ("chat", 100.0, 200.0),
     ]  # fmt: skip
