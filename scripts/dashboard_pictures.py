@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import math
 import random
 import shutil
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 import httpx
+from PIL import Image
 from playwright.async_api import async_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +27,9 @@ PROMPTS = (
     "Question: Tom has 3 apples and buys 4 more. How many has he?\nAnswer:",
 )  # fmt: skip
 CLASSES = {"interactive": 3, "chat": 4, "batch": 2}
+TARGETS = "interactive=8:60,chat=16,batch="
 WAVE_S = 90.0
+COLOURS = 96
 
 
 def browser_path() -> str | None:
@@ -56,7 +60,8 @@ async def picture(playwright, url: str, out: Path, scheme: str) -> None:
     await page.goto(f"{url}/dashboard")
     await page.wait_for_selector('#status[data-status="ok"]')
     await page.wait_for_timeout(1500)
-    await page.screenshot(path=out / f"dashboard-{scheme}.png", full_page=True)
+    seen = Image.open(io.BytesIO(await page.screenshot(full_page=True))).convert("RGB")
+    seen.quantize(COLOURS).save(out / f"dashboard-{scheme}.png", optimize=True)
     await browser.close()
 
 
@@ -85,16 +90,8 @@ def main() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "adaserve_jax.cli",
-        "serve",
-        "--dashboard",
-        "--port",
-        str(port),
-        *given.serve.split(),
-    ]
+    command = [sys.executable, "-m", "adaserve_jax.cli", "serve", "--dashboard", "--port", str(port)]
+    command += ["--slo-classes", TARGETS, *given.serve.split()]
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         wait_until_open(port)

@@ -109,7 +109,7 @@ class Live:
         self._state = state
         self._clock, self._wall = clock, wall
         self._started_unix_s = wall()
-        self._choices = EndedChoices(list(state.classes), clock())
+        self._choices = EndedChoices(list(state.classes))
         self._looks = Looks()
         self._last: deque[LastRequest] = deque(maxlen=KEPT_REQUESTS)
         self._windows: list[Window] = []
@@ -154,18 +154,17 @@ class Live:
 
     def look(self) -> None:
         """Note the engine's numbers now; nothing while there is no engine."""
-        now_s = self._clock()
-        try:
-            stats = self._state.client.stats()
-        except EngineDeadError:
+        if self._info() is None:
             return
+        now_s = self._clock()
+        self._choices.begin(now_s)
         minute = self._choices.window(now_s, WINDOWS_S[0])
         ttft_ms = minute.ttft_ms
         rolling = Rolling(
             minute.attainment[0].attainment, minute.goodput_tps,
             None if ttft_ms is None else ttft_ms.p50, None if ttft_ms is None else ttft_ms.p99,
         )  # fmt: skip
-        self._looks.add(now_s, self._wall(), stats.scheduler, rolling)
+        self._looks.add(now_s, self._wall(), self._stats().scheduler, rolling)
 
     def snapshot(self, since: int = 0) -> Snapshot:
         """Now, with the looks after number `since`; windows are worked out at most once a second."""

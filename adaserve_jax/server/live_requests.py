@@ -5,6 +5,7 @@ Knows no HTTP and no engine; definitions are those of docs/metrics.md. Each choi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -89,9 +90,9 @@ def record_of(choice: EndedChoice) -> RequestRecord:
 class EndedChoices:
     """A ring of the newest choices. Times are on the caller's clock, which must not run backwards."""
 
-    def __init__(self, classes: Sequence[str], started_s: float, capacity: int = CAPACITY):
+    def __init__(self, classes: Sequence[str], capacity: int = CAPACITY):
         self._classes = {name: number for number, name in enumerate(classes)}
-        self._started_s = started_s
+        self._started_s = math.inf
         self._rows = np.zeros(capacity, _ROW)
         self._count = 0
         self._drafted = self._accepted = 0
@@ -100,8 +101,13 @@ class EndedChoices:
         """Choices that ended since the start."""
         return self._count
 
+    def begin(self, now_s: float) -> None:
+        """Choices can end from now on, unless they could before."""
+        self._started_s = min(self._started_s, now_s)
+
     def add(self, now_s: float, record: RequestRecord) -> Cause | None:
         """Take in a choice that ended now; why it missed a target, by the acceptance rate of all so far."""
+        self.begin(now_s)
         self._drafted += record.drafted_tokens
         self._accepted += record.accepted_tokens
         cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
@@ -118,7 +124,7 @@ class EndedChoices:
     def window(self, now_s: float, window_s: float) -> EndedWindow:
         """The last `window_s` seconds."""
         rows = self._rows[: self._count]
-        since_s = max(now_s - window_s, self._started_s)
+        since_s = max(now_s - window_s, min(self._started_s, now_s))
         if self._count > len(self._rows):
             since_s = max(since_s, self._rows["ended_s"][self._count % len(self._rows)])
         rows = rows[rows["ended_s"] >= since_s]

@@ -92,7 +92,7 @@ def test_it_shows_the_data_without_an_error_and_asks_nobody_else(board, see):
     assert (whole["met"], whole["with_target"]) == (6, 7)
     assert seen.tile("Attainment") == ("85.7%", "6 of 7 met their targets")
     assert float(seen.tile("Time to first token")[0].split()[0]) == pytest.approx(five["ttft_ms"]["p50"], abs=0.01)
-    assert seen.tile("KV pages used") == ("25.0%", "3 of 12; 0 cached")
+    assert seen.tile("KV pages used") == ("25%", "3 of 12; 0 cached")
     assert seen.tile("Running")[0] == str(data["series"]["running"][-1]) == "0"
     assert seen.tile("Draft") == ("resident", "no swaps so far")
     rows = seen.page.locator("#classes tbody tr")

@@ -49,6 +49,13 @@ def ended(
     return EndedChoice("id", 0, ending, error_code, "", slo_class, 1e9, target_s, ttft_target_s, known)
 
 
+def begun(classes: list[str], **settings) -> EndedChoices:
+    """Watched since 0 s."""
+    choices = EndedChoices(classes, **settings)
+    choices.begin(0.0)
+    return choices
+
+
 class Clock:
     """now_s is set by the test; the wall clock stands a billion seconds later."""
 
@@ -75,7 +82,9 @@ def live(clock) -> Iterator[Live]:
     engine.stats = lambda: EngineStats(engine.totals)
     state = ServerState(engine, ServerSettings(slo_classes=("fast=20", "chat=100:200")))
     state.become_ready(ByteTokenizer())
-    yield Live(state, clock, clock.wall)
+    watching = Live(state, clock, clock.wall)
+    watching.look()
+    yield watching
 
 
 def engine_of(live: Live) -> ScriptedEngine:
@@ -113,7 +122,7 @@ def test_attainment_and_goodput_by_class_and_window(live, clock):
 
 
 def test_over_target_counts_up_to_and_including_each_edge():
-    choices = EndedChoices([], 0.0)
+    choices = begun([])
     for tpot_s in (0.125, 0.5, 0.50390625, 0.75, 5.0, 6.0):  # targets of 0.5 s: halves that floats hold exactly
         choices.add(1.0, record_of(ended(tpot_s=tpot_s, target_s=0.5, ttft_s=0.0)))
     choices.add(1.0, record_of(ended(tokens=1, target_s=0.5)))  # met, and has no TPOT
@@ -130,7 +139,7 @@ def test_over_target_counts_up_to_and_including_each_edge():
 
 def test_a_window_says_what_the_results_of_a_bench_would_say():
     generator = np.random.default_rng(0)
-    choices, records = EndedChoices(["chat"], 0.0), []
+    choices, records = begun(["chat"]), []
     for _ in range(400):
         target_s, ttft_target_s = (float(x) if x > 0.005 else None for x in generator.uniform(0, 0.03, 2))
         record = record_of(ended(
@@ -157,7 +166,7 @@ def test_a_window_says_what_the_results_of_a_bench_would_say():
 
 
 def test_low_acceptance_is_judged_by_the_acceptance_of_all_so_far():
-    choices = EndedChoices([], 0.0)
+    choices = begun([])
     counts = {"verify_steps": 10, "drafted_tokens": 40}
     good = record_of(ended(target_s=1.0, accepted_tokens=40, **counts))
     assert choices.add(1.0, good) is None
@@ -169,18 +178,12 @@ def test_low_acceptance_is_judged_by_the_acceptance_of_all_so_far():
 
 
 def test_a_target_refused_as_out_of_reach_is_infeasible_and_not_rejected():
-    assert (
-        EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="slo_infeasible")))
-        == "infeasible"
-    )
-    assert (
-        EndedChoices([], 0.0).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="queue_full")))
-        == "rejected"
-    )
+    assert begun([]).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="slo_infeasible"))) == "infeasible"
+    assert begun([]).add(1.0, record_of(ended("rejected", target_s=0.001, error_code="queue_full"))) == "rejected"
 
 
 def test_where_more_end_than_are_kept_the_window_covers_less():
-    choices = EndedChoices([], 0.0, capacity=8)
+    choices = begun([], capacity=8)
     for second in range(1, 21):
         choices.add(float(second), record_of(ended(target_s=1.0, tokens=10)))
     window = choices.window(20.0, 60.0)
@@ -234,8 +237,6 @@ def test_only_what_is_new_is_sent_and_old_looks_go():
 
 
 def test_a_look_carries_the_minute_before_it(live, clock):
-    clock.now_s = 60.0
-    live.look()
     clock.now_s = 70.0
     live.ended(ended(target_s=1.0, tokens=100))
     live.ended(ended(target_s=0.001, ttft_s=0.3, tokens=10))
@@ -247,8 +248,8 @@ def test_a_look_carries_the_minute_before_it(live, clock):
     assert series.attainment == [None, 0.5, None]
     assert series.goodput_tps == [0.0, 5.0, 0.0]
     assert (series.ttft_p50_ms, series.ttft_p99_ms) == ([None, 200.0, None], [None, 298.0, None])
-    assert series.unix_s == [1e9 + 60, 1e9 + 70, 1e9 + 131]
-    assert series.generation_tps == [0.0, 11.0, 0.0]
+    assert series.unix_s == [1e9 + 50, 1e9 + 70, 1e9 + 131]
+    assert series.generation_tps == [0.0, 5.5, 0.0]
 
 
 def test_the_last_requests_are_the_newest_first_and_few(live):
@@ -269,17 +270,12 @@ def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     engine.totals = StepStats(preemptions=2, swaps={"expand": 1}, swap_s={"expand": 0.5}, arms={"8": "4x2"})
     live.look()
     first = live.snapshot()
-    assert (first.status, first.model, first.policy, first.device, first.baseline_ms) == (
-        "ok",
-        "scripted",
-        "scripted",
-        "cpu",
-        10.0,
-    )
+    assert (first.status, first.model, first.policy, first.device) == ("ok", "scripted", "scripted", "cpu")
+    assert first.baseline_ms == 10.0
     assert [(c.name, c.tpot_target_ms, c.ttft_target_ms) for c in first.classes] == [
         ("default", None, None), ("fast", 20.0, None), ("chat", 100.0, 200.0),
     ]  # fmt: skip
-    assert (first.preemptions, first.swaps, first.arms, first.seq) == (2, {"expand": 1}, {"8": "4x2"}, 1)
+    assert (first.preemptions, first.swaps, first.arms, first.seq) == (2, {"expand": 1}, {"8": "4x2"}, 2)
 
     def gone() -> EngineStats:
         raise EngineDeadError("gone")
@@ -287,5 +283,5 @@ def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     engine.stats, engine.dead = gone, True
     clock.now_s += 1
     live.look()
-    after = live.snapshot(1)
-    assert (after.status, after.model, after.seq, after.series.seq) == ("dead", None, 1, [])
+    after = live.snapshot(2)
+    assert (after.status, after.model, after.seq, after.series.seq) == ("dead", None, 2, [])

@@ -28,7 +28,8 @@ export function number(value, digits = 3) {
 export function percent(share) {
   if (share === null || share === undefined) return "–";
   const value = 100 * share;
-  return (value > 99.9 && value < 100 ? "99.9" : value.toFixed(value < 99.95 && value >= 0.05 ? 1 : 0)) + "%";
+  const text = value > 99.9 && value < 100 ? "99.9" : value.toFixed(1);
+  return text.replace(/\.0$/, "") + "%";
 }
 
 function ago(seconds) {
@@ -43,7 +44,8 @@ function niceTop(value, floor) {
 }
 
 // series: {key, label, tone: a..d, dashed?, shade?: "half" | "faint", value?(index, columns)}
-// options: {title, unit?, stacked?, band?, top?: fixed, floor?, format?, step?, marks?: key, note?}
+// options: {title, unit?, stacked?, band?, top?: fixed, floor?, format?, step?, smooth?, marks?: key, note?}
+// smooth: longer spans show the mean of some seconds, and say of how many.
 export class TimeChart {
   constructor(parent, options, series) {
     this.options = { format: number, floor: 1, ...options };
@@ -55,7 +57,7 @@ export class TimeChart {
     this.said = el("div", { class: "hidden", "aria-live": "polite" });
     this.table = el("table");
     this.details = el("details", {}, el("summary", {}, "Table", el("span", { class: "hidden" }, ` of ${options.title}`)), this.table);
-    const panel = el("section", { class: `panel ${options.wide ? "wide" : ""}`, "aria-labelledby": id },
+    this.panel = el("section", { class: `panel ${options.wide ? "wide" : ""}`, "aria-labelledby": id },
       el("h2", { id }, options.title), this.legend, this.plot, this.said, this.details);
     this.values = series.map((one) => {
       const value = el("b");
@@ -63,8 +65,9 @@ export class TimeChart {
       return value;
     });
     this.when = el("span");
-    this.legend.append(this.when, options.note ?? "");
-    parent.append(panel);
+    this.note = el("span", {}, options.note ?? "");
+    this.legend.append(this.when, this.note);
+    parent.append(this.panel);
     this.plot.addEventListener("pointermove", (event) => this.point(event.clientX - this.plot.getBoundingClientRect().left));
     this.plot.addEventListener("pointerleave", () => this.release());
     this.plot.addEventListener("blur", () => this.release());
@@ -80,7 +83,9 @@ export class TimeChart {
     this.now = now;
     this.span = span;
     this.times = times.slice(first);
-    this.rows = this.series.map((one) => columns[one.key].slice(first));
+    const seconds = this.options.smooth ? Math.round(span / 60) : 1;
+    if (this.options.smooth) this.note.textContent = seconds > 1 ? `mean of ${seconds} s` : "";
+    this.rows = this.series.map((one) => smoothed(columns[one.key], seconds).slice(first));
     this.marks = this.options.marks ? columns[this.options.marks].slice(first) : [];
     this.draw();
     this.tabulate();
@@ -136,7 +141,7 @@ export class TimeChart {
     this.when.textContent = this.at === null || index < 0 ? "" : ago(this.now - this.at);
     this.plot.setAttribute("aria-label", last < 0 ? `${this.options.title}: no data yet`
       : `${this.options.title}, last ${this.span / 60} min. Now: ${this.sentence(last)}. Arrow keys read earlier values.`);
-    const top = this.options.top ?? niceTop(this.highest(), this.options.floor);
+    const top = this.options.top ?? (this.options.stacked ? this.highest() || 1 : niceTop(this.highest(), this.options.floor));
     const y = (value) => this.height - BOTTOM - (this.height - TOP - BOTTOM) * Math.min(value / top, 1);
     const parts = this.options.band ? [] : this.gridLines(top, y);
     parts.push(...this.timeLabels());
@@ -229,6 +234,16 @@ export class TimeChart {
       ...this.rows.map((row) => el("td", {}, this.show(row[index])))));
     this.table.replaceChildren(el("caption", { class: "hidden" }, this.options.title), el("thead", {}, head), el("tbody", {}, ...body));
   }
+}
+
+// Each value as the mean of the known ones among it and those just before; unknown where it is unknown.
+function smoothed(values, count) {
+  if (count < 2) return values;
+  return values.map((value, i) => {
+    if (value === null) return null;
+    const known = values.slice(Math.max(0, i - count + 1), i + 1).filter((one) => one !== null);
+    return known.reduce((sum, one) => sum + one, 0) / known.length;
+  });
 }
 
 function swatch(one, options) {

@@ -19,7 +19,7 @@ export class Panels {
       return chart;
     };
     this.charts = [
-      make({ title: "Tokens per second", floor: 10 }, [
+      make({ title: "Tokens per second", floor: 10, smooth: true }, [
         { key: "generation_tps", label: "generated", tone: "a" },
         { key: "goodput_tps", label: "goodput, 1 min", tone: "b", dashed: true },
       ]),
@@ -34,17 +34,17 @@ export class Panels {
       make({ title: "Attainment over time", top: 1, format: percent }, [
         { key: "attainment", label: "all classes, 1 min", tone: "a" },
       ]),
-      make({ title: "Draft trees", floor: 4, step: true }, [
+      make({ title: "Draft trees", floor: 4, smooth: true }, [
         { key: "depth", label: "depth", tone: "a" },
         { key: "width", label: "width", tone: "b", dashed: true },
       ]),
-      make({ title: "Verify budget", unit: "tokens", floor: 8, step: true }, [
+      make({ title: "Verify budget", unit: "tokens", floor: 8, smooth: true }, [
         { key: "budget", label: "budget", tone: "c" },
       ]),
-      make({ title: "Draft tokens accepted", top: 1, format: percent }, [
+      make({ title: "Draft tokens accepted", top: 1, smooth: true, format: percent }, [
         { key: "acceptance_rate", label: "accepted", tone: "c" },
       ]),
-      make({ title: "Prefix cache hits", top: 1, format: percent }, [
+      make({ title: "Prefix cache hits", top: 1, smooth: true, format: percent }, [
         { key: "cache_hit_rate", label: "prompt tokens found", tone: "d" },
       ]),
       make({ title: "Draft on the device", band: true, marks: "swaps", note: "strokes: swaps with KV pages" }, [
@@ -59,6 +59,8 @@ export class Panels {
         { key: "extension_free", label: "extension free", tone: "b", shade: "faint" },
       ]),
     ];
+    this.below = el("div", { class: "below" });
+    this.charts.find((chart) => chart.options.band).panel.append(this.below);
     this.over = new Histogram($("over"), "TPOT over target");
     this.shown = new Map();
     this.span = 300;
@@ -81,6 +83,7 @@ export class Panels {
     this.fill("classes", [snapshot.windows, snapshot.classes], () => this.classes(snapshot));
     this.fill("causes", window.ended.causes, () => this.causes(window.ended.causes));
     this.fill("last", snapshot.last_requests, () => this.last(snapshot.last_requests));
+    this.fill("below", [snapshot.swaps, snapshot.swap_s, snapshot.arms], () => this.swaps(snapshot));
     this.over.update(window.ended.over_target, snapshot.over_target_edges);
     for (const chart of this.charts) chart.update(columns, snapshot.now_unix_s, this.span);
     $("footer").textContent = this.footer(snapshot, window);
@@ -119,7 +122,7 @@ export class Panels {
     const pages = ["base_used", "base_cached", "base_free", "extension_used", "extension_cached", "extension_free"].map(now);
     const used = pages[0] + pages[3], total = pages.reduce((sum, count) => sum + count, 0);
     const { ttft_ms: ttft, tpot_ms: tpot } = window.ended;
-    const swaps = Object.entries(snapshot.swaps).filter(([, count]) => count).map(([kind, count]) => `${kind} ${count}`).join(", ");
+    const swaps = Object.values(snapshot.swaps).reduce((sum, count) => sum + count, 0);
     const tiles = [
       ["Attainment", percent(all.attainment), "", all.with_target ? `${all.met} of ${all.with_target} met their targets` : "no targets in this time"],
       ["Goodput", number(window.ended.goodput_tps), "tok/s", `of ${number(window.engine.throughput_tps)} tok/s generated`],
@@ -129,7 +132,7 @@ export class Panels {
       ["Draft accepted", percent(window.engine.acceptance_rate), "", window.ended.mean_accepted === null ? "nothing verified" : `${number(window.ended.mean_accepted)} tokens per verification`],
       ["KV pages used", total ? percent(used / total) : "–", "", `${number(used)} of ${number(total)}; ${number(pages[1] + pages[4])} cached`],
       ["Prefix cache hits", percent(window.engine.cache_hit_rate), "", `${number(window.engine.prompt_tps)} prompt tok/s taken in`],
-      ["Draft", !snapshot.draft ? "none" : at < 0 ? "–" : now("draft_resident") ? "resident" : "away", "", swaps ? `swaps: ${swaps}` : "no swaps so far"],
+      ["Draft", !snapshot.draft ? "none" : at < 0 ? "–" : now("draft_resident") ? "resident" : "away", "", swaps ? `${number(swaps)} swaps so far` : "no swaps so far"],
     ];
     const list = $("tiles");
     if (!list.children.length) {
@@ -137,7 +140,8 @@ export class Panels {
     }
     tiles.forEach(([, value, unit, sub], i) => {
       const [, main, small] = list.children[i].children;
-      main.replaceChildren(value, ...(unit && value !== "–" ? [el("small", {}, ` ${unit}`)] : []));
+      main.replaceChildren(value, ...(unit && value !== "–" ? [el("small", {}, ` ${unit}`)] : []),
+        ...(i === 0 && all.with_target ? [bar(all.attainment, all.attainment < 0.9)] : []));
       small.textContent = sub;
     });
   }
@@ -148,10 +152,22 @@ export class Panels {
     const cell = (window, name) => {
       const one = window.ended.attainment.find((each) => each.slo_class === name);
       if (!one?.with_target) return el("td", { class: "share" }, el("small", {}, one?.requests ? `${one.requests} without target` : "–"));
-      return el("td", { class: "share" }, el("b", {}, percent(one.attainment)), el("small", {}, `${one.met} of ${one.with_target}`), bar(one.attainment, one.attainment < 0.9));
+      return el("td", { class: "share" }, el("b", {}, percent(one.attainment)), " ", el("small", {}, `${one.met} of ${one.with_target}`), bar(one.attainment, one.attainment < 0.9));
     };
     $("classes").tBodies[0].replaceChildren(...names.map((name) => el("tr", {}, el("th", { scope: "row" }, name),
       el("td", {}, target[name] ?? ""), ...snapshot.windows.map((window) => cell(window, name)))));
+  }
+
+  // Beside the draft: exchanges with KV pages, and the shape thought best by size of batch, where the policy learns one.
+  swaps(snapshot) {
+    const table = (title, heads, rows) => el("table", {}, el("caption", { class: "hidden" }, title),
+      el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, ...rows.map(([name, ...values]) => el("tr", {}, el("th", { scope: "row" }, name), ...values.map((value) => el("td", {}, value))))));
+    const swaps = Object.entries(snapshot.swaps).map(([kind, count]) => [kind, number(count), `${number(snapshot.swap_s[kind] ?? 0)} s`]);
+    const arms = Object.entries(snapshot.arms).sort(([one], [other]) => one - other).map(([bucket, arm]) => [bucket, arm]);
+    this.below.replaceChildren(
+      ...(swaps.length ? [table("Swaps", ["Swap", "Count", "Took"], swaps)] : []),
+      ...(arms.length ? [table("Shape thought best", ["Rows up to", "Depth × width thought best"], arms)] : []));
   }
 
   causes(causes) {
@@ -178,7 +194,7 @@ export class Panels {
   }
 
   footer(snapshot, window) {
-    const parts = [`watched since ${new Date(1000 * snapshot.started_unix_s).toLocaleString("en-GB")}`];
+    const parts = [`watched since ${new Date(1000 * snapshot.started_unix_s).toLocaleString("sv-SE")}`];
     if (window.ended.covered_s < this.span - 1) parts.push(`figures cover ${Math.round(window.ended.covered_s)} s so far`);
     parts.push(`${number(snapshot.ended_requests)} choices ended`, `${number(snapshot.preemptions)} preemptions`);
     if (snapshot.compiles_after_ready) parts.push(`${snapshot.compiles_after_ready} compilations after ready: a bug, please report it`);
