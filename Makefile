@@ -65,6 +65,7 @@ docs: $(STAMP).serve ## write what documents have from the code and from benchma
 	@$(BIN)/python scripts/results_table.py
 	@$(BIN)/python scripts/options_table.py
 	@$(BIN)/python scripts/policies_table.py
+	@$(BIN)/python scripts/grafana_dashboard.py
 	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 
 clean: ## remove what was installed, built and cached here

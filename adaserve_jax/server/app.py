@@ -9,7 +9,9 @@ from fastapi.openapi.utils import get_openapi
 
 import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.server import errors, routes_generate, routes_info
+from adaserve_jax.server import dashboard, errors, routes_generate, routes_info
+from adaserve_jax.server.dashboard_auth import BasicAtDashboard
+from adaserve_jax.server.live import Live
 from adaserve_jax.server.methods import Methods
 from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKey, BodyLimit, Boundary
 from adaserve_jax.server.responses import ChatChunk
@@ -31,17 +33,24 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
     state = ServerState(client, settings)
     if tokenizer is not None:
         state.become_ready(tokenizer)
+    live = Live(state) if settings.dashboard else None
     app = FastAPI(
-        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT, redirect_slashes=False
-    )  # a redirect has no error body, and clients drop the request's
+        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT, redirect_slashes=False,
+        lifespan=None if live is None else live.lifespan,
+    )  # fmt: skip  # a redirect has no error body, and clients drop the request's
     app.state.server = state
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))
+    if live is not None:
+        state.observers.append(live.ended)
+        app.include_router(dashboard.router(live))
     errors.install(app)
     app.add_middleware(Methods)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if settings.api_key is not None:
         app.add_middleware(ApiKey, key=settings.api_key)
+        if live is not None:
+            app.add_middleware(BasicAtDashboard, path=dashboard.PATH)
     app.add_middleware(Boundary)  # added last: outermost
     app.openapi = lambda: _document(app, keyed=settings.api_key is not None)
     return app

@@ -18,7 +18,8 @@ from adaserve_jax.server.observers import EndedChoice
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-_RATIOS = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+RATIO_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Upper edges of TPOT / target; met is <= 1."""
 
 
 class ServerMetrics:
@@ -41,7 +42,9 @@ class ServerMetrics:
         self.spans_dropped = Counter(
             "adaserve_spans_dropped", "Spans that the collector did not get.", registry=self.registry
         )
-        self._over = self._histogram("tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", _RATIOS)
+        self._over = self._histogram(
+            "tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", RATIO_EDGES
+        )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._gap = self._histogram(
             "inter_token_latency_seconds", "Gaps between tokens; 0 for tokens of the same step.", _TOKEN_SECONDS

@@ -75,7 +75,7 @@ def _serve_watched(
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             access_log=settings.log_level in ("info", "debug"),
             server_header=False,
-            lifespan="off",
+            lifespan="on",
             timeout_graceful_shutdown=int(ABORT_GRACE_S),
         )
         server = DrainingServer(config, app.state.server)
@@ -167,7 +167,8 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
-    print(f"adaserve serves {state.model_name} on {url}  (API: {url}/docs)\n{example(url, state)}", flush=True)
+    pages = f"API: {url}/docs" + (f", dashboard: {url}/dashboard" if state.settings.dashboard else "")
+    print(f"adaserve serves {state.model_name} on {url}  ({pages})\n{example(url, state)}", flush=True)
 
 
 def example(url: str, state: ServerState) -> str:

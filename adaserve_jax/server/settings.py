@@ -36,6 +36,7 @@ class ServerSettings:
     records_max_mib: int = 1024
     record_text: bool = False
     otlp_endpoint: str | None = None
+    dashboard: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slo_classes", tuple(self.slo_classes))
@@ -111,4 +112,5 @@ FIELD_HELP: dict[str, str] = {
     "records_max_mib": "MiB of records after which the oldest are removed",
     "record_text": "keep prompts and outputs in the records too; whoever can read the file can read them",
     "otlp_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per choice; none: no traces",
+    "dashboard": "serve a live page at /dashboard, and watch the server for it",
 }

@@ -51,7 +51,7 @@ def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerS
     app = create_app(engine, tokenizer, settings)
     listener = listen(replace(settings, port=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     with httpx.Client(base_url=url, timeout=30) as http:

@@ -1,0 +1,61 @@
+"""The dashboard's routes: a page, its script and style, and the data that it asks for once a second.
+
+The page holds no data and runs nothing but its own files: the policy sent with it forbids everything else.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+
+from adaserve_jax.server.live import Live, Snapshot
+from adaserve_jax.server.routes_generate import error_responses
+
+PATH = "/dashboard"
+FOLDER = Path(__file__).with_name("static")
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = "dashboard.html"
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def router(live: Live) -> APIRouter:
+    """Serve the files of `static` and the snapshots of `live`."""
+    routes = APIRouter(tags=["dashboard"])
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in KINDS:
+            _add_file(routes, path)
+
+    @routes.get(
+        f"{PATH}/data", operation_id="dashboard_data", summary="What the dashboard shows, in numbers",
+        response_class=Response, responses=error_responses(400, 401) | {200: {"model": Snapshot}},
+    )  # fmt: skip
+    async def data(since: int = Query(0, ge=0, description="only the series after this `seq`")) -> Response:
+        body = msgspec.json.encode(live.snapshot(since))
+        return Response(body, media_type="application/json", headers=HEADERS | {"cache-control": "no-store"})
+
+    return routes
+
+
+def _add_file(routes: APIRouter, path: Path) -> None:
+    """One file, read once."""
+    content, kind = path.read_bytes(), KINDS[path.suffix]
+    is_page = path.name == PAGE
+
+    @routes.get(
+        PATH if is_page else f"{PATH}/{path.name}", operation_id=f"{path.stem}_{path.suffix[1:]}",
+        summary="The dashboard, a page for a browser", response_class=Response, include_in_schema=is_page,
+        responses=error_responses(401) | {200: {"content": {kind: {"schema": {"type": "string"}}}}},
+    )  # fmt: skip
+    async def file() -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
