@@ -33,6 +33,12 @@ class ServerMetrics:
             ("class", "metric", "outcome"),
             registry=self.registry,
         )
+        self._limited = Counter(
+            "adaserve_rate_limited",
+            "Requests refused because their API key was over a limit (requests, inflight, tokens).",
+            ("limit",),
+            registry=self.registry,
+        )
         self._over = self._histogram("tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", _RATIOS)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._gap = self._histogram(
@@ -55,6 +61,10 @@ class ServerMetrics:
         self._gap.observe(gap_s)
         for _ in range(count - 1):
             self._gap.observe(0.0)
+
+    def observe_rate_limited(self, limit: str) -> None:
+        """One request was refused because its key was over that limit."""
+        self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
         """One choice ended, for whatever reason; one that the engine never began has met no target."""
