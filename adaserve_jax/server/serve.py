@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shlex
 import socket
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import TypeVar
 
 from rich.console import Console
@@ -26,6 +28,7 @@ from adaserve_jax.server.state import ServerState, TextCodec
 from adaserve_jax.server.warm_up import WarmUpBar
 
 BACKLOG = 2048
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -65,6 +68,7 @@ def serve(
     app = create_app(client, None, settings)
     config = http_config(app, settings, lifespan="off", timeout_graceful_shutdown=int(ABORT_GRACE_S))
     listener = listen(settings)  # last: what is wrong with keys and certificates is said before the port opens
+    warn_if_open(app.state.server, listener)
     try:
         server = DrainingServer(config, app.state.server)
         asyncio.run(_serve(server, listener, tokenizer, bar, reread))
@@ -92,6 +96,12 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from error
     listener.listen(BACKLOG)
     return listener
+
+
+def warn_if_open(state: ServerState, listener: socket.socket) -> None:
+    """Say so when others than this machine may reach a server that asks for no key."""
+    if not state.keyring and not ip_address(listener.getsockname()[0]).is_loopback:
+        _log.warning("whoever reaches port %d may use this server: it asks for no API key", listener.getsockname()[1])
 
 
 async def _serve(

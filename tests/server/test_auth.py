@@ -7,8 +7,10 @@ import socket
 
 import pytest
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.middleware import OPEN_ROUTES
+from adaserve_jax.server.serve import listen, warn_if_open
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.routes import paths_of
 
@@ -176,3 +178,20 @@ def test_lifespan_events_pass(guarded):
 
     asyncio.run(app({"type": "lifespan", "headers": []}, receive, send))
     assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "warned"),
+    [("127.0.0.1", None, False), ("::1", None, False), ("0.0.0.0", None, True), ("0.0.0.0", KEY, False)],
+)
+def test_a_server_that_is_open_to_others_says_so(guarded, caplog, host, api_key, warned):
+    settings = ServerSettings(host=host, port=0, api_key=api_key)
+    try:
+        listener = listen(settings)
+    except ConfigError:
+        pytest.skip(f"this machine has no {host}")
+    with listener:
+        warn_if_open(create_app(guarded.engine, None, settings).state.server, listener)
+    assert [message.endswith("may use this server: it asks for no API key") for message in caplog.messages] == [
+        True
+    ] * warned
