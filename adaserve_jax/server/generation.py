@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
+from adaserve_jax.server.limits import Hold
 from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
-from adaserve_jax.server.slots import Reservation
-from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.types import RequestMetrics
 
 
@@ -27,23 +27,19 @@ class _Choice:
     metrics: RequestMetrics | None = None
 
 
-def _keep(tokens: int) -> None:
-    """Nobody charged for them."""
-
-
 @dataclass(eq=False)
 class Generation:
     """The choices of one HTTP request, prompt after prompt; choice c of prompt p has index p * n + c.
 
-    `reservation` covers them all; each is given back when the engine has ended it, whoever still reads.
-    `give_back` is told then how many tokens it was allowed and did not generate.
+    `reservation`, of the server's room, and `hold`, of the key's limits, cover them all; each is given back when the
+    engine has ended it, whoever still reads.
     """
 
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
+    hold: Hold
     origin: Origin = field(default_factory=Origin)
-    give_back: Callable[[int], None] = _keep
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
 
@@ -64,8 +60,7 @@ class Generation:
                     self.state.client.abort(earlier.request_id)
                 if isinstance(error, AdaServeError):
                     self.state.rejected(self.origin, request.slo, request.slo_class, len(self._choices), error)
-                for one in self.requests[position:]:
-                    self.give_back(len(one.prompt_ids) + one.sampling.n * one.sampling.max_tokens)
+                self.hold.drop(tokens_of(self.requests[position:]))
                 self.reservation.release()
                 raise
 
@@ -91,7 +86,7 @@ class Generation:
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
             self.reservation.release(1)
-            self.give_back(self.requests[position].sampling.max_tokens - choice.tokens)
+            self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
             if self._all_ended(position):
                 self.state.in_flight.discard(chunk.request_id)
             self.state.ended(self._ended(index, self.requests[position], chunk))
@@ -156,6 +151,11 @@ class Generation:
 
     def metrics(self) -> ResponseMetrics:
         return summarize([choice.metrics for choice in self._choices if choice.metrics is not None])
+
+
+def tokens_of(requests: Iterable[GenerateRequest]) -> int:
+    """The most tokens that requests can take: those of their prompts, and all that their choices may generate."""
+    return sum(len(one.prompt_ids) + one.sampling.n * one.sampling.max_tokens for one in requests)
 
 
 def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:

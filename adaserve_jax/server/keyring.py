@@ -11,7 +11,6 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.keys import digest_of
 from adaserve_jax.server.limits import Account
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.slots import Slots
 
 
 class Keyring:
@@ -24,13 +23,12 @@ class Keyring:
     def __init__(
         self,
         settings: ServerSettings,
-        slots: Slots,
         *,
         clock: Callable[[], float] = time.monotonic,
         environ: Mapping[str, str] = os.environ,
     ):
-        self.anonymous = Account(slots)
-        self._slots, self._clock, self._environ = slots, clock, environ
+        self.anonymous = Account()
+        self._clock, self._environ = clock, environ
         self._accounts: dict[bytes, Account] = {}
         self.replace(settings)
 
@@ -52,7 +50,7 @@ class Keyring:
                 )
             known = self._accounts.get(digest)
             if known is None or known.limits != limits:
-                known = Account(self._slots, limits, digest, self._clock)
+                known = Account(limits, digest, self._clock)
             accounts[digest] = known
         self._accounts = accounts
 

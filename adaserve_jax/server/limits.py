@@ -10,7 +10,6 @@ from typing import Literal
 
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.slots import Reservation, Slots
 
 _TOLERANCE = 1e-6
 
@@ -62,28 +61,22 @@ class TokenBucket:
 
 
 class Account:
-    """One key's limits and what it has in use; with neither, that of a server without keys.
+    """One key's limits and what it has in use; without limits, that of a server that asks for no key.
 
-    most_choices: that the key can have at once.
+    salt_key: what the salts of its requests are made with; empty: they are those that the requests bring.
     """
 
     def __init__(
-        self,
-        slots: Slots,
-        limits: KeySettings | None = None,
-        salt_key: bytes = b"",
-        clock: Callable[[], float] = time.monotonic,
+        self, limits: KeySettings | None = None, salt_key: bytes = b"", clock: Callable[[], float] = time.monotonic
     ):
         self.name = "" if limits is None else limits.name
         self.limits = limits
         self.most_choices: float = math.inf
+        self.in_flight = 0
         self._salt_key = salt_key
-        self._slots = slots
         self._requests = self._tokens = None
         if limits is not None:
-            if limits.max_inflight:
-                self.most_choices = limits.max_inflight
-                self._slots = Slots(limits.max_inflight, within=slots)
+            self.most_choices = limits.max_inflight or math.inf
             if limits.requests_per_minute:
                 self._requests = TokenBucket(limits.requests_per_minute, limits.burst_s, clock)
             if limits.tokens_per_minute:
@@ -95,13 +88,13 @@ class Account:
             assert self.limits is not None
             raise RateLimited("requests", f"{self.limits.requests_per_minute:g} requests per minute", wait_s)
 
-    def reserve(self, count: int) -> Reservation:
-        """Room for `count` choices, of this key and of the server. Raises RateLimited and QueueFullError."""
-        used = self._slots.used
-        if used + count > self.most_choices:
-            allowed = f"{self.most_choices} choices in flight, has {used} and asks for {count}"
+    def hold(self, choices: int) -> Hold:
+        """Count `choices` as in flight. Raises RateLimited."""
+        if self.in_flight + choices > self.most_choices:
+            allowed = f"{self.most_choices} choices in flight, has {self.in_flight} and asks for {choices}"
             raise RateLimited("inflight", allowed, 1)
-        return self._slots.reserve(count)
+        self.in_flight += choices
+        return Hold(self, choices)
 
     def charge(self, tokens: int) -> None:
         """Take `tokens`: those of the prompts, and the most that may be generated. Raises RateLimited."""
@@ -124,3 +117,24 @@ class Account:
         if not self._salt_key:
             return salt
         return blake2b(salt.encode(), key=self._salt_key, digest_size=16).hexdigest()
+
+
+class Hold:
+    """What one HTTP request has of its account; given back choice by choice, or all at once, never more than it has."""
+
+    def __init__(self, account: Account, choices: int):
+        self._account = account
+        self._choices = choices
+
+    def end(self, unused_tokens: int) -> None:
+        """One choice has ended; it was allowed so many tokens more than it generated."""
+        self._release(min(1, self._choices), unused_tokens)
+
+    def drop(self, unused_tokens: int = 0) -> None:
+        """None of the choices that are left begins; so many tokens were charged for those that never will."""
+        self._release(self._choices, unused_tokens)
+
+    def _release(self, choices: int, tokens: int) -> None:
+        self._choices -= choices
+        self._account.in_flight -= choices
+        self._account.give_back(tokens)

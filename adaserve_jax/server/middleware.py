@@ -21,7 +21,7 @@ SECURITY_HEADERS = (
     (b"x-frame-options", b"DENY"),
     (b"referrer-policy", b"no-referrer"),
 )
-"""On every response: no guessing of types, no frames around it, no address of it to others."""
+"""On every response that has not its own: no guessing of types, no frames around it, no address of it to others."""
 POLICY_VIOLATION = 1008
 HEADER_EXTRA = len(b": \r\n")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -56,7 +56,9 @@ class Boundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id), *SECURITY_HEADERS]
+                headers = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+                own = {name for name, _ in headers}
+                message["headers"] = [*headers, *(pair for pair in SECURITY_HEADERS if pair[0] not in own)]
             await send(message)
 
         try:

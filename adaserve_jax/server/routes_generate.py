@@ -12,12 +12,12 @@ from adaserve_jax.errors import QueueFullError
 from adaserve_jax.server.dialects import ChatDialect, CompletionDialect
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.gateway import with_header_targets
-from adaserve_jax.server.generation import Generation
-from adaserve_jax.server.limits import Account, RateLimited
+from adaserve_jax.server.generation import Generation, tokens_of
+from adaserve_jax.server.limits import Account, Hold, RateLimited
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
-from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.state import Reservation, ServerState
 from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, collect, events
 from adaserve_jax.server.targets import Targets, targets_of
 from adaserve_jax.server.translate import (
@@ -124,7 +124,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     if count > most:
         raise invalid(f"prompts times n must be at most {most}, got {len(prompts)} times {sampling.n}", "n")
     try:
-        reservation = account.reserve(count)
+        hold, reservation = room_for(state, account, count)
     except (QueueFullError, RateLimited) as error:
         refused(state, origin, targets, count, error)
         raise
@@ -139,15 +139,26 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
             requests.append(GenerateRequest(
                 uuid.uuid4().hex, ids, fitting, targets.slo, targets.priority, targets.slo_class, salt
             ))  # fmt: skip
-        account.charge(sum(len(r.prompt_ids) + sampling.n * r.sampling.max_tokens for r in requests))
-        generation = Generation(state, requests, reservation, origin, account.give_back)
+        account.charge(tokens_of(requests))
+        generation = Generation(state, requests, reservation, hold, origin)
         generation.start()
     except BaseException as error:
         reservation.release()
+        hold.drop()
         if isinstance(error, RateLimited):
             refused(state, origin, targets, count, error)
         raise
     return generation
+
+
+def room_for(state: ServerState, account: Account, count: int) -> tuple[Hold, Reservation]:
+    """Room for so many choices, by the key's limits and the server's. Raises RateLimited and QueueFullError."""
+    hold = account.hold(count)
+    try:
+        return hold, state.slots.reserve(count)
+    except BaseException:
+        hold.drop()
+        raise
 
 
 def refused(

@@ -8,14 +8,13 @@ from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.keyring import Keyring
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.slots import Slots
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
@@ -31,6 +30,38 @@ class TextCodec(Protocol):
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
+class Slots:
+    """Counts the choices that are queued or running; at most `limit`. Used from the event loop only."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.used = 0
+
+    def reserve(self, count: int) -> Reservation:
+        """Take room for `count` choices. Raises QueueFullError."""
+        if self.used + count > self.limit:
+            raise QueueFullError(
+                f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
+                "retry in a moment"
+            )
+        self.used += count
+        return Reservation(self, count)
+
+
+class Reservation:
+    """Room that one HTTP request holds; given back choice by choice, or all at once."""
+
+    def __init__(self, slots: Slots, count: int):
+        self._slots = slots
+        self._held = count
+
+    def release(self, count: int | None = None) -> None:
+        """Give back `count`, or all that is left; never more than is held."""
+        count = self._held if count is None else min(count, self._held)
+        self._held -= count
+        self._slots.used -= count
+
+
 class ServerState:
     """Lives as long as the app. Used from the event loop only."""
 
@@ -41,7 +72,7 @@ class ServerState:
         self.metrics = ServerMetrics(client)
         self.observers: list[Observer] = []
         self.slots = Slots(settings.max_inflight)
-        self.keyring = Keyring(settings, self.slots)
+        self.keyring = Keyring(settings)
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.in_flight: set[str] = set()  # request ids that the engine has

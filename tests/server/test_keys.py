@@ -17,7 +17,6 @@ from adaserve_jax.server.keyring import Keyring
 from adaserve_jax.server.keys import KeySettings, digest_of
 from adaserve_jax.server.limits import RateLimited, TokenBucket
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.slots import Slots
 
 
 class Clock:
@@ -29,7 +28,7 @@ class Clock:
 
 
 def keyring_of(*keys: KeySettings, api_key: str | None = None, **options) -> Keyring:
-    return Keyring(ServerSettings(api_key=api_key, keys=keys), Slots(1024), **options)
+    return Keyring(ServerSettings(api_key=api_key, keys=keys), **options)
 
 
 class ExactBucket:
@@ -282,3 +281,31 @@ def test_each_key_has_a_salt_of_its_own_and_observers_learn_its_name(keyed):
     keyed.state.observers.remove(ended.append)
     assert len(salts) == 6
     assert [choice.key for choice in ended[::2]] == ["free", "one-at-a-time", "api-key"]
+
+
+def test_a_hold_gives_back_what_it_has_and_no_more():
+    account = keyring_of(KeySettings("a", "x", max_inflight=4, tokens_per_minute=60, burst_s=60)).find(b"x")
+    first, second = account.hold(3), account.hold(1)
+    with pytest.raises(RateLimited, match="4 choices in flight, has 4 and asks for 1"):
+        account.hold(1)
+    first.end(0)
+    assert account.in_flight == 3
+    first.drop()
+    first.drop()
+    first.end(0)
+    assert account.in_flight == 1
+    second.end(0)
+    assert account.in_flight == 0
+    account.charge(60)
+    account.hold(2).drop(unused_tokens=60)
+    account.charge(60)
+
+
+def test_room_that_the_server_has_not_is_given_back_to_the_key(start_server):
+    with start_server(ServerSettings(keys=(KEYS[-1],), max_inflight=1)) as server:
+        for _ in range(3):
+            refused = post(server, "free", n=2)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert server.state.keyring.find(b"free").in_flight == 0
+        assert post(server, "free").status_code == 200
+        assert server.state.keyring.find(b"free").in_flight == 0
