@@ -11,6 +11,7 @@ import typer
 
 import adaserve_jax
 from adaserve_jax.cli.bench import bench
+from adaserve_jax.cli.config import config
 from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
@@ -46,6 +47,7 @@ def _jax_version() -> str:
 
 
 app.command()(serve)
+app.command()(config)
 app.command()(generate)
 app.command()(bench)
 app.command()(profile)

@@ -23,10 +23,11 @@ def takes(
     """Give a command one option per field of `kind`; the command gets the built `kind` as `parameter`.
 
     Tuples are written with commas; "none" stands for None. An option that is absent is read from the environment as
-    ADASERVE_<FIELD>, so that a secret need not stand on the command line. without: fields left at their defaults.
+    ADASERVE_<FIELD>, so that a secret need not stand on the command line, then from the file of `config_option`.
+    without: fields left at their defaults, as those are that only a file can give.
     """
     types_by_name = get_type_hints(kind)
-    taken = [f for f in fields(kind) if f.name not in without]
+    taken = [f for f in fields(kind) if f.name not in without and not f.metadata.get("file_only")]
     names = {f.name for f in taken}
     options = [_option(f.name, types_by_name[f.name], f.default, help_texts[f.name]) for f in taken]
 
@@ -46,17 +47,20 @@ def takes(
     return decorate
 
 
+def option_value(value: Any) -> Any:
+    """A field's value as its option takes it: what `takes` reads back."""
+    if value is None:
+        return NONE
+    return ",".join(str(part) for part in value) if isinstance(value, tuple) else value
+
+
 def _option(name: str, hint: Any, default: Any, help_text: str) -> inspect.Parameter:
     if default is MISSING:
         raise TypeError(f"field {name} has no default, so that it cannot become an option")
-    shown, annotation = default, hint
-    if _is_optional(hint):
-        shown, annotation = NONE if default is None else default, str
-    elif get_origin(hint) is tuple:
-        shown, annotation = ",".join(str(part) for part in default), str
+    annotation = str if _is_optional(hint) or get_origin(hint) is tuple else hint
     info = typer.Option(help=help_text, envvar=f"{ENV_PREFIX}{name.upper()}", show_envvar=False)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=Annotated[annotation, info]
+        name, inspect.Parameter.KEYWORD_ONLY, default=option_value(default), annotation=Annotated[annotation, info]
     )
 
 

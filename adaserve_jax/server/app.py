@@ -6,14 +6,15 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from starlette.middleware.cors import CORSMiddleware
 
 import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.server import dashboard, errors, routes_generate, routes_info
+from adaserve_jax.server import dashboard, docs_page, errors, routes_generate, routes_info
 from adaserve_jax.server.dashboard_auth import BasicAtDashboard
 from adaserve_jax.server.live import Live
 from adaserve_jax.server.methods import Methods
-from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKey, BodyLimit, Boundary
+from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKeys, BodyLimit, Boundary, HeadLimit
 from adaserve_jax.server.responses import ChatChunk
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
@@ -35,24 +36,36 @@ def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: Serv
         state.become_ready(tokenizer)
     live = Live(state) if settings.dashboard else None
     app = FastAPI(
-        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT, redirect_slashes=False,
+        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT,
+        redirect_slashes=False,  # a redirect has no error body, and clients drop the request's
+        docs_url=None, redoc_url=None,  # those pages load scripts from elsewhere
         lifespan=None if live is None else live.lifespan,
-    )  # fmt: skip  # a redirect has no error body, and clients drop the request's
+    )  # fmt: skip
     app.state.server = state
     app.include_router(routes_generate.router(state))
     app.include_router(routes_info.router(state))
+    app.include_router(docs_page.router(app))
     if live is not None:
         state.observers.append(live.ended)
         app.include_router(dashboard.router(live))
     errors.install(app)
     app.add_middleware(Methods)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    if settings.api_key is not None:
-        app.add_middleware(ApiKey, key=settings.api_key)
+    if state.keyring:
+        app.add_middleware(ApiKeys, keyring=state.keyring, metrics=state.metrics)
         if live is not None:
             app.add_middleware(BasicAtDashboard, path=dashboard.PATH)
+    if settings.cors_origins:  # outside of the keys: a browser asks for leave without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "x-adaserve-warning", "retry-after"),
+        )
+    app.add_middleware(HeadLimit, max_bytes=settings.max_header_bytes)
     app.add_middleware(Boundary)  # added last: outermost
-    app.openapi = lambda: _document(app, keyed=settings.api_key is not None)
+    app.openapi = lambda: _document(app, keyed=bool(state.keyring))
     return app
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.errors import ApiError, of_code
+from adaserve_jax.server.limits import Hold
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
 from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
@@ -33,13 +34,15 @@ class _Choice:
 class Generation:
     """The choices of one HTTP request, prompt after prompt; choice c of prompt p has index p * n + c.
 
-    `reservation` covers them all; each is given back when the engine has ended it, whoever still reads.
+    `reservation`, of the server's room, and `hold`, of the key's limits, cover them all; each is given back when the
+    engine has ended it, whoever still reads.
     pieces: turns chunks into what is shown.
     """
 
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
+    hold: Hold
     origin: Origin = field(default_factory=Origin)
     pieces: Pieces = field(default_factory=Pieces)
     _choices: list[_Choice] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Generation:
                     self.state.client.abort(earlier.request_id)
                 if isinstance(error, AdaServeError):
                     self.state.rejected(self.origin, request.slo, request.slo_class, len(self._choices), error)
+                self.hold.drop(tokens_of(self.requests[position:]))
                 self.reservation.release()
                 raise
 
@@ -89,6 +93,7 @@ class Generation:
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
             self.reservation.release(1)
+            self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
             if self._all_ended(position):
                 self.state.in_flight.discard(chunk.request_id)
             self.state.ended(self._ended(index, self.requests[position], chunk))
@@ -157,6 +162,11 @@ class Generation:
 
     def metrics(self) -> ResponseMetrics:
         return summarize([choice.metrics for choice in self._choices if choice.metrics is not None])
+
+
+def tokens_of(requests: Iterable[GenerateRequest]) -> int:
+    """The most tokens that requests can take: those of their prompts, and all that their choices may generate."""
+    return sum(len(one.prompt_ids) + one.sampling.n * one.sampling.max_tokens for one in requests)
 
 
 def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:

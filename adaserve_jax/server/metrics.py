@@ -42,8 +42,14 @@ class ServerMetrics:
         self.spans_dropped = Counter(
             "adaserve_spans_dropped", "Spans that the collector did not get.", registry=self.registry
         )
+        self._limited = Counter(
+            "adaserve_rate_limited",
+            "Requests refused because their API key was over a limit (requests, inflight, tokens).",
+            ("limit",),
+            registry=self.registry,
+        )
         self._over = self._histogram(
-            "tpot_over_target", "Measured TPOT divided by its target; met is <= 1.", RATIO_EDGES
+            "tpot_over_target", "Measured TPOT over its target; met is <= 1.", RATIO_EDGES
         )
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._gap = self._histogram(
@@ -66,6 +72,10 @@ class ServerMetrics:
         self._gap.observe(gap_s)
         for _ in range(count - 1):
             self._gap.observe(0.0)
+
+    def observe_rate_limited(self, limit: str) -> None:
+        """One request was refused because its key was over that limit."""
+        self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
         """One choice ended, for whatever reason; one that the engine never began has met no target."""

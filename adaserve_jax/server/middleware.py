@@ -1,8 +1,7 @@
-"""ASGI layers around every route: request ids and the exception boundary, the API key, the cap on bodies."""
+"""ASGI layers around every route: request ids and the exception boundary, the API key, caps on headers and bodies."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import uuid
@@ -11,16 +10,31 @@ from collections.abc import Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.keyring import Keyring
+from adaserve_jax.server.limits import Account, RateLimited
+from adaserve_jax.server.metrics import ServerMetrics
 
 REQUEST_ID = b"x-request-id"
 OPEN_ROUTES = ("/health",)
+SECURITY_HEADERS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+)
+"""On every response that has not its own: no guessing of types, no frames around it, no address of it to others."""
+POLICY_VIOLATION = 1008
+HEADER_EXTRA = len(b": \r\n")
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 _log = logging.getLogger(__name__)
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next(iter(_headers(scope, name)), None)
+
+
+def _headers(scope: Scope, name: bytes) -> list[bytes]:
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
-    return next((value for key, value in headers if key == name), None)
+    return [value for key, value in headers if key == name]
 
 
 class Boundary:
@@ -42,7 +56,9 @@ class Boundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+                headers = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+                own = {name for name, _ in headers}
+                message["headers"] = [*headers, *(pair for pair in SECURITY_HEADERS if pair[0] not in own)]
             await send(message)
 
         try:
@@ -55,26 +71,78 @@ class Boundary:
             await error.response()(scope, receive, send_with_id)
 
 
-class ApiKey:
-    """Asks for `Authorization: Bearer KEY` on every route but the open ones; compares in constant time."""
+class ApiKeys:
+    """Asks for `Authorization: Bearer KEY` on every route but the open ones, and counts the requests of each key.
 
-    def __init__(self, app: ASGIApp, key: str):
+    What is no HTTP request is refused too. A request that passes has its account in `state.account` and the key's name
+    in `state.key`.
+    """
+
+    def __init__(self, app: ASGIApp, keyring: Keyring, metrics: ServerMetrics):
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._keyring = keyring
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_ROUTES:
-            given = _header(scope, b"authorization") or b""
-            if not hmac.compare_digest(given, self._expected):
-                error = ApiError(
-                    401,
-                    "expected the header 'Authorization: Bearer KEY' with this server's API key",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-                await error.response()(scope, receive, send)
-                return
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in OPEN_ROUTES):
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        else:
+            refusal = self._admit(scope)
+            await (self._app if refusal is None else refusal.response())(scope, receive, send)
+
+    def _admit(self, scope: Scope) -> ApiError | None:
+        """Why the request may not go on; None when it may."""
+        account = self._account(scope)
+        if account is None:
+            return ApiError(
+                401,
+                "expected the header 'Authorization: Bearer KEY' with an API key of this server",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        scope.setdefault("state", {}).update(account=account, key=account.name)
+        if scope["method"] == "POST":
+            try:
+                account.begin_request()
+            except RateLimited as error:
+                self._metrics.observe_rate_limited(error.limit)
+                return error
+        return None
+
+    def _account(self, scope: Scope) -> Account | None:
+        """The account of the one Authorization header; its scheme's case does not matter, more than one is none."""
+        given = _headers(scope, b"authorization")
+        scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        account = self._keyring.find(secret.strip(b" "))
+        return account if scheme.lower() == b"bearer" else None
+
+
+class HeadLimit:
+    """Refuses a first line and headers above `max_bytes` together. uvicorn refuses those that come in pieces, but takes
+    what comes in one."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _head_bytes(scope) > self._max_bytes:
+            error = ApiError(
+                431,
+                f"the first line and the headers must be at most {self._max_bytes} bytes together; send less",
+                code="headers_too_large",
+            )
+            await error.response()(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Bytes of a request's first line and headers, as they came but for a few."""
+    first = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
+    return first + sum(len(name) + len(value) + HEADER_EXTRA for name, value in scope["headers"])
 
 
 class BodyLimit:

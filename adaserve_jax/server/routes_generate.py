@@ -12,15 +12,18 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import QueueFullError
 from adaserve_jax.server.dialects import ChatDialect, CompletionDialect
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.generation import Generation
+from adaserve_jax.server.gateway import with_header_targets
+from adaserve_jax.server.generation import Generation, tokens_of
+from adaserve_jax.server.limits import Account, Hold, RateLimited
 from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
 from adaserve_jax.server.sampling_fields import fit, sampling_of
-from adaserve_jax.server.state import ServerState, TextCodec
+from adaserve_jax.server.state import Reservation, ServerState, TextCodec
 from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, UsageReports, collect, events
-from adaserve_jax.server.translate import check_supported, encode, encode_chat, prompts_of, salt_of, slo_of
+from adaserve_jax.server.targets import Targets, targets_of
+from adaserve_jax.server.translate import check_supported, encode, encode_chat, prompts_of
 from adaserve_jax.types import SamplingParams
 
 MAX_NAMED_FIELDS = 16
@@ -35,7 +38,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         401: "The API key is missing or wrong.",
         404: "Another model is served.",
         413: "The body is too large.",
-        429: "The queue is full; see Retry-After.",
+        429: "The queue is full, or the API key over a limit; see Retry-After.",
         503: "Not ready, draining, or the engine ended.",
     }
     shape: dict[int | str, dict[str, Any]] = {s: {"model": ErrorBody, "description": texts[s]} for s in statuses}
@@ -87,8 +90,7 @@ def router(state: ServerState) -> APIRouter:
         summary="Continue a text",
     )
     async def completions(body: CompletionBody, http: Request) -> Response:
-        generation = await begin(state, body, origin_of(http))
-        return await answer(body, http, generation, CompletionDialect(state.model_name))
+        return await generate(state, body, http, CompletionDialect(state.model_name))
 
     @routes.post(
         "/v1/chat/completions",
@@ -98,10 +100,18 @@ def router(state: ServerState) -> APIRouter:
         summary="Answer a conversation",
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        generation = await begin(state, body, origin_of(http))
-        return await answer(body, http, generation, ChatDialect(state.model_name))
+        return await generate(state, body, http, ChatDialect(state.model_name))
 
     return routes
+
+
+async def generate(
+    state: ServerState, body: CompletionBody | ChatBody, http: Request, dialect: CompletionDialect | ChatDialect
+) -> Response:
+    """Targets of a trusted gateway, then the whole way of a request. Raises ApiError and AdaServeError."""
+    body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
+    generation = await begin(state, body, origin_of(http), account_of(state, http))
+    return await answer(body, http, generation, dialect, warning)
 
 
 def origin_of(http: Request) -> Origin:
@@ -111,21 +121,26 @@ def origin_of(http: Request) -> Origin:
     return Origin(getattr(http.state, "request_id", ""), getattr(http.state, "key", ""), operation, traceparent)
 
 
-async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin) -> Generation:
+def account_of(state: ServerState, http: Request) -> Account:
+    """The account of the key that the request came with; without keys, that of everybody."""
+    return getattr(http.state, "account", state.keyring.anonymous)
+
+
+async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account) -> Generation:
     """Check everything that needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
     state.require_model(body.model)
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
-    slo, slo_class = slo_of(body, state.settings, state.classes, state.info.baseline_s)
-    salt = salt_of(body, state.settings)
+    targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits)
+    salt = account.salt(body.cache_salt)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
-    count, most = len(prompts) * sampling.n, state.settings.max_choices
+    count, most = len(prompts) * sampling.n, min(state.settings.max_choices, account.most_choices)
     if count > most:
         raise invalid(f"prompts times n must be at most {most}, got {len(prompts)} times {sampling.n}", "n")
     try:
-        reservation = state.slots.reserve(count)
-    except QueueFullError as error:
-        state.rejected(origin, slo, slo_class, count, error)
+        hold, reservation = room_for(state, account, count)
+    except (QueueFullError, RateLimited) as error:
+        refused(state, origin, targets, count, error)
         raise
     try:
         info, tokenizer, requests = state.info, state.tokenizer, []
@@ -135,12 +150,18 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
             else:
                 ids = await encode(tokenizer, prompt, info.vocab_size)
             fitting = fit(body, sampling, len(ids), info.max_context)
-            requests.append(GenerateRequest(uuid.uuid4().hex, ids, fitting, slo, body.priority or 0, slo_class, salt))
+            requests.append(GenerateRequest(
+                uuid.uuid4().hex, ids, fitting, targets.slo, targets.priority, targets.slo_class, salt
+            ))  # fmt: skip
+        account.charge(tokens_of(requests))
         pieces = pieces_of(body, prompts, sampling, tokenizer)
-        generation = Generation(state, requests, reservation, origin, pieces=pieces)
+        generation = Generation(state, requests, reservation, hold, origin, pieces)
         generation.start()
-    except BaseException:
+    except BaseException as error:
         reservation.release()
+        hold.drop()
+        if isinstance(error, RateLimited):
+            refused(state, origin, targets, count, error)
         raise
     return generation
 
@@ -155,11 +176,36 @@ def pieces_of(
     return Pieces(sampling.n, echo, None if sampling.logprobs is None else tokenizer.spelled)
 
 
+def room_for(state: ServerState, account: Account, count: int) -> tuple[Hold, Reservation]:
+    """Room for so many choices, by the key's limits and the server's. Raises RateLimited and QueueFullError."""
+    hold = account.hold(count)
+    try:
+        return hold, state.slots.reserve(count)
+    except BaseException:
+        hold.drop()
+        raise
+
+
+def refused(
+    state: ServerState, origin: Origin, targets: Targets, count: int, error: QueueFullError | RateLimited
+) -> None:
+    """Note that the choices of a request got no room."""
+    if isinstance(error, RateLimited):
+        state.metrics.observe_rate_limited(error.limit)
+    state.rejected(origin, targets.slo, targets.slo_class, count, error)
+
+
 async def answer(
-    body: GenerationBody, http: Request, generation: Generation, dialect: CompletionDialect | ChatDialect
+    body: GenerationBody,
+    http: Request,
+    generation: Generation,
+    dialect: CompletionDialect | ChatDialect,
+    warning: str = "",
 ) -> Response:
-    """Stream or collect what has begun."""
+    """Stream or collect what has begun. warning: said in a header, beside what the body is warned of."""
     headers = warning_headers(body, http.query_params)
+    if warning:
+        headers[WARNING_HEADER] = "; ".join(filter(None, (headers.get(WARNING_HEADER), warning)))
     if not body.stream:
         return await collect(generation, dialect, http, headers)
     options = body.stream_options

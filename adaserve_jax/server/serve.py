@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shlex
 import socket
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import TypeVar
 
-import uvicorn
 from rich.console import Console
 
 from adaserve_jax.config import EngineConfig
@@ -19,22 +20,26 @@ from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.server.app import create_app
+from adaserve_jax.server.connection import http_config
 from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
+from adaserve_jax.server.reload import Reread, reload_on_hangup
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
 from adaserve_jax.server.warm_up import WarmUpBar
 from adaserve_jax.server.watchers import Watchers
 
-MAX_HEADER_BYTES = 16 * 1024
 BACKLOG = 2048
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False) -> None:
+def run(
+    settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False, reread: Reread | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    in_process: run the engine in a thread of this process. Raises ConfigError (the port is taken) and what loading
-    the engine raises.
+    in_process: run the engine in a thread of this process. reread: where new API keys come from on SIGHUP. Raises
+    ConfigError (keys, certificates, the port is taken) and what loading the engine raises.
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
@@ -43,7 +48,7 @@ def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool 
         client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
         client = ProcessEngine(engine_config, bar.update)
-    serve(settings, client, lambda: load_tokenizer(engine_config.target), bar)
+    serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
 
 
 def load_tokenizer(target: str) -> TextCodec:
@@ -53,33 +58,30 @@ def load_tokenizer(target: str) -> TextCodec:
     return Tokenizer.from_folder(resolve_folder(target, "target"))
 
 
-def serve(settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar) -> None:
+def serve(
+    settings: ServerSettings,
+    client: EngineClient,
+    tokenizer: Callable[[], TextCodec],
+    bar: WarmUpBar,
+    reread: Reread | None = None,
+) -> None:
     """Start `client` behind an open port and serve it until a signal; closes it in any case."""
     with Watchers(settings) as watchers:
-        _serve_watched(settings, client, tokenizer, bar, watchers)
+        _serve_watched(settings, client, tokenizer, bar, reread, watchers)
 
 
 def _serve_watched(
     settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar,
-    watchers: Watchers,
+    reread: Reread | None, watchers: Watchers,
 ) -> None:  # fmt: skip
-    listener = listen(settings)
+    app = create_app(client, None, settings)
+    watchers.attach(app.state.server)
+    config = http_config(app, settings, lifespan="on", timeout_graceful_shutdown=int(ABORT_GRACE_S))
+    listener = listen(settings)  # last: what is wrong with keys and certificates is said before the port opens
+    warn_if_open(app.state.server, listener)
     try:
-        app = create_app(client, None, settings)
-        watchers.attach(app.state.server)
-        config = uvicorn.Config(
-            app,
-            log_level=settings.log_level,
-            http="h11",
-            ws="none",
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            access_log=settings.log_level in ("info", "debug"),
-            server_header=False,
-            lifespan="on",
-            timeout_graceful_shutdown=int(ABORT_GRACE_S),
-        )
         server = DrainingServer(config, app.state.server)
-        asyncio.run(_serve(server, listener, tokenizer, bar))
+        asyncio.run(_serve(server, listener, tokenizer, bar, reread))
     finally:
         client.close()
         listener.close()
@@ -106,11 +108,23 @@ def listen(settings: ServerSettings) -> socket.socket:
     return listener
 
 
+def warn_if_open(state: ServerState, listener: socket.socket) -> None:
+    """Say so when others than this machine may reach a server that asks for no key."""
+    if not state.keyring and not ip_address(listener.getsockname()[0]).is_loopback:
+        _log.warning("whoever reaches port %d may use this server: it asks for no API key", listener.getsockname()[1])
+
+
 async def _serve(
-    server: DrainingServer, listener: socket.socket, tokenizer: Callable[[], TextCodec], bar: WarmUpBar
+    server: DrainingServer,
+    listener: socket.socket,
+    tokenizer: Callable[[], TextCodec],
+    bar: WarmUpBar,
+    reread: Reread | None,
 ) -> None:
     """Run the HTTP server and the engine's start together. Raises what the start raised."""
     state = server.state
+    if reread is not None:
+        reload_on_hangup(state, reread)
     loading = in_thread(lambda: _load(state.client, tokenizer))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +180,7 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
     """Print the URL and a request that can be pasted into a shell."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{host}:{port}"
+    url = f"{'https' if state.settings.tls_cert else 'http'}://{host}:{port}"
     pages = f"API: {url}/docs" + (f", dashboard: {url}/dashboard" if state.settings.dashboard else "")
     print(f"adaserve serves {state.model_name} on {url}  ({pages})\n{example(url, state)}", flush=True)
 
@@ -175,5 +189,5 @@ def example(url: str, state: ServerState) -> str:
     """A curl command that asks for a speed target a little tighter than what the target model does alone."""
     target_ms = max(round(0.8 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
     body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
-    key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.settings.api_key else ""
+    key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.keyring else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

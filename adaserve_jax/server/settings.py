@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.types import SLO
+from adaserve_jax.server.classes import DEFAULT_CLASS, SloClass, tiers_of
+from adaserve_jax.server.keys import KeySettings
 
-DEFAULT_CLASS = "default"
+FILE_ONLY = {"file_only": True}
+"""Marks fields that only a configuration file can give: tables, not options."""
+MAX_TIMEOUT_S = 86_400.0
+_ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.:\[\]-]+")
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,20 @@ class ServerSettings:
     record_text: bool = False
     otlp_endpoint: str | None = None
     dashboard: bool = False
+    cors_origins: tuple[str, ...] = ()
+    trust_gateway: bool = False
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    keep_alive_timeout: float = 5.0
+    receive_timeout: float = 60.0
+    max_header_bytes: int = 16 * 1024
+    classes: tuple[SloClass, ...] = field(default=(), metadata=FILE_ONLY)
+    keys: tuple[KeySettings, ...] = field(default=(), metadata=FILE_ONLY)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slo_classes", tuple(self.slo_classes))
+        for name in ("slo_classes", "cors_origins", "classes", "keys"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check(0 <= self.port < 65536, "port", "an integer from 0 to 65535")
         for name in ("max_body_bytes", "max_inflight", "max_choices"):
             self._check(getattr(self, name) >= 1, name, "an integer >= 1")
@@ -50,36 +66,74 @@ class ServerSettings:
         self._check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "a finite number of seconds >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         self._check(self.log_level in levels, "log_level", f"one of {', '.join(levels)}")
-        self._check(self.api_key is None or bool(self.api_key), "api_key", "not empty")
+        self._check(self.api_key is None or bool(_parts(self.api_key)), "api_key", "not empty")
+        self._check_connections()
+        self._check_watchers()
+        self._check_tables()
+
+    def _check_watchers(self) -> None:
         self._check(0 < self.records_days < math.inf, "records_days", "a finite number of days above 0")
         self._check(self.records_max_mib >= 1, "records_max_mib", "an integer >= 1")
         self._check(self.records != "", "records", "a path, or none")
         self._check(not self.record_text or self.records is not None, "record_text", "off where records is none")
         is_url = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
         self._check(is_url, "otlp_endpoint", "a URL that begins with http:// or https://")
-        self.classes()
+
+    def _check_connections(self) -> None:
+        for name in ("keep_alive_timeout", "receive_timeout"):
+            ok = 0 < getattr(self, name) <= MAX_TIMEOUT_S
+            self._check(ok, name, f"a number of seconds above 0 and up to {MAX_TIMEOUT_S:g}")
+        self._check(1024 <= self.max_header_bytes <= 2**20, "max_header_bytes", "an integer from 1024 to 1048576")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins must be origins like https://example.org or http://localhost:3000, without a path, "
+                    f"or the one *, got {origin!r}"
+                )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key must be given together, got one of them")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ConfigError("tls_client_ca needs tls_cert and tls_key, got neither")
+
+    def _check_tables(self) -> None:
+        classes = self.class_table()
+        self.tiers()
+        names: set[str] = set()
+        for key in self.all_keys():
+            if key.name in names:
+                raise ConfigError(f"keys must have different names, got two of the name {key.name!r}")
+            names.add(key.name)
+            for name in key.slo_classes:
+                if name not in classes:
+                    raise ConfigError(
+                        f"slo_classes of the key {key.name!r} must be of {', '.join(sorted(classes))}, got {name!r}"
+                    )
 
     def _check(self, ok: bool, name: str, expected: str) -> None:
         if not ok:
             shown = "an empty one" if name == "api_key" else repr(getattr(self, name))
             raise ConfigError(f"{name} must be {expected}, got {shown}")
 
-    def classes(self) -> dict[str, SLO]:
-        """The targets of each SLO class by name; the class "default" carries none. Raises ConfigError."""
-        table = {DEFAULT_CLASS: SLO()}
-        for text in self.slo_classes:
-            name, found, targets = text.partition("=")
-            tpot, _, ttft = targets.partition(":")
-            try:
-                if not found or not name.isidentifier():
-                    raise ValueError(text)
-                table[name] = SLO(float(tpot) if tpot else None, float(ttft) if ttft else None)
-            except Exception as error:
-                raise ConfigError(
-                    "slo_classes must be like name=tpot_ms or name=tpot_ms:ttft_ms, with nothing where there is no "
-                    f"target, got {text!r}"
-                ) from error
-        return table
+    def class_table(self) -> dict[str, SloClass]:
+        """Every class by name: those of the file, then those of `slo_classes`, which win; "default" is always there.
+
+        Raises ConfigError.
+        """
+        names = [one.name for one in self.classes]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"classes must have different names, got {', '.join(names)}")
+        found = [SloClass(DEFAULT_CLASS), *self.classes, *map(SloClass.from_text, self.slo_classes)]
+        return {one.name: one for one in found}
+
+    def tiers(self) -> dict[str, str]:
+        """The class that each service tier stands for. Raises ConfigError."""
+        return tiers_of(self.classes)
+
+    def all_keys(self) -> tuple[KeySettings, ...]:
+        """The keys of `api_key`, which have no limits, and those of the file. None: the server asks for no key."""
+        plain = _parts(self.api_key or "")
+        names = ["api-key"] if len(plain) == 1 else [f"api-key-{number}" for number in range(1, len(plain) + 1)]
+        return (*(KeySettings(name, key) for name, key in zip(names, plain, strict=True)), *self.keys)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ServerSettings:
@@ -91,10 +145,15 @@ class ServerSettings:
         return cls(**values)
 
 
+def _parts(keys: str) -> list[str]:
+    return [part for part in (part.strip() for part in keys.split(",")) if part]
+
+
 FIELD_HELP: dict[str, str] = {
     "host": "address to listen on; 0.0.0.0 opens the server to the network, then set an API key",
     "port": "TCP port; 0: any free one, which is printed",
-    "api_key": "clients must send it as 'Authorization: Bearer KEY' on every route but /health; none: open",
+    "api_key": "clients must send it as 'Authorization: Bearer KEY' on every route but /health; several with commas; "
+    "none: open, unless a configuration file has keys",
     "served_model_name": "the model's name in the API; none: the target folder's name",
     "max_body_bytes": "largest request body, bytes; a larger one is refused with 413",
     "max_inflight": "most choices queued or running at once; more are refused with 429",
@@ -113,4 +172,14 @@ FIELD_HELP: dict[str, str] = {
     "record_text": "keep prompts and outputs in the records too; whoever can read the file can read them",
     "otlp_endpoint": "URL of an OpenTelemetry collector (OTLP over HTTP) that gets a span per choice; none: no traces",
     "dashboard": "serve a live page at /dashboard, and watch the server for it",
+    "cors_origins": "origins whose pages may call the server from a browser, with commas; *: any; empty: none",
+    "trust_gateway": "take targets that the body leaves out from a gateway's headers, x-llm-d-slo-tpot-ms and others",
+    "tls_cert": "file of the certificate chain, PEM; with tls_key the server speaks https only",
+    "tls_key": "file of the certificate's private key, PEM, without a passphrase",
+    "tls_client_ca": "file of certificates, PEM; clients must have one that these signed; none: any client",
+    "keep_alive_timeout": "seconds that an idle connection is kept for its next request",
+    "receive_timeout": "seconds that a client gets to send a request's headers, and again for its body",
+    "max_header_bytes": "most bytes of a request's first line and headers; more are refused with 431 or 400",
+    "classes": "named targets with priorities and service tiers: tables [[classes]] of a configuration file",
+    "keys": "API keys with limits: tables [[keys]] of a configuration file",
 }

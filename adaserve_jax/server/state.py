@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from adaserve_jax.engine.client import EngineClient, EngineInfo
 from adaserve_jax.errors import AdaServeError, QueueFullError
 from adaserve_jax.server.errors import ApiError, of_code
+from adaserve_jax.server.keyring import Keyring
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
@@ -69,10 +70,11 @@ class ServerState:
     def __init__(self, client: EngineClient, settings: ServerSettings):
         self.client = client
         self.settings = settings
-        self.classes = settings.classes()
+        self.classes = settings.class_table()
         self.metrics = ServerMetrics(client)
         self.observers: list[Observer] = []
         self.slots = Slots(settings.max_inflight)
+        self.keyring = Keyring(settings)
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.in_flight: set[str] = set()  # request ids that the engine has
@@ -93,7 +95,7 @@ class ServerState:
         self.metrics.observe_end(choice)
         tell(self.observers, choice)
 
-    def rejected(self, origin: Origin, slo: SLO, slo_class: str, choices: int, error: AdaServeError) -> None:
+    def rejected(self, origin: Origin, slo: SLO, slo_class: str, choices: int, error: AdaServeError | ApiError) -> None:
         """So many choices of one request got no room, or the engine would not take them."""
         tpot_s = slo.tpot_s(self.info.baseline_s)
         for index in range(choices):

@@ -1,4 +1,4 @@
-"""From a request body to what the engine takes: prompts to tokens, targets clamped and classed.
+"""From a request body to what the engine takes: prompts to tokens.
 
 Raises RequestError and ApiError that name the field. Knows no engine and no HTTP.
 """
@@ -6,19 +6,14 @@ Raises RequestError and ApiError that name the field. Knows no engine and no HTT
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from hashlib import blake2b
 from typing import cast
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import CompletionBody, GenerationBody, Message
-from adaserve_jax.server.settings import DEFAULT_CLASS, ServerSettings
 from adaserve_jax.server.state import TextCodec
-from adaserve_jax.types import SLO
 
 LONG_TEXT = 8192
-_CLASS_OF_TIER = {"auto": DEFAULT_CLASS, "default": DEFAULT_CLASS, "priority": "interactive", "flex": "batch"}
 
 
 def check_supported(body: GenerationBody) -> None:
@@ -95,46 +90,3 @@ def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
                 param=param,
                 code="invalid_value",
             )
-
-
-def salt_of(body: GenerationBody, settings: ServerSettings) -> str:
-    """What separates this request's cached KV from others': the salt that it brings, under the key that it came with.
-    Those that share both share pages, and can tell from `cached_tokens` what others sent."""
-    salt = body.cache_salt or ""
-    if settings.api_key is None:
-        return salt
-    key = blake2b(settings.api_key.encode()).digest()
-    return blake2b(salt.encode(), key=key, digest_size=16).hexdigest()
-
-
-def slo_of(
-    body: GenerationBody, settings: ServerSettings, classes: Mapping[str, SLO], baseline_s: float
-) -> tuple[SLO, str]:
-    """The targets in force and the class: the body's own, else those of its class, each within the limits.
-
-    baseline_s: seconds, what `slo_relative` multiplies. Raises RequestError(code="invalid_slo").
-    """
-    name = body.slo_class
-    if name is None and body.service_tier is not None:
-        name = _CLASS_OF_TIER.get(body.service_tier, body.service_tier)
-    name = DEFAULT_CLASS if name is None else name
-    if name not in classes:
-        param = "slo_class" if body.slo_class is not None else "service_tier"
-        known = ", ".join(sorted(classes))
-        raise RequestError(f"{param} must be one of {known}, got {name!r}", param=param, code="invalid_slo")
-    own, default = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative), classes[name]
-    tpot_ms, relative, ttft_ms = own.tpot_ms, own.relative, own.ttft_ms
-    if tpot_ms is None and relative is None:
-        tpot_ms = default.tpot_ms
-    if ttft_ms is None:
-        ttft_ms = default.ttft_ms
-    low, high = settings.min_slo_tpot_ms, settings.max_slo_tpot_ms
-    if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
-        tpot_ms, relative = relative * baseline_s * 1e3, None
-    return SLO(
-        _clamp(tpot_ms, low, high), _clamp(ttft_ms, settings.min_slo_ttft_ms, settings.max_slo_ttft_ms), relative
-    ), name
-
-
-def _clamp(value: float | None, low: float, high: float) -> float | None:
-    return None if value is None else min(max(value, low), high)

@@ -16,6 +16,7 @@ import uvicorn
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.server.app import create_app
+from adaserve_jax.server.connection import http_config
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
@@ -51,7 +52,8 @@ def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerS
     app = create_app(engine, tokenizer, settings)
     listener = listen(replace(settings, port=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", http="h11", lifespan="on"))
+    quiet = replace(settings, log_level="critical")
+    server = uvicorn.Server(http_config(app, quiet, lifespan="on"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     with httpx.Client(base_url=url, timeout=30) as http:

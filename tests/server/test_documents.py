@@ -14,6 +14,8 @@ from pydantic import BaseModel
 import adaserve_jax
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors, protocol, responses
+from adaserve_jax.server.classes import SloClass
+from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
 
 TEXT = (Path(__file__).resolve().parent.parent.parent / "docs" / "http.md").read_text()
@@ -104,6 +106,23 @@ def test_the_openapi_document_is_complete(server):
         ({"slo_classes": ("fast",)}, "slo_classes must be like name=tpot_ms"),
         ({"slo_classes": ("fast=-4",)}, "got 'fast=-4'"),
         ({"slo_classes": ("a b=4",)}, "got 'a b=4'"),
+        ({"keep_alive_timeout": 0}, "keep_alive_timeout must be a number of seconds above 0"),
+        ({"receive_timeout": float("nan")}, "receive_timeout must be a number of seconds above 0"),
+        ({"max_header_bytes": 100}, "max_header_bytes must be an integer from 1024"),
+        ({"cors_origins": ("https://a.org/app",)}, "cors_origins must be origins like https://example.org"),
+        ({"tls_cert": "c.pem"}, "tls_cert and tls_key must be given together"),
+        ({"tls_client_ca": "c.pem"}, "tls_client_ca needs tls_cert and tls_key"),
+        ({"api_key": " , "}, "api_key must be not empty, got an empty one"),
+        ({"keys": (KeySettings("a", "x"), KeySettings("a", "y"))}, "keys must have different names"),
+        (
+            {"keys": (KeySettings("a", "x", slo_classes=("vip",)),)},
+            "slo_classes of the key 'a' must be of batch, chat, default, interactive, got 'vip'",
+        ),
+        ({"classes": (SloClass("a"), SloClass("a"))}, "classes must have different names"),
+        (
+            {"classes": (SloClass("a", service_tiers=("t",)), SloClass("b", service_tiers=("t",)))},
+            "service_tiers: 't' must belong to one class, got a and b",
+        ),
         ({"colour": 3}, "unknown option 'colour'; known options are api_key"),
     ],
 )
@@ -116,5 +135,5 @@ def test_wrong_settings_are_refused(values, text):
 def test_settings_keep_the_key_out_of_their_text():
     settings = ServerSettings(api_key="secret", slo_classes=["fast=5:100", "slow="])
     assert "secret" not in repr(settings)
-    classes = settings.classes()
+    classes = settings.class_table()
     assert (classes["fast"].tpot_ms, classes["fast"].ttft_ms, classes["slow"].tpot_ms) == (5.0, 100.0, None)

@@ -1,0 +1,128 @@
+"""`adaserve config`, and `adaserve serve --config`: where a value comes from, and who wins."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from adaserve_jax.cli import app as cli_app
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.server import serve as serve_module
+from adaserve_jax.server.settings import ServerSettings
+
+FILE = """
+[engine]
+policy = "ar"
+max_depth = 3
+draft = "none"
+row_edges = [1, 2]
+calibrate = false
+[server]
+port = 9001
+host = "::1"
+served_model_name = "from file"
+use_generation_config = false
+[[classes]]
+name = "own"
+tpot_ms = 7
+[[keys]]
+name = "a"
+key = "first"
+"""
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    (tmp_path / "adaserve.toml").write_text(FILE)
+    return str(tmp_path / "adaserve.toml")
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli_app.main()
+    return ended.value.code if isinstance(ended.value.code, int) else 0
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Runs `adaserve serve` with a server that notes what it gets."""
+    got = []
+    monkeypatch.setattr(serve_module, "run", lambda *arguments: got.append(arguments))
+
+    def serve(*arguments: str):
+        got.clear()
+        assert main(monkeypatch, "serve", *arguments) == 0
+        return got[0]
+
+    return serve
+
+
+def test_without_a_file_there_are_the_defaults(served):
+    assert served() == (ServerSettings(), EngineConfig(), False, None)
+
+
+def test_values_come_from_the_command_line_the_environment_the_file_the_default(served, path, monkeypatch):
+    monkeypatch.setenv("ADASERVE_PORT", "9002")
+    monkeypatch.setenv("ADASERVE_SERVED_MODEL_NAME", "from the environment")
+    monkeypatch.setenv("ADASERVE_POLICY", "spec:2")
+    settings, config, _, _ = served("--config", path, "--served-model-name", "from the command line", "--calibrate")
+    assert settings.served_model_name == "from the command line"
+    assert (settings.port, config.policy, config.calibrate) == (9002, "spec:2", True)
+    assert (settings.host, config.max_depth, config.draft, config.row_edges) == ("::1", 3, None, (1, 2))
+    assert settings.use_generation_config is False
+    assert (settings.max_inflight, config.max_width) == (ServerSettings().max_inflight, EngineConfig().max_width)
+    assert [key.name for key in settings.keys] == ["a"]
+    assert set(settings.class_table()) == {"default", "own"}
+
+
+def test_a_value_of_the_command_line_that_is_the_default_wins_too(served, path):
+    settings, config, _, _ = served("--port", "8000", "--draft", "demo", "--row-edges", "", "--config", path)
+    assert (settings.port, config.draft, config.row_edges) == (8000, "demo", ())
+
+
+def test_classes_of_the_command_line_are_added_to_those_of_the_file(served, path):
+    settings, *_ = served("--config", path, "--slo-classes", "own=9,fast=5")
+    table = settings.class_table()
+    assert (table["own"].tpot_ms, table["fast"].tpot_ms, set(table)) == (9.0, 5.0, {"default", "own", "fast"})
+
+
+def test_the_file_can_be_named_in_the_environment(served, path, monkeypatch):
+    monkeypatch.setenv("ADASERVE_CONFIG", path)
+    assert served()[0].port == 9001
+
+
+def test_new_keys_are_read_from_the_file_and_nothing_else_is(served, path):
+    settings, _, _, reread = served("--config", path, "--port", "9003")
+    with open(path, "w") as file:
+        file.write(FILE.replace("first", "second").replace("own", "other") + "[[keys]]\nname = 'b'\nkey = 'x'\n")
+    again = reread()
+    assert [key.key for key in again.keys] == ["second", "x"]
+    assert (again.port, again.classes) == (9003, settings.classes)
+
+
+def test_a_wrong_file_is_one_line(monkeypatch, capsys, path, tmp_path):
+    (tmp_path / "wrong.toml").write_text("[server]\nprot = 1\n")
+    assert main(monkeypatch, "serve", "--config", str(tmp_path / "wrong.toml")) == 2
+    assert main(monkeypatch, "config", "--check", str(tmp_path / "wrong.toml")) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second and first.endswith("wrong.toml: [server] has no key 'prot'; did you mean 'port'?")
+
+
+def test_a_valid_file_is_said_to_be(monkeypatch, capsys, path):
+    assert main(monkeypatch, "config", "--check", path) == 0
+    assert capsys.readouterr().out == f"{path} is valid: 10 settings, 1 classes, 1 keys\n"
+
+
+def test_the_example_is_printed_and_valid(monkeypatch, capsys, tmp_path):
+    assert main(monkeypatch, "config", "--example") == 0
+    (tmp_path / "example.toml").write_text(capsys.readouterr().out)
+    assert main(monkeypatch, "config", "--check", str(tmp_path / "example.toml")) == 0
+    assert "is valid: 0 settings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--check", "x", "--example"]])
+def test_one_of_both_must_be_asked_for(monkeypatch, capsys, arguments):
+    assert main(monkeypatch, "config", *arguments) == 2
+    assert "one of --check FILE and --example must be given" in capsys.readouterr().err

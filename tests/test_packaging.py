@@ -1,0 +1,157 @@
+"""What the repository ships to run the server elsewhere: every option, key, path and time in it is one that exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from adaserve_jax.cli.app import app as cli
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.server.app import create_app
+from adaserve_jax.server.config_file import ConfigFile, read_config
+from adaserve_jax.server.draining import ABORT_GRACE_S
+from adaserve_jax.server.settings import ServerSettings
+from tests.conftest import ROOT
+from tests.server.routes import paths_of
+from tests.server.scripted import ScriptedEngine
+
+DEPLOY = ROOT / "deploy"
+UNIT = (DEPLOY / "systemd" / "adaserve.service").read_text()
+DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+MANIFESTS = {
+    manifest["kind"]: manifest
+    for path in sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+    for manifest in yaml.safe_load_all(path.read_text())
+}
+POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
+
+
+def options_of(command: str) -> set[str]:
+    group = typer.main.get_command(cli)
+    return {name for option in group.commands[command].params for name in option.opts}  # type: ignore[attr-defined]
+
+
+def check_command(words: list[str]) -> None:
+    """`adaserve COMMAND --option value ...` is one that this command line knows."""
+    command, *rest = words
+    unknown = {word for word in rest if word.startswith("--")} - options_of(command)
+    assert not unknown, (command, unknown)
+
+
+def paths() -> set[str]:
+    return paths_of(create_app(ScriptedEngine(EngineConfig()), None, ServerSettings()).routes)
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory) -> ConfigFile:
+    path = tmp_path_factory.mktemp("etc") / "adaserve.toml"
+    path.write_text(MANIFESTS["ConfigMap"]["data"]["adaserve.toml"])
+    return read_config(str(path))
+
+
+def test_every_variable_is_a_setting():
+    fields = {field.name for kind in (EngineConfig, ServerSettings) for field in dataclasses.fields(kind)}
+    known = {f"ADASERVE_{name.upper()}" for name in fields} | OWN_VARIABLES
+    for text in (DOCKERFILE, UNIT, (ROOT / "docs" / "deploy.md").read_text()):
+        assert set(re.findall(r"\bADASERVE_[A-Z_]+", text)) <= known
+
+
+def test_the_documents_commands_exist():
+    text = (ROOT / "docs" / "deploy.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"adaserve ((?:serve|config) [^|`\n#]*)", text)
+    assert len(commands) >= 2
+    for command in commands:
+        check_command(command.split())
+
+
+def test_the_image_runs_the_server_as_a_user_of_its_own():
+    stages = re.findall(r"(?m)^FROM \S+ AS (\w+)", DOCKERFILE)
+    assert stages == ["build", "serve"]
+    serve = DOCKERFILE.partition(" AS serve")[2]
+    lines = dict(re.findall(r"(?m)^(\w+) +(.*)$", serve))
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", lines["USER"])
+    assert yaml.safe_load(lines["ENTRYPOINT"]) == ["adaserve"]
+    check_command(yaml.safe_load(lines["CMD"]))
+    check = yaml.safe_load(re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", serve).group(1))
+    assert check[:3] == ["python", "-m", "adaserve_jax.server.probe"] and check[3] in paths()
+    assert lines["EXPOSE"] == str(ServerSettings().port)
+
+
+def test_what_the_image_copies_and_installs_exists():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    for sources in re.findall(r"(?m)^COPY (?!--from)(.*)$", DOCKERFILE):
+        for source in sources.split()[:-1]:
+            assert (ROOT / source).exists() and f"!{source}" in ignored
+    extras = set(re.search(r"ARG EXTRAS=(\S+)", DOCKERFILE).group(1).split(",")) | {"gpu"}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert all(f"\n{extra} = [" in project for extra in extras)
+    assert re.search(r"ARG PYTHON=(\S+)", DOCKERFILE).group(1) in ("3.11", "3.12")
+
+
+def setting(name: str) -> str:
+    return re.search(rf"(?m)^{name}=(.*)$", UNIT).group(1)
+
+
+def test_the_units_commands_exist_and_its_times_fit():
+    for line in re.findall(r"(?m)^ExecStart(?:Pre)?=/opt/adaserve/bin/adaserve (.*)$", UNIT):
+        check_command(line.split())
+    assert float(setting("TimeoutStopSec")) > ServerSettings().shutdown_timeout + ABORT_GRACE_S
+    assert setting("KillMode") == "mixed", "the engine's process must not get the signal that drains the server"
+    assert setting("ExecReload") == "/bin/kill -HUP $MAINPID"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze to check the unit with")
+def test_systemd_understands_the_unit(tmp_path: Path):
+    unit = tmp_path / "adaserve.service"
+    unit.write_text(UNIT.replace("/opt/adaserve/bin/adaserve", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, timeout=60)
+    assert "adaserve.service" not in done.stderr, done.stderr
+
+
+def test_the_mounted_configuration_is_valid_and_its_secrets_are_in_the_secret(mounted: ConfigFile):
+    secret = MANIFESTS["Secret"]
+    assert CONTAINER["envFrom"] == [{"secretRef": {"name": secret["metadata"]["name"]}}]
+    assert {key.key_env for key in mounted.server.keys} == set(secret["stringData"])
+    assert set(secret["stringData"].values()) == {""}, "no key that works is in the repository"
+    assert "ADASERVE_PROBE_KEY" in secret["stringData"]
+    (volume,) = [v for v in POD["volumes"] if v["name"] == "config"]
+    assert volume["configMap"]["name"] == MANIFESTS["ConfigMap"]["metadata"]["name"]
+    folder = next(m["mountPath"] for m in CONTAINER["volumeMounts"] if m["name"] == "config")
+    check_command(CONTAINER["args"])
+    assert CONTAINER["args"][-2:] == ["--config", f"{folder}/adaserve.toml"]
+    assert {m["name"] for m in CONTAINER["volumeMounts"]} == {v["name"] for v in POD["volumes"]}
+
+
+def test_the_probes_ask_routes_that_exist_at_the_port_that_is_open(mounted: ConfigFile):
+    (port,) = CONTAINER["ports"]
+    assert port["containerPort"] == mounted.server.port
+    assert mounted.server.host == "0.0.0.0"
+    assert CONTAINER["livenessProbe"]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert CONTAINER["startupProbe"]["httpGet"] == {"path": "/health", "port": port["name"]}
+    assert CONTAINER["readinessProbe"]["exec"]["command"] == ["python", "-m", "adaserve_jax.server.probe", "/ready"]
+    assert {"/health", "/ready", "/metrics"} <= paths()
+    service = MANIFESTS["Service"]["spec"]
+    assert service["ports"][0]["targetPort"] == port["name"]
+    labels = MANIFESTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"] == MANIFESTS["Deployment"]["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_a_pod_has_time_to_drain_and_no_more_rights_than_it_needs(mounted: ConfigFile):
+    pause_s = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert POD["terminationGracePeriodSeconds"] > pause_s + mounted.server.shutdown_timeout + ABORT_GRACE_S
+    assert POD["enableServiceLinks"] is False, "or the Service's variables would be read as options"
+    assert POD["securityContext"]["runAsNonRoot"] is True
+    assert f"USER {POD['securityContext']['runAsUser']}:" in DOCKERFILE
+    rights = CONTAINER["securityContext"]
+    assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
+    assert rights["capabilities"] == {"drop": ["ALL"]}
