@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1.0
+"""What a client is told to wait where nothing better is known, seconds."""
 _TYPES = {
     401: "authentication_error",
     429: "rate_limit_error",
@@ -26,8 +28,10 @@ CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
     "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the model's context",
     "empty_prompt": "400: a prompt without a token",
-    "engine_dead": "503: the engine process ended; the server must be restarted",
+    "engine_dead": "503: the engine process ended for good; the server must be restarted",
     "engine_error": "500: the engine failed on this request and goes on with the others",
+    "engine_restarting": "503: the engine process ended and is started again; Retry-After says when to come again",
+    "engine_stalled": "503: requests wait and the engine completes no step; it may recover",
     "internal_error": "500: a bug in the server; it goes on",
     "invalid_api_key": "401: the Authorization header is missing or holds another key",
     "invalid_json": "400: the body is not JSON",
@@ -42,6 +46,7 @@ CODES: dict[str, str] = {
     "no_chat_template": "400: the model has no chat template; use /v1/completions",
     "not_found": "404: there is no such route",
     "not_ready": "503: the engine still loads or compiles",
+    "overloaded": "429: the request would wait too long for its turn; Retry-After says when it would not",
     "queue_full": "429: the queue is full; Retry-After says when to come again",
     "request_too_large": "413: the body is larger than the server takes",
     "shutting_down": "503: the server finishes what it has and takes nothing new",
@@ -88,10 +93,11 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Api
     return ApiError(400, message, code=code, param=param)
 
 
-def of_code(message: str, code: str, param: str | None = None) -> ApiError:
-    """The response for an error of the engine: its code decides the status."""
+def of_code(message: str, code: str, param: str | None = None, retry_after_s: float | None = None) -> ApiError:
+    """The response for an error of the engine: its code decides the status. retry_after_s: None: unknown."""
     status = int(CODES.get(code, "400")[:3])
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    wait_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
+    headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else None
     return ApiError(status, message, code=code, param=param, headers=headers)
 
 
@@ -160,7 +166,7 @@ def install(app: FastAPI) -> None:
 
     async def on_package(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AdaServeError)
-        return of_code(str(error), error.code, error.param).response()
+        return of_code(str(error), error.code, error.param, error.retry_after_s).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(StarletteHTTPException, on_http)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.server.admission import Reservation
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.observers import EndedChoice, Origin
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
-from adaserve_jax.server.state import Reservation, ServerState
+from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
 
 
@@ -22,6 +23,7 @@ class _Choice:
 
     tokens: int = 0
     last_s: float | None = None
+    begun: bool = False
     ended: bool = False
     metrics: RequestMetrics | None = None
 
@@ -64,14 +66,16 @@ class Generation:
         """The sink of one prompt, called by the engine's thread."""
 
         def sink(chunk: OutputChunk) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._deliver, position, chunk, time.monotonic())
+            self.state.mailbox.post(loop, self._deliver, position, chunk, time.monotonic())
 
         return sink
 
     def _deliver(self, position: int, chunk: OutputChunk, now: float) -> None:
         index = position * self.choices_per_prompt + chunk.choice
         choice = self._choices[index]
+        if not choice.begun:
+            choice.begun = True
+            self.reservation.begin()
         if chunk.token_ids:
             if choice.last_s is not None:
                 self.state.metrics.observe_tokens(now - choice.last_s, len(chunk.token_ids))
@@ -124,7 +128,8 @@ class Generation:
         if chunk.finish_reason == "abort":
             return of_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
-        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param)
+        wait_s = self.state.client.stats().back_in_s
+        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
 
     def usage(self) -> Usage:
         """Tokens so far; a prompt counts once, however many choices it has."""

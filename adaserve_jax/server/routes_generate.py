@@ -39,8 +39,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         401: "The API key is missing or wrong.",
         404: "Another model is served.",
         413: "The body is too large.",
-        429: "The queue is full; see Retry-After.",
-        503: "Not ready, draining, or the engine ended.",
+        429: "No room, or a turn that comes too late; see Retry-After.",
+        503: "Not ready, draining, or the engine ended or stalled.",
     }
     shape: dict[int | str, dict[str, Any]] = {s: {"model": ErrorBody, "description": texts[s]} for s in statuses}
     return shape | {"default": {"model": ErrorBody, "description": "Any other error."}}
@@ -111,7 +111,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     if count > most:
         raise invalid(f"prompts times n must be at most {most}, got {len(prompts)} times {sampling.n}", "n")
     try:
-        reservation = state.slots.reserve(count)
+        reservation = state.admit(count, slo, body.priority or 0)
     except QueueFullError as error:
         state.rejected(origin, slo, slo_class, count, error)
         raise

@@ -16,6 +16,7 @@ from rich.console import Console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.supervision import SupervisedEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.server.app import create_app
@@ -32,8 +33,8 @@ T = TypeVar("T")
 def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    in_process: run the engine in a thread of this process. Raises ConfigError (the port is taken) and what loading
-    the engine raises.
+    in_process: run the engine in a thread of this process, which cannot be started again. Raises ConfigError (the port
+    is taken) and what loading the engine raises.
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
@@ -41,7 +42,11 @@ def run(settings: ServerSettings, engine_config: EngineConfig, in_process: bool 
 
         client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
-        client = ProcessEngine(engine_config, bar.update)
+        client = SupervisedEngine(
+            lambda on_death: ProcessEngine(engine_config, bar.update, on_death=on_death),
+            max_restarts=settings.max_restarts,
+            window_s=settings.restart_window,
+        )
     serve(settings, client, lambda: load_tokenizer(engine_config.target), bar)
 
 

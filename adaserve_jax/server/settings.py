@@ -31,6 +31,10 @@ class ServerSettings:
     use_generation_config: bool = True
     shutdown_timeout: float = 30.0
     log_level: str = "warning"
+    watchdog: float = 60.0
+    max_restarts: int = 1
+    restart_window: float = 600.0
+    max_queue_wait: float = 5.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slo_classes", tuple(self.slo_classes))
@@ -42,6 +46,9 @@ class ServerSettings:
             self._check(0 < getattr(self, low) < math.inf, low, "a finite number above 0")
             self._check(getattr(self, low) <= getattr(self, high) < math.inf, high, f"a finite number >= {low}")
         self._check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "a finite number of seconds >= 0")
+        for name in ("watchdog", "restart_window", "max_queue_wait"):
+            self._check(0 <= getattr(self, name) < math.inf, name, "a finite number of seconds >= 0")
+        self._check(self.max_restarts >= 0, "max_restarts", "an integer >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         self._check(self.log_level in levels, "log_level", f"one of {', '.join(levels)}")
         self._check(self.api_key is None or bool(self.api_key), "api_key", "not empty")
@@ -95,4 +102,9 @@ FIELD_HELP: dict[str, str] = {
     "use_generation_config": "sampling that a request leaves out is that of the target's generation_config.json",
     "shutdown_timeout": "seconds that requests in flight get to finish after SIGTERM",
     "log_level": "what the HTTP server logs: critical, error, warning, info, debug",
+    "watchdog": "seconds without a step while requests wait after which /health is 503; 0: never",
+    "max_restarts": "most times within restart_window that an engine process that ended is started again",
+    "restart_window": "seconds in which restarts are counted",
+    "max_queue_wait": "longest predicted wait for a turn, seconds; what would wait longer, or longer than its TTFT "
+    "TTFT target allows, is refused with 429; 0: none is",
 }

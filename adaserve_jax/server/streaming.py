@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from fastapi import Request, Response
@@ -19,6 +20,7 @@ from adaserve_jax.server.responses import ResponseMetrics
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"
 INFEASIBLE = "a target is below what one request alone would get; served best-effort"
+_MARK = uuid.uuid4().hex
 _log = logging.getLogger(__name__)
 
 
@@ -31,6 +33,7 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
     left = len(generation.requests) * generation.choices_per_prompt
     null_usage = {"usage": None} if include_usage else {}
     opened: set[int] = set()
+    plain: dict[int, tuple[str, str]] = {}
     try:
         async for index, chunk in generation.chunks():
             left -= chunk.finish_reason is not None
@@ -41,6 +44,12 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
                     yield _data(to_json(opening))
             if not chunk.text and chunk.finish_reason is None:
                 continue  # the tokens so far end inside a character
+            if chunk.text and chunk.finish_reason is None:
+                if index not in plain:
+                    plain[index] = _around_text(dialect, index, null_usage)
+                before, after = plain[index]
+                yield _data(f"{before}{json.dumps(chunk.text)}{after}")
+                continue
             last = {} if left or include_usage else {"metrics": generation.metrics()}
             yield _data(to_json(dialect.event([Piece(index, chunk.text, chunk.finish_reason)], **null_usage, **last)))
         if include_usage:
@@ -53,6 +62,12 @@ async def events(generation: Generation, dialect: Dialect, *, include_usage: boo
             raise error from None
         yield _data(json.dumps(error.body()))
     yield _data("[DONE]")
+
+
+def _around_text(dialect: Dialect, index: int, extras: Mapping[str, None]) -> tuple[str, str]:
+    """The JSON before and after the text of an event that carries only text: made once, since most events are."""
+    before, after = to_json(dialect.event([Piece(index, _MARK)], **extras)).split(json.dumps(_MARK))
+    return before, after
 
 
 def _data(text: str) -> str:
