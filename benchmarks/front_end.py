@@ -26,7 +26,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from http_load import HOST, Answer, adaserve, quantile, request, served
+from http_load import FEW_PROGRAMS, HOST, Answer, adaserve, quantile, request, served
 from rich.console import Console
 from rich.table import Table
 
@@ -111,11 +111,10 @@ async def all_at_once(port: int, bodies: list[dict[str, Any]]) -> list[Answer]:
 
 def measure_throughput(streams: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens per second through HTTP and alone, in turns; the first round is for nothing."""
-    options = {"max_requests": streams, "max_context": 512}
-    flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options = {**FEW_PROGRAMS, "max_requests": streams, "token_edges": (streams, 2 * streams), "row_edges": (streams,)}
     http: list[float] = []
     alone: list[float] = []
-    with LLM(**options) as llm, served(adaserve(*flags)) as server:
+    with LLM(**options) as llm, served(adaserve(**options)) as server:
         for number in range(rounds + 1):
             seeds = [number * streams + i for i in range(streams)]
             params = [SamplingParams(max_tokens=tokens, temperature=0.8, seed=s, ignore_eos=True) for s in seeds]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from typing import Any
 HOST = "127.0.0.1"
 READY_LIMIT_S = 600.0
 BLANK = b"\r\n\r\n"
+FEW_PROGRAMS = {"max_context": 512, "page_size": 16, "max_depth": 4, "max_width": 3, "max_tree_tokens": 64}
+"""The least of compiling that still drafts trees: fields of EngineConfig."""
 
 
 @dataclass
@@ -159,6 +162,7 @@ class Served:
 @contextlib.contextmanager
 def served(command: Sequence[str]) -> Iterator[Served]:
     """Run a command that serves on the port appended to it, and wait until it is ready. It is ended with SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the server ends too
     port = free_port()
     began = time.monotonic()
     process = subprocess.Popen([*command, str(port)], stdout=subprocess.DEVNULL)
@@ -187,9 +191,14 @@ def wait_ready(process: subprocess.Popen[bytes], port: int) -> None:
     raise SystemExit(f"error: the server was not ready after {READY_LIMIT_S:g} s")
 
 
-def adaserve(*options: str) -> list[str]:
-    """The command of a server on the embedded pair, but for its port."""
-    return [sys.executable, "-m", "adaserve_jax.cli", "serve", *options, "--port"]
+def adaserve(**options: Any) -> list[str]:
+    """The command of a server on the embedded pair, with few programs, but for its port. options: by field name."""
+    flags: list[str] = []
+    for name, value in (FEW_PROGRAMS | options).items():
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return [sys.executable, "-m", "adaserve_jax.cli", "serve", *flags, "--port"]
 
 
 def children(pid: int) -> list[int]:

@@ -144,7 +144,7 @@ def main(
 ) -> None:
     """Measure a server at its capacity and at a multiple of it."""
     plain = Load(slots, new_tokens, seconds, seed)
-    with served(adaserve("--max-requests", str(slots), "--max-context", "512")) as server:
+    with served(adaserve(max_requests=slots, token_edges=(slots, 64), row_edges=(slots,))) as server:
         answers, took_s = asyncio.run(closed_loop(server.port, plain))
         rate = len(answers) / took_s
         tpot_ms = tpot_scale * median(metrics_of(answer)["slo"]["tpot_ms"] for answer in answers)

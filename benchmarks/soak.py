@@ -213,12 +213,12 @@ def main(
     out: Annotated[Path, typer.Option(help="JSON file to write")],
     minutes: Annotated[float, typer.Option(help="how long the clients go on")] = 10.0,
     streams: Annotated[int, typer.Option(help="clients at once")] = 64,
-    slots: Annotated[int, typer.Option(help="requests that run at once")] = 32,
+    slots: Annotated[int, typer.Option(help="requests that run at once")] = 16,
     seed: Annotated[int, typer.Option(help="of what the clients do")] = 0,
 ) -> None:
     """Soak a server, and fail when anything was lost or leaked."""
-    flags = ("--deterministic", "--max-requests", str(slots), "--max-context", "512", "--max-body-bytes", str(MAX_BODY))
-    with served(adaserve(*flags)) as server:
+    options = {"deterministic": True, "max_requests": slots, "max_batch_tokens": 64, "max_body_bytes": MAX_BODY}
+    with served(adaserve(**options)) as server:
         soak, memory = asyncio.run(run(server, streams, minutes, seed))
         last = asyncio.run(settle(server.port))
         health = asyncio.run(request(server.port, path="/health")).body["status"]

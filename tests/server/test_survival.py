@@ -22,7 +22,7 @@ with imported("http_load") as modules:
     adaserve, served = modules["http_load"].adaserve, modules["http_load"].served
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 BENCHMARKS = ROOT / "benchmarks"
-FLAGS = ("--max-requests", "8", "--max-context", "512")
+OPTIONS = {"max_requests": 8, "token_edges": (16, 64), "row_edges": (8,)}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def body(seed: int, **more) -> dict:
 
 
 def test_a_killed_engine_comes_back_and_a_stop_under_load_loses_nothing():
-    with served(adaserve(*FLAGS)) as server, ThreadPoolExecutor(8) as pool:
+    with served(adaserve(**OPTIONS)) as server, ThreadPoolExecutor(8) as pool:
         with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as http:
             first = http.post("/v1/completions", json=body(0, max_tokens=24)).json()["choices"][0]["text"]
             cut = [pool.submit(http.post, "/v1/completions", json=body(i, stream=i % 2 == 0)) for i in range(8)]
