@@ -217,6 +217,7 @@ def main(
     seed: Annotated[int, typer.Option(help="of what the clients do")] = 0,
 ) -> None:
     """Soak a server, and fail when anything was lost or leaked."""
+    commit = source_commit()  # of what is measured, however long that takes
     options = {"deterministic": True, "max_requests": slots, "max_batch_tokens": 64, "max_body_bytes": MAX_BODY}
     with served(adaserve(**options)) as server:
         soak, memory = asyncio.run(run(server, streams, minutes, seed))
@@ -232,7 +233,7 @@ def main(
         soak.expect(last[name] == 0, f"{name} is {last[name]:g} at the end")
     soak.expect(health == "ok", f"/health says {health}")
     report = {
-        "commit": source_commit(),
+        "commit": commit,
         "machine": machine_name(),
         "command": f"python benchmarks/soak.py {' '.join(sys.argv[1:])}",
         "minutes": minutes,
