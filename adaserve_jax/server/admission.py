@@ -3,7 +3,8 @@ too long. A queue that nobody bounds makes every request late and none of them s
 
 The prediction is Little's law: choices leave `slots` at a rate of slots / (seconds that one holds its slot), both as
 lately seen, so the k-th in the queue waits k times the inverse. Who is before whom is what the scheduler's `deadline`
-order says. Knows no engine, no HTTP, and no clock but the times that it is given.
+order says; what that leaves out, those who overtake above all, is learned as the ratio of waits to predictions. Knows
+no engine, no HTTP, and no clock but the times that it is given.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ WEIGHT = 0.05
 """Of the newest choice in the averages: they follow the last twenty or so."""
 SHRINK = 0.02
 """How fast the number of slots in use is believed to have become smaller: a dip between two steps is no evidence."""
+MAX_RATIO = 4.0
+"""Of a wait to its prediction, and its inverse: neither one choice nor all of them teach more."""
 TTFT_SHARE = 0.5
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for what is not foreseen."""
 
@@ -32,8 +35,8 @@ class Slots:
         self.used = 0
         self.waiting: list[float] = []
 
-    def reserve(self, count: int, due_s: float = 0.0) -> Reservation:
-        """Take room for `count` choices. Raises QueueFullError."""
+    def reserve(self, count: int, due_s: float = 0.0, predicted_s: float = 0.0) -> Reservation:
+        """Take room for `count` choices that are predicted to wait so long. Raises QueueFullError."""
         if self.used + count > self.limit:
             raise QueueFullError(
                 f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
@@ -42,7 +45,7 @@ class Slots:
         self.used += count
         for _ in range(count):
             insort(self.waiting, due_s)
-        return Reservation(self, count, due_s)
+        return Reservation(self, count, due_s, predicted_s)
 
     def ahead(self, due_s: float) -> int:
         """Choices that have not begun and are due no later."""
@@ -52,7 +55,8 @@ class Slots:
 class Reservation:
     """Room that one HTTP request holds; given back choice by choice, or all at once."""
 
-    def __init__(self, slots: Slots, count: int, due_s: float):
+    def __init__(self, slots: Slots, count: int, due_s: float, predicted_s: float):
+        self.predicted_s = predicted_s
         self._slots = slots
         self._due_s = due_s
         self._held = self._waiting = count
@@ -84,6 +88,8 @@ class Admission:
         """Seconds that a choice holds its slot; None: none has ended yet."""
         self.first_s = 0.0
         """Seconds from the slot to the first token."""
+        self.bias = {True: 1.0, False: 1.0}
+        """Waits over their predictions, of requests with and without a TTFT target: the former overtake the latter."""
         self._slots: float | None = None
 
     def learn(self, metrics: RequestMetrics) -> None:
@@ -95,6 +101,12 @@ class Admission:
         self.hold_s = (1 - weight) * (self.hold_s or 0.0) + weight * (end - begin)
         self.first_s += weight * (first - begin - self.first_s)
 
+    def compare(self, predicted_s: float, waited_s: float, targeted: bool) -> None:
+        """What became of one prediction. One that took no wait teaches nothing."""
+        if predicted_s > 0:
+            bias = self.bias[targeted] * _bounded(waited_s / predicted_s) ** WEIGHT
+            self.bias[targeted] = _bounded(bias)
+
     def see(self, running: int, waiting: int, max_running: int) -> None:
         """What the engine said last of its choices. max_running: its slots; pages may allow fewer."""
         slots = max_running if self._slots is None else self._slots
@@ -104,14 +116,14 @@ class Admission:
             slots += SHRINK * (running - slots)
         self._slots = min(max(slots, 1.0), max_running)
 
-    def wait_s(self, ahead: int, begun: int) -> float:
+    def wait_s(self, ahead: int, begun: int, targeted: bool) -> float:
         """Predicted seconds until one more choice gets a slot; 0 while one is free or nothing is known.
 
-        ahead: choices that come before it; begun: those that have a slot now.
+        ahead: choices that come before it; begun: those that have a slot now; targeted: it has a TTFT target.
         """
         if self.hold_s is None or self._slots is None:
             return 0.0
-        return max(ahead + 1 + begun - self._slots, 0.0) * self.hold_s / self._slots
+        return self.bias[targeted] * max(ahead + 1 + begun - self._slots, 0.0) * self.hold_s / self._slots
 
     def check(self, wait_s: float, ttft_slo_s: float | None) -> None:
         """Raise OverloadedError when a request would wait longer than it may, by `max_wait_s` or its own target."""
@@ -126,3 +138,7 @@ class Admission:
                 "retry after the time in Retry-After, or elsewhere",
                 retry_after_s=wait_s - limit_s,
             )
+
+
+def _bounded(ratio: float) -> float:
+    return min(max(ratio, 1 / MAX_RATIO), MAX_RATIO)

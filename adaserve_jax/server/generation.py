@@ -85,6 +85,9 @@ class Generation:
             choice.tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
+            if chunk.metrics is not None and chunk.metrics.queue_s is not None:
+                targeted = chunk.metrics.ttft_slo_s is not None
+                self.state.admission.compare(self.reservation.predicted_s, chunk.metrics.queue_s, targeted)
             self.reservation.release(1)
             if self._all_ended(position):
                 self.state.in_flight.discard(chunk.request_id)

@@ -105,6 +105,6 @@ FIELD_HELP: dict[str, str] = {
     "watchdog": "seconds without a step while requests wait after which /health is 503; 0: never",
     "max_restarts": "most times within restart_window that an engine process that ended is started again",
     "restart_window": "seconds in which restarts are counted",
-    "max_queue_wait": "longest predicted wait for a turn, seconds; what would wait longer, or longer than its TTFT "
+    "max_queue_wait": "longest predicted wait for a turn, seconds; what would wait longer, or longer than its "
     "TTFT target allows, is refused with 429; 0: none is",
 }

@@ -72,9 +72,9 @@ class ServerState:
         steps, slots = self.client.stats().scheduler, self.slots
         due = due_s(time.monotonic(), priority, slo.ttft_s)
         self.admission.see(steps.running, steps.waiting, self.info.max_requests)
-        wait_s = self.admission.wait_s(slots.ahead(due), slots.used - len(slots.waiting))
+        wait_s = self.admission.wait_s(slots.ahead(due), slots.used - len(slots.waiting), slo.ttft_s is not None)
         self.admission.check(wait_s, slo.ttft_s)
-        return slots.reserve(choices, due)
+        return slots.reserve(choices, due, wait_s)
 
     def ended(self, choice: EndedChoice) -> None:
         """One choice has ended: count it, learn from it, and tell whoever watches."""
