@@ -13,11 +13,12 @@ class AdaServeError(Exception):
     """Base of every error that this package raises for its callers.
 
     code: a stable short name for programs, listed in docs/http.md. param: the request field at fault, as the API spells
-    it, or None.
+    it, or None. retry_after_s: when it is worth coming again, seconds, where that is known.
     """
 
     code = "engine_error"
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class ConfigError(AdaServeError):
@@ -47,6 +48,16 @@ class QueueFullError(AdaServeError):
     code = "queue_full"
 
 
+class OverloadedError(QueueFullError):
+    """A request would wait longer for its turn than it may; nothing of it was queued."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class BudgetError(AdaServeError):
     """A verification budget is smaller than the number of requests: every request verifies its root."""
 
@@ -67,3 +78,9 @@ class EngineDeadError(AdaServeError):
     """The engine stopped (crash or shutdown); requests in flight are lost and may be retried."""
 
     code = "engine_dead"
+
+
+class EngineRestartingError(EngineDeadError):
+    """The engine ended and is started again; requests in flight are lost and may be retried when it is back."""
+
+    code = "engine_restarting"

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from typing import Any
+
+GAUGES = frozenset({
+    "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
+    "extension_total", "last_depth", "last_width", "last_budget", "draft_resident", "calibration_error", "arms",
+    "arm_regret_s",
+})  # fmt: skip
+"""Fields that say how things are; the others count what has happened."""
 
 
 @dataclass
@@ -54,3 +63,22 @@ class StepStats:
     swap_s: dict[str, float] = field(default_factory=dict)
     arms: dict[str, str] = field(default_factory=dict)
     arm_regret_s: float = 0.0
+
+    def ended(self) -> StepStats:
+        """The counts of an engine that is gone: nothing runs on it, and it has no pages."""
+        empty = StepStats()
+        return replace(self, **{name: getattr(empty, name) for name in GAUGES})
+
+    def after(self, earlier: StepStats) -> StepStats:
+        """The counts of this engine and of those before it; gauges are this engine's."""
+        counts = {f.name: _sum(getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)
+                  if f.name not in GAUGES}  # fmt: skip
+        return replace(self, **counts)
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
+    if isinstance(one, list):
+        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+    return one + other

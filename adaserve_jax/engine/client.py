@@ -87,11 +87,17 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for metrics and health. step_age_s: seconds since the last completed step, 0 when idle."""
+    """A snapshot for metrics and health.
+
+    step_age_s: seconds since the last completed step, 0 when idle. restarts: how often an engine that ended was
+    replaced. back_in_s: while it is being replaced, about how many seconds that still takes; else None.
+    """
 
     scheduler: StepStats
     compiles_after_ready: int = 0
     step_age_s: float = 0.0
+    restarts: int = 0
+    back_in_s: float | None = None
 
 
 Sink = Callable[[OutputChunk], None]

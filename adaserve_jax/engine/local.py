@@ -156,6 +156,8 @@ class LocalEngine:
             if request.request_id in self._sinks:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             check_room(choices, self._core.scheduler.num_waiting + self._queued, self._config.max_waiting)
+            if not self._is_busy:
+                self._last_step_s = arrival_s
             self._sinks[request.request_id] = (sink, set(range(choices)))
             self._queued += choices
             self._inbox.append(lambda: self._add(request, arrival_s))
@@ -181,12 +183,17 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        busy, live = self._core.has_work, self._core.scheduler.stats
+        busy, live = self._is_busy, self._core.scheduler.stats
         return EngineStats(
             scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
         )
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a step is due."""
+        return bool(self._inbox) or self._core.has_work
 
     def is_alive(self) -> bool:
         return self._info is not None and self._error is None and not self._stopping

@@ -6,6 +6,7 @@ in a fresh 0700 directory carry `engine.wire` messages. Knows nothing of models 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import struct
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import wire
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.supervision import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
@@ -30,8 +32,8 @@ from adaserve_jax.types import Progress
 LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
 HEARTBEAT_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 15.0
+DYING_LIMIT_S = 1.0
 MAX_SOCKET_PATH = 100
-SEND_LIMIT_MS = 2000
 _log = logging.getLogger(__name__)
 
 
@@ -47,18 +49,29 @@ class ProcessEngine:
     """Runs `factory(config, progress)` in a child process. Thread-safe; sinks are called from one receiving thread.
 
     progress(what, done, total) is called while `start` waits. factory is "module:callable" giving an EngineClient.
+    on_death: called from the receiving thread; what it says of the death is what requests are told.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, factory: str = LOCAL_ENGINE):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        factory: str = LOCAL_ENGINE,
+        on_death: OnDeath = lambda why: EngineDeadError(f"{why}; restart the server"),
+    ):
         self._config = config
         self._progress = progress
         self._factory = factory
+        self._on_death = on_death
         self._lock = threading.Lock()  # guards everything below
         self._open: dict[str, _Open] = {}
         self._submitted = 0
         self._info: EngineInfo | None = None
         self._stats = EngineStats(StepStats())
         self._received = 0
+        self._stepped_s = 0.0  # when the engine was last seen to step, or to be idle
+        self._last_words: tuple[float, str] | None = None  # of the engine: when it said that it died, and why
         self._error: Exception | None = None
         self._settled = threading.Event()  # ready, failed or dead
         self._closing = False
@@ -114,13 +127,14 @@ class ProcessEngine:
         choices = request.sampling.n
         with self._lock:
             if not self.is_alive():
-                raise self._error or EngineDeadError("the engine is not running")
+                raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
             if request.request_id in self._open:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             waiting = self._stats.scheduler.waiting + self._submitted - self._received
             check_room(choices, waiting, self._config.max_waiting)
-            if not self._send(wire.Submit(request)):
-                raise EngineDeadError("the engine process does not take messages; restart the server")
+            if not self._open:
+                self._stepped_s = time.monotonic()
+            self._send(wire.Submit(request))
             self._open[request.request_id] = _Open(sink, set(range(choices)))
             self._submitted += choices
 
@@ -136,22 +150,21 @@ class ProcessEngine:
                 code="context_length_exceeded",
             )
 
-    def _send(self, message: wire.ToEngine) -> bool:
-        """False: the child's end of the socket is gone. The socket has no limit, so that nothing else makes it wait."""
-        try:
-            self._requests.send(wire.encode(message))
-        except zmq.Again:
-            return False
-        return True
+    def _send(self, message: wire.ToEngine) -> None:
+        """Never waits: the socket has no limit, and a child without its end of it dies, which all requests are told."""
+        with contextlib.suppress(zmq.Again):
+            self._requests.send(wire.encode(message), zmq.DONTWAIT)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
             if request_id in self._open and self.is_alive():
-                self._send(wire.Abort(request_id))  # when the child is gone, its end stops the request anyway
+                self._send(wire.Abort(request_id))
 
     def stats(self) -> EngineStats:
-        """The numbers of the last step, at most a heartbeat old."""
-        return self._stats
+        """The numbers of the last step, at most a heartbeat old. The age of that step is told from here: so it grows
+        too when the process hangs as a whole."""
+        age_s = time.monotonic() - self._stepped_s if self._open else 0.0
+        return replace(self._stats, step_age_s=age_s)
 
     def is_alive(self) -> bool:
         return self._info is not None and self._error is None and not self._closing
@@ -188,27 +201,31 @@ class ProcessEngine:
     def _receive(self, child: subprocess.Popen[bytes], replies: zmq.Socket) -> None:
         """The receiving thread: until the child is gone and everything that it sent is read."""
         heard = time.monotonic()
+        why = ""
         while True:
             ended = child.poll() is not None  # looked at before reading, so that nothing sent earlier is missed
+            if self._last_words is not None and time.monotonic() - self._last_words[0] > DYING_LIMIT_S:
+                child.kill()
             if replies.poll(0 if ended else 50):
                 heard = time.monotonic()
                 self._take(wire.decode_from_engine(replies.recv()))
             elif ended:
                 break
             elif self._info is not None and time.monotonic() - heard > HEARTBEAT_LIMIT_S:
-                self._error = EngineDeadError(
-                    f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended; "
-                    "restart the server"
-                )
+                why = f"the engine process gave no sign of life for {HEARTBEAT_LIMIT_S:g} s and was ended"
                 child.kill()
         replies.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._end(f"the engine process ended with status {child.returncode}; restart the server")
+        if self._last_words is not None:
+            why = self._last_words[1]
+        self._end(why or f"the engine process ended with status {child.returncode}")
 
     def _take(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Step(chunks, stats, received):
                 with self._lock:
+                    if chunks or stats.scheduler.steps != self._stats.scheduler.steps:
+                        self._stepped_s = time.monotonic()
                     self._stats, self._received = stats, received
                 for chunk in chunks:
                     self._deliver(chunk)
@@ -224,6 +241,10 @@ class ProcessEngine:
                 self._error = wire.to_error(fault)
 
     def _deliver(self, chunk: OutputChunk) -> None:
+        if chunk.error_code == EngineDeadError.code and self._error is None:
+            if self._last_words is None:  # the process ends now, and then all are told the same
+                self._last_words = time.monotonic(), chunk.error or "the engine died"
+            return
         with self._lock:
             entry = self._open.get(chunk.request_id)
             if entry is None or chunk.choice not in entry.choices:
@@ -250,10 +271,16 @@ class ProcessEngine:
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""
+        if self._closing:
+            error = EngineDeadError("the engine was closed")
+        elif self._info is None:
+            error = self._error or EngineDeadError(why)
+        else:
+            error = self._on_death(why)
         with self._lock:
-            if self._error is None:
-                self._error = EngineDeadError("the engine was closed" if self._closing else why)
-            request_ids, fault = list(self._open), wire.to_fault(self._error)
+            self._error = error
+            self._stats = replace(self._stats, scheduler=self._stats.scheduler.ended())
+            request_ids, fault = list(self._open), wire.to_fault(error)
         for request_id in request_ids:
             self._fail(request_id, fault)
         self._settled.set()
@@ -272,6 +299,5 @@ def _bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDTIMEO, SEND_LIMIT_MS)
     socket.bind(f"ipc://{folder}/{name}")
     return socket

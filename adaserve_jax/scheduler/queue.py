@@ -32,13 +32,19 @@ LATE_SHARE = 0.75
 
 def order_key(request: Request, ordering: Ordering) -> float:
     """Seconds on the engine's clock; lower is served sooner."""
-    priority = max(-MAX_PRIORITY, min(MAX_PRIORITY, request.priority))
-    if ordering == "priority":
-        return request.arrival_s + STRICT_S * priority
-    due = request.arrival_s + AGEING_S * priority
     if ordering == "deadline":
-        due += PATIENCE_S if request.ttft_slo_s is None else min(request.ttft_slo_s, PATIENCE_S)
-    return due
+        return due_s(request.arrival_s, request.priority, request.ttft_slo_s)
+    return request.arrival_s + (STRICT_S if ordering == "priority" else AGEING_S) * _bounded(request.priority)
+
+
+def due_s(arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
+    """`order_key` under `deadline` ordering."""
+    patience_s = PATIENCE_S if ttft_slo_s is None else min(ttft_slo_s, PATIENCE_S)
+    return arrival_s + AGEING_S * _bounded(priority) + patience_s
+
+
+def _bounded(priority: int) -> int:
+    return max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
 
 
 def _rank(state: RequestState) -> tuple[float, int]:

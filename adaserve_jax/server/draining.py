@@ -44,7 +44,7 @@ class DrainingServer(uvicorn.Server):
         end = loop.time() + self.state.settings.shutdown_timeout
         while self.state.slots.used and loop.time() < end:
             await asyncio.sleep(POLL_S)
-        self.state.abort_all()
         while self.state.slots.used and loop.time() < end + ABORT_GRACE_S:
+            self.state.abort_all()  # again and again: a long prompt may be tokenised only now
             await asyncio.sleep(POLL_S)
         self.should_exit = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1.0
+"""What a client is told to wait where nothing better is known, seconds."""
 _FIELD_OF = {"json_schema": "response_format"}  # where the engine has another name for a field
 _TYPES = {
     401: "authentication_error",
@@ -27,8 +29,10 @@ CODES: dict[str, str] = {
     "aborted": "503: the server stopped the request, because it shuts down",
     "context_length_exceeded": "400: the prompt, or the prompt and max_tokens, exceed the model's context",
     "empty_prompt": "400: a prompt without a token",
-    "engine_dead": "503: the engine process ended; the server must be restarted",
+    "engine_dead": "503: the engine process ended for good; the server must be restarted",
     "engine_error": "500: the engine failed on this request and goes on with the others",
+    "engine_restarting": "503: the engine process ended and is started again; Retry-After says when to come again",
+    "engine_stalled": "503: requests wait and the engine completes no step; it may recover",
     "headers_too_large": "431: the first line and the headers are larger than the server takes",
     "internal_error": "500: a bug in the server; it goes on",
     "invalid_api_key": "401: the Authorization header is missing, given twice, or holds no key of this server",
@@ -45,8 +49,9 @@ CODES: dict[str, str] = {
     "no_token_allowed": "400: after a text, what the request forbids and asks for leaves no token",
     "not_found": "404: there is no such route",
     "not_ready": "503: the engine still loads or compiles",
-    "rate_limited": "429: the API key is over one of its limits; Retry-After says when there is room",
+    "overloaded": "429: the request would wait too long for its turn; Retry-After says when it would not",
     "queue_full": "429: the queue is full; Retry-After says when to come again",
+    "rate_limited": "429: the API key is over one of its limits; Retry-After says when there is room",
     "request_too_large": "413: the body is larger than the server takes",
     "shutting_down": "503: the server finishes what it has and takes nothing new",
     "slo_infeasible": "400: a target is below what the machine gives one request alone; the message has the least",
@@ -92,10 +97,11 @@ def invalid(message: str, param: str | None, code: str = "invalid_value") -> Api
     return ApiError(400, message, code=code, param=param)
 
 
-def of_code(message: str, code: str, param: str | None = None) -> ApiError:
-    """The response for an error of the engine: its code decides the status."""
+def of_code(message: str, code: str, param: str | None = None, retry_after_s: float | None = None) -> ApiError:
+    """The response for an error of the engine: its code decides the status. retry_after_s: None: unknown."""
     status = int(CODES.get(code, "400")[:3])
-    headers = {"retry-after": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    wait_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
+    headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else None
     return ApiError(status, message, code=code, param=_FIELD_OF.get(param or "", param), headers=headers)
 
 
@@ -164,7 +170,7 @@ def install(app: FastAPI) -> None:
 
     async def on_package(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AdaServeError)
-        return of_code(str(error), error.code, error.param).response()
+        return of_code(str(error), error.code, error.param, error.retry_after_s).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(StarletteHTTPException, on_http)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
+from adaserve_jax.server.admission import Reservation
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.limits import Hold
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
 from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
-from adaserve_jax.server.state import Reservation, ServerState
+from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
 
 
@@ -25,6 +26,7 @@ class _Choice:
 
     tokens: int = 0
     last_s: float | None = None
+    begun: bool = False
     ended: bool = False
     metrics: RequestMetrics | None = None
     text: list[str] = field(default_factory=list)
@@ -73,14 +75,16 @@ class Generation:
         """The sink of one prompt, called by the engine's thread."""
 
         def sink(chunk: OutputChunk) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self._deliver, position, chunk, time.monotonic())
+            self.state.mailbox.post(loop, self._deliver, position, chunk, time.monotonic())
 
         return sink
 
     def _deliver(self, position: int, chunk: OutputChunk, now: float) -> None:
         index = position * self.choices_per_prompt + chunk.choice
         choice = self._choices[index]
+        if not choice.begun:
+            choice.begun = True
+            self.reservation.begin()
         if chunk.token_ids:
             if choice.last_s is not None:
                 self.state.metrics.observe_tokens(now - choice.last_s, len(chunk.token_ids))
@@ -92,6 +96,9 @@ class Generation:
             choice.text.append(chunk.text)
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
+            if chunk.metrics is not None and chunk.metrics.queue_s is not None:
+                targeted = chunk.metrics.ttft_slo_s is not None
+                self.state.admission.compare(self.reservation.predicted_s, chunk.metrics.queue_s, targeted)
             self.reservation.release(1)
             self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
             if self._all_ended(position):
@@ -139,7 +146,8 @@ class Generation:
         if chunk.finish_reason == "abort":
             return of_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
-        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param)
+        wait_s = self.state.client.stats().back_in_s
+        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
 
     def usage(self, output_tokens: int | None = None) -> Usage:
         """Token counts, with so many of the output, or all that have come; a prompt counts once, however many choices

@@ -48,9 +48,7 @@ class ServerMetrics:
             ("limit",),
             registry=self.registry,
         )
-        self._over = self._histogram(
-            "tpot_over_target", "Measured TPOT over its target; met is <= 1.", RATIO_EDGES
-        )
+        self._over = self._histogram("tpot_over_target", "Measured TPOT over its target; met is <= 1.", RATIO_EDGES)
         self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._gap = self._histogram(
             "inter_token_latency_seconds", "Gaps between tokens; 0 for tokens of the same step.", _TOKEN_SECONDS
@@ -113,6 +111,8 @@ class EngineCollector(Collector):
             stats = self._client.stats()
         except EngineDeadError:
             return
+        up = "1 while the engine can serve; 0 while it starts, is started again, or is dead."
+        yield GaugeMetricFamily("adaserve_engine_up", up, int(self._client.is_alive()))
         yield from _gauges(stats)
         yield from _counters(stats)
 
@@ -176,6 +176,7 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("spec_drafts", "Steps that speculated.", steps.spec_steps),
         ("spec_draft_tokens", "Draft tokens verified.", steps.draft_tokens),
         ("spec_accepted_tokens", "Draft tokens accepted.", steps.accepted_tokens),
+        ("engine_restarts", "Engine processes that ended and were replaced.", stats.restarts),
         ("compiles_after_ready", "Compilations since ready; anything but 0 is a bug.", stats.compiles_after_ready),
     ):
         yield CounterMetricFamily(f"adaserve_{name}", text, value)

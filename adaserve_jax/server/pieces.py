@@ -45,6 +45,11 @@ class Piece:
     def reason(self) -> FinishedBy | None:
         return cast("FinishedBy | None", self.finish_reason)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is only text."""
+        return bool(self.text) and self.finish_reason is None and self.logprobs is None
+
     @staticmethod
     def joined(parts: Sequence[Piece]) -> Piece:
         """Pieces of one choice, in order, as one."""

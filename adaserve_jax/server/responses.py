@@ -169,7 +169,7 @@ class ModelList(BaseModel):
 
 
 class Health(BaseModel):
-    status: Literal["starting", "ok", "draining", "dead"]
+    status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
     detail: str
 
 

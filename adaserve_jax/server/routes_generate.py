@@ -38,8 +38,8 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         401: "The API key is missing or wrong.",
         404: "Another model is served.",
         413: "The body is too large.",
-        429: "The queue is full, or the API key over a limit; see Retry-After.",
-        503: "Not ready, draining, or the engine ended.",
+        429: "No room, a turn that comes too late, or an API key over a limit; see Retry-After.",
+        503: "Not ready, draining, or the engine ended or stalled.",
     }
     shape: dict[int | str, dict[str, Any]] = {s: {"model": ErrorBody, "description": texts[s]} for s in statuses}
     return shape | {"default": {"model": ErrorBody, "description": "Any other error."}}
@@ -138,7 +138,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     if count > most:
         raise invalid(f"prompts times n must be at most {most}, got {len(prompts)} times {sampling.n}", "n")
     try:
-        hold, reservation = room_for(state, account, count)
+        hold, reservation = room_for(state, account, count, targets)
     except (QueueFullError, RateLimited) as error:
         refused(state, origin, targets, count, error)
         raise
@@ -176,11 +176,12 @@ def pieces_of(
     return Pieces(sampling.n, echo, None if sampling.logprobs is None else tokenizer.spelled)
 
 
-def room_for(state: ServerState, account: Account, count: int) -> tuple[Hold, Reservation]:
-    """Room for so many choices, by the key's limits and the server's. Raises RateLimited and QueueFullError."""
+def room_for(state: ServerState, account: Account, count: int, targets: Targets) -> tuple[Hold, Reservation]:
+    """Room for so many choices, by the key's limits and the server's. Raises RateLimited, OverloadedError and
+    QueueFullError."""
     hold = account.hold(count)
     try:
-        return hold, state.slots.reserve(count)
+        return hold, state.admit(count, targets.slo, targets.priority)
     except BaseException:
         hold.drop()
         raise

@@ -88,16 +88,17 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
 def _add_operations(routes: APIRouter, state: ServerState) -> None:
     @routes.get(
         "/health", tags=["operations"], operation_id="health", summary="Is the process worth keeping? Needs no key",
-        responses={503: {"model": Health, "description": "The engine ended; restart the server."}},
+        responses={503: {"model": Health, "description": "The engine ended for good, or stalls."}},
     )  # fmt: skip
     async def health(response: Response) -> Health:
         found = state.health()
-        response.status_code = 503 if found.status == "dead" else 200
+        response.status_code = 503 if found.status in ("dead", "stalled") else 200
         return found
 
     @routes.get(
         "/ready", tags=["operations"], operation_id="ready", summary="Should requests be sent here now?",
-        responses=error_responses(401) | {503: {"model": Health, "description": "Starting, draining, or dead."}},
+        responses=error_responses(401)
+        | {503: {"model": Health, "description": "Starting, starting again, draining, stalled, or dead."}},
     )  # fmt: skip
     async def ready(response: Response) -> Health:
         found = state.health()

@@ -17,6 +17,7 @@ from rich.console import Console
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.supervision import SupervisedEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.server.app import create_app
@@ -38,8 +39,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return.
 
-    in_process: run the engine in a thread of this process. reread: where new API keys come from on SIGHUP. Raises
-    ConfigError (keys, certificates, the port is taken) and what loading the engine raises.
+    in_process: run the engine in a thread of this process, which cannot be started again. reread: where new API keys
+    come from on SIGHUP. Raises ConfigError (keys, certificates, the port is taken) and what loading the engine raises.
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
@@ -47,7 +48,11 @@ def run(
 
         client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
-        client = ProcessEngine(engine_config, bar.update)
+        client = SupervisedEngine(
+            lambda on_death: ProcessEngine(engine_config, bar.update, on_death=on_death),
+            max_restarts=settings.max_restarts,
+            window_s=settings.restart_window,
+        )
     serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
 
 

@@ -52,6 +52,10 @@ class ServerSettings:
     max_header_bytes: int = 16 * 1024
     classes: tuple[SloClass, ...] = field(default=(), metadata=FILE_ONLY)
     keys: tuple[KeySettings, ...] = field(default=(), metadata=FILE_ONLY)
+    watchdog: float = 60.0
+    max_restarts: int = 1
+    restart_window: float = 600.0
+    max_queue_wait: float = 5.0
 
     def __post_init__(self) -> None:
         for name in ("slo_classes", "cors_origins", "classes", "keys"):
@@ -64,6 +68,9 @@ class ServerSettings:
             self._check(0 < getattr(self, low) < math.inf, low, "a finite number above 0")
             self._check(getattr(self, low) <= getattr(self, high) < math.inf, high, f"a finite number >= {low}")
         self._check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "a finite number of seconds >= 0")
+        for name in ("watchdog", "restart_window", "max_queue_wait"):
+            self._check(0 <= getattr(self, name) < math.inf, name, "a finite number of seconds >= 0")
+        self._check(self.max_restarts >= 0, "max_restarts", "an integer >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         self._check(self.log_level in levels, "log_level", f"one of {', '.join(levels)}")
         self._check(self.api_key is None or bool(_parts(self.api_key)), "api_key", "not empty")
@@ -182,4 +189,9 @@ FIELD_HELP: dict[str, str] = {
     "max_header_bytes": "most bytes of a request's first line and headers; more are refused with 431 or 400",
     "classes": "named targets with priorities and service tiers: tables [[classes]] of a configuration file",
     "keys": "API keys with limits: tables [[keys]] of a configuration file",
+    "watchdog": "seconds without a step while requests wait after which /health is 503; 0: never",
+    "max_restarts": "most times within restart_window that an engine process that ended is started again",
+    "restart_window": "seconds in which restarts are counted",
+    "max_queue_wait": "longest predicted wait for a turn, seconds; what would wait longer, or longer than its "
+    "TTFT target allows, is refused with 429; 0: none is",
 }

@@ -8,9 +8,12 @@ from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo
-from adaserve_jax.errors import AdaServeError, QueueFullError
+from adaserve_jax.errors import AdaServeError
+from adaserve_jax.scheduler.queue import due_s
+from adaserve_jax.server.admission import Admission, Reservation, Slots
 from adaserve_jax.server.errors import ApiError, of_code
 from adaserve_jax.server.keyring import Keyring
+from adaserve_jax.server.mailbox import Mailbox
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
@@ -18,6 +21,14 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
+CODE_OF_STATUS = {
+    "starting": "not_ready",
+    "restarting": "engine_restarting",
+    "stalled": "engine_stalled",
+    "dead": "engine_dead",
+    "draining": "shutting_down",
+}
+"""Why a request is refused while the server is not ok."""
 
 
 class TextCodec(Protocol):
@@ -32,38 +43,6 @@ class TextCodec(Protocol):
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
 
-class Slots:
-    """Counts the choices that are queued or running; at most `limit`. Used from the event loop only."""
-
-    def __init__(self, limit: int):
-        self.limit = limit
-        self.used = 0
-
-    def reserve(self, count: int) -> Reservation:
-        """Take room for `count` choices. Raises QueueFullError."""
-        if self.used + count > self.limit:
-            raise QueueFullError(
-                f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
-                "retry in a moment"
-            )
-        self.used += count
-        return Reservation(self, count)
-
-
-class Reservation:
-    """Room that one HTTP request holds; given back choice by choice, or all at once."""
-
-    def __init__(self, slots: Slots, count: int):
-        self._slots = slots
-        self._held = count
-
-    def release(self, count: int | None = None) -> None:
-        """Give back `count`, or all that is left; never more than is held."""
-        count = self._held if count is None else min(count, self._held)
-        self._held -= count
-        self._slots.used -= count
-
-
 class ServerState:
     """Lives as long as the app. Used from the event loop only."""
 
@@ -73,8 +52,10 @@ class ServerState:
         self.classes = settings.class_table()
         self.metrics = ServerMetrics(client)
         self.observers: list[Observer] = []
+        self.mailbox = Mailbox()
         self.slots = Slots(settings.max_inflight)
         self.keyring = Keyring(settings)
+        self.admission = Admission(settings.max_queue_wait)
         self.created = int(time.time())
         self.phase: Phase = "starting"
         self.in_flight: set[str] = set()  # request ids that the engine has
@@ -90,8 +71,19 @@ class ServerState:
         """Take no new requests."""
         self.phase = "draining"
 
+    def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
+        """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
+        steps, slots = self.client.stats().scheduler, self.slots
+        due = due_s(time.monotonic(), priority, slo.ttft_s)
+        self.admission.see(steps.running, steps.waiting, self.info.max_requests)
+        wait_s = self.admission.wait_s(slots.ahead(due), slots.used - len(slots.waiting), slo.ttft_s is not None)
+        self.admission.check(wait_s, slo.ttft_s)
+        return slots.reserve(choices, due, wait_s)
+
     def ended(self, choice: EndedChoice) -> None:
-        """One choice has ended: count it, and tell whoever watches."""
+        """One choice has ended: count it, learn from it, and tell whoever watches."""
+        if choice.metrics is not None:
+            self.admission.learn(choice.metrics)
         self.metrics.observe_end(choice)
         tell(self.observers, choice)
 
@@ -136,18 +128,25 @@ class ServerState:
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
-        if not self.client.is_alive():
+        stats, limit_s = self.client.stats(), self.settings.watchdog
+        if not self.client.is_alive() and stats.back_in_s is None:
             return Health(status="dead", detail="the engine ended; restart the server")
         if self.phase == "draining":
             return Health(status="draining", detail="the server finishes what it has and takes nothing new")
+        if stats.back_in_s is not None:
+            return Health(status="restarting", detail="the engine ended and is started again; retry in a few seconds")
+        if 0 < limit_s < stats.step_age_s:
+            return Health(
+                status="stalled",
+                detail=f"requests wait and no step was completed for {stats.step_age_s:.0f} s, more than {limit_s:g} s",
+            )
         return Health(status="ok", detail="requests are served")
 
     def require_ready(self) -> None:
         """Raises the 503 that fits when no request can be served."""
         health = self.health()
-        codes = {"starting": "not_ready", "dead": "engine_dead", "draining": "shutting_down"}
-        if health.status in codes:
-            raise of_code(health.detail, codes[health.status])
+        if health.status != "ok":
+            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.client.stats().back_in_s)
 
     def require_model(self, name: str | None) -> None:
         """Raises 503 when nothing is served, 404 when `name` is another model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from adaserve_jax.server.responses import ResponseMetrics, Usage
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"
 INFEASIBLE = "a target is below what one request alone would get; served best-effort"
+_MARK = uuid.uuid4().hex
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ async def events(generation: Generation, dialect: Dialect, usage: UsageReports) 
     """
     left = len(generation.requests) * generation.choices_per_prompt
     tokens, began = 0, False
+    plain: dict[int, tuple[str, str]] = {}
 
     def counts() -> dict[str, Usage | None]:
         if usage.throughout:
@@ -58,8 +61,14 @@ async def events(generation: Generation, dialect: Dialect, usage: UsageReports) 
             piece = generation.pieces.take(index, chunk)
             if piece is None:
                 continue
-            last = {} if left or usage.at_end else {"metrics": generation.metrics()}
             began = True
+            if piece.is_plain and not usage.throughout:
+                if index not in plain:
+                    plain[index] = _around_text(dialect, index, counts())
+                before, after = plain[index]
+                yield _data(f"{before}{json.dumps(piece.text)}{after}")
+                continue
+            last = {} if left or usage.at_end else {"metrics": generation.metrics()}
             yield _data(to_json(dialect.event([piece], **counts(), **last)))
         if usage.at_end:
             yield _data(to_json(dialect.event([], usage=generation.usage(), metrics=generation.metrics())))
@@ -71,6 +80,12 @@ async def events(generation: Generation, dialect: Dialect, usage: UsageReports) 
             raise error from None
         yield _data(json.dumps(error.body()))
     yield _data("[DONE]")
+
+
+def _around_text(dialect: Dialect, index: int, extras: Mapping[str, None]) -> tuple[str, str]:
+    """The JSON before and after the text of an event that carries only text: made once, since most events are."""
+    before, after = to_json(dialect.event([Piece(index, _MARK)], **extras)).split(json.dumps(_MARK))
+    return before, after
 
 
 def _data(text: str) -> str:

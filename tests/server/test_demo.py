@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,47 @@ def test_a_client_that_goes_away_frees_its_pages(demo):
         assert demo.engine.stats().scheduler.running == 1
     wait_idle(demo)
     assert demo.engine.stats().compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_two_steps_after_a_client_is_gone_its_pages_are_free(demo, monkeypatch, streams):
+    """While another request runs on, so that there are steps."""
+    core, steps, aborted = demo.engine._core, [], []
+    step, abort = core.step, demo.engine.abort
+
+    def watched_step() -> list:
+        chunks = step()
+        stats = core.scheduler.stats
+        steps.append((stats.running, stats.pages_used))
+        return chunks
+
+    def watched_abort(request_id: str) -> None:
+        aborted.append(len(steps))
+        abort(request_id)
+
+    def wait_for(condition) -> None:
+        end = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    monkeypatch.setattr(core, "step", watched_step)
+    monkeypatch.setattr(demo.engine, "abort", watched_abort)
+    other = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True, "seed": 1}
+    gone = {"prompt": "x = 1\n" * 60, "max_tokens": 200, "stream": streams, "ignore_eos": True, "seed": 2}
+    content = json.dumps(gone).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n"
+    with demo.http.stream("POST", "/v1/completions", json=other) as response:
+        lines = response.iter_lines()
+        next(lines)
+        with socket.create_connection(("127.0.0.1", int(demo.url.rsplit(":", 1)[1]))) as connection:
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+            wait_for(lambda: steps and steps[-1][0] == 2 and demo.state.slots.waiting == [])
+            held = steps[-1][1]
+        wait_for(lambda: aborted and len(steps) >= aborted[0] + 2)
+        running, pages = steps[aborted[0] + 1]
+        assert running == 1 and pages <= held - len(gone["prompt"]) // 6 // 16
+    wait_idle(demo)
 
 
 def test_a_prompt_beyond_the_context_is_refused(demo):

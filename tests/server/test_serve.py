@@ -57,7 +57,11 @@ class Program:
         command = [sys.executable, "-c", PROGRAM, target, str(self.port), str(timeout)]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10)
+        self.http = self.client()
+
+    def client(self, connections: int = 10) -> httpx.Client:
+        limits = httpx.Limits(max_connections=connections + 1)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10, limits=limits)
 
     def __enter__(self) -> Program:
         return self

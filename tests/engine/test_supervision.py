@@ -1,0 +1,306 @@
+"""An engine that dies is replaced, so often and no more, and its counts go on: with fakes on a virtual clock, and with
+real processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.supervision import OnDeath, SupervisedEngine
+from adaserve_jax.errors import EngineDeadError, EngineRestartingError
+from adaserve_jax.stats import GAUGES, StepStats
+from tests.engine.test_process import FACTORY, ROOT, Collected, request, wait_until
+
+
+class Fake:
+    """An engine that does what the test tells it: `fails` to start, or starts when `may_start` is set."""
+
+    def __init__(self, on_death: OnDeath, number: int, fails: bool, may_start: threading.Event):
+        self.on_death, self.number, self.fails, self.may_start = on_death, number, fails, may_start
+        self.counts = StepStats()
+        self.alive = self.closed = False
+        self.info = SimpleNamespace(target=f"engine {number}")
+
+    def start(self) -> None:
+        while not (self.closed or self.may_start.wait(0.01)):
+            pass
+        if self.fails or self.closed:
+            raise EngineDeadError(f"start {self.number} failed")
+        self.alive = True
+
+    def die(self) -> EngineDeadError:
+        """The process is gone; what its requests are told."""
+        self.alive = False
+        return self.on_death(f"engine {self.number} died")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.counts, compiles_after_ready=self.counts.steps)
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class World:
+    """A supervised engine over fakes; the clock stands still unless `now` is set."""
+
+    def __init__(self, failing: tuple[int, ...] = (), **limits):
+        self.now = 100.0
+        self.fakes: list[Fake] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.failing = failing
+        self.engine = SupervisedEngine(self.build, clock=lambda: self.now, **limits)
+
+    def build(self, on_death: OnDeath) -> Fake:
+        number = len(self.fakes)
+        self.fakes.append(Fake(on_death, number, number in self.failing, self.gate))
+        return self.fakes[-1]
+
+    def __enter__(self) -> World:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.engine.close()
+        assert all(fake.closed for fake in self.fakes)
+
+
+def refusal(engine: SupervisedEngine) -> EngineDeadError:
+    with pytest.raises(EngineDeadError) as caught:
+        engine.submit(GenerateRequest("r", [1]), lambda chunk: None)
+    return caught.value
+
+
+def test_counts_go_on_and_gauges_are_the_new_engines():
+    with World() as world:
+        world.fakes[0].counts = StepStats(
+            steps=7,
+            running=3,
+            pages_total=9,
+            finished={"stop": 2, "abort": 1},
+            accepted_per_position=[4, 1],
+            wait_s=0.5,
+        )
+        assert world.engine.stats().restarts == 0 and world.engine.stats().back_in_s is None
+        world.gate.clear()
+        assert isinstance(world.fakes[0].die(), EngineRestartingError)
+        wait_until(lambda: len(world.fakes) == 2)
+        during = world.engine.stats()
+        assert (during.scheduler.steps, during.scheduler.running, during.restarts) == (7, 0, 0)
+        assert during.back_in_s == 0.0 and not world.engine.is_alive()  # the first start took no time
+        error = refusal(world.engine)
+        assert error.code == "engine_restarting" and "engine 0 died; it is started again" in str(error)
+        assert world.engine.info.target == "engine 0"
+        world.fakes[1].counts = StepStats(steps=2, running=1, finished={"stop": 1}, accepted_per_position=[1, 1, 1])
+        world.gate.set()
+        wait_until(world.engine.is_alive)
+        after = world.engine.stats()
+        assert (after.scheduler.steps, after.compiles_after_ready, after.restarts, after.back_in_s) == (9, 9, 1, None)
+        assert after.scheduler.finished == {"stop": 3, "abort": 1}
+        assert after.scheduler.accepted_per_position == [5, 2, 1]
+        assert (after.scheduler.running, after.scheduler.pages_total, after.scheduler.wait_s) == (1, 0, 0.5)
+        assert world.engine.info.target == "engine 1" and world.fakes[0].closed
+
+
+def test_every_field_of_the_stats_is_a_gauge_or_a_count():
+    full = StepStats(**{
+        name: {"stop": 2} if isinstance(value, dict) else [3] if isinstance(value, list) else type(value)(5)
+        for name, value in vars(StepStats()).items()
+        if name not in ("calibration_error", "arms")
+    })  # fmt: skip
+    twice = full.after(full)
+    for name, value in vars(full).items():
+        doubled = {"stop": 4} if isinstance(value, dict) else [6] if isinstance(value, list) else 10
+        assert getattr(twice, name) == (value if name in GAUGES else doubled), name
+    assert full.ended() == StepStats(**{k: v for k, v in vars(full).items() if k not in GAUGES})
+
+
+def test_restarts_are_counted_within_the_window():
+    with World(max_restarts=2, window_s=60.0) as world:
+        for number in range(2):
+            assert isinstance(world.fakes[number].die(), EngineRestartingError)
+            wait_until(world.engine.is_alive)
+        world.now += 60.0  # both are forgotten
+        assert isinstance(world.fakes[2].die(), EngineRestartingError)
+        wait_until(world.engine.is_alive)
+        world.now += 30.0
+        assert isinstance(world.fakes[3].die(), EngineRestartingError)
+        wait_until(world.engine.is_alive)
+        last = world.fakes[4].die()
+        assert type(last) is EngineDeadError
+        assert str(last) == "engine 4 died, after 2 restarts within 60 s; restart the server"
+        assert refusal(world.engine) is last and world.engine.stats().back_in_s is None
+        assert not world.engine.is_alive() and world.engine.stats().restarts == 4
+    assert len(world.fakes) == 5
+
+
+def test_no_restart_where_none_is_allowed():
+    with World(max_restarts=0) as world:
+        assert world.fakes[0].die().code == "engine_dead"
+        assert refusal(world.engine).code == "engine_dead" and len(world.fakes) == 1
+
+
+def test_a_start_that_fails_is_tried_again_while_there_are_restarts_left():
+    with World(failing=(1,), max_restarts=2) as world:
+        world.fakes[0].die()
+        wait_until(world.engine.is_alive)
+        assert len(world.fakes) == 3 and world.fakes[1].closed and world.engine.stats().restarts == 1
+    with World(failing=(1,), max_restarts=1) as world:
+        world.fakes[0].die()
+        wait_until(lambda: refusal(world.engine).code == "engine_dead")
+        assert "could not be started again: start 1 failed, after 1 restarts" in str(refusal(world.engine))
+        assert world.engine.stats().back_in_s is None
+
+
+def test_the_first_start_is_not_tried_again():
+    world = World(failing=(0,))
+    with pytest.raises(EngineDeadError, match="start 0 failed"):
+        world.engine.start()
+    with pytest.raises(EngineDeadError, match="starts once"):
+        world.engine.start()
+    world.engine.close()
+    assert len(world.fakes) == 1
+
+
+def test_the_time_until_it_is_back_is_that_of_the_last_start():
+    world = World()
+    world.gate.clear()
+    thread = threading.Thread(target=world.engine.start)
+    thread.start()
+    wait_until(lambda: bool(world.fakes))
+    world.now += 4.0
+    world.gate.set()
+    thread.join()
+    world.gate.clear()
+    world.fakes[0].die()
+    wait_until(lambda: len(world.fakes) == 2)
+    world.now += 1.5
+    assert world.engine.stats().back_in_s == 2.5
+    world.now += 10.0
+    assert world.engine.stats().back_in_s == 0.0
+    world.engine.close()  # in the midst of the start
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """A supervised scripted engine in a process of its own, and those it was so far."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    built: list[ProcessEngine] = []
+
+    def build(on_death: OnDeath) -> ProcessEngine:
+        built.append(ProcessEngine(EngineConfig(policy="process"), factory=FACTORY, on_death=on_death))
+        return built[-1]
+
+    engine = SupervisedEngine(build)
+    engine.start()
+    yield engine, built
+    engine.close()
+    assert all(one._child.returncode is not None for one in built)
+
+
+def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(processes):
+    engine, built = processes
+    done, cut = Collected(), Collected(2)
+    engine.submit(request("done", "abc", max_tokens=9), done)
+    assert done.ended.wait(5)
+    engine.submit(request("cut", "slow " * 3, max_tokens=400, n=2), cut)
+    wait_until(lambda: cut.chunks[0])
+    steps = engine.stats().scheduler.steps
+    began = time.monotonic()
+    os.kill(built[0].pid, signal.SIGKILL)
+    assert cut.ended.wait(2) and time.monotonic() - began < 2
+    for choice in (0, 1):
+        assert cut.last(choice).error_code == "engine_restarting" and "status -9" in cut.last(choice).error
+    wait_until(engine.is_alive)
+    again = Collected()
+    engine.submit(request("again", "abc", max_tokens=9), again)
+    assert again.ended.wait(5) and again.text() == done.text()
+    wait_until(lambda: engine.stats().scheduler.steps > steps)
+    assert engine.stats().restarts == 1 and len(built) == 2
+
+
+def test_many_requests_at_the_moment_of_death_all_end(processes):
+    """None may hang, whichever side of the death it was sent on."""
+    engine, built = processes
+    sinks, refused = {}, 0
+    for i in range(200):
+        if i == 100:
+            os.kill(built[0].pid, signal.SIGKILL)
+        sink = Collected()
+        try:
+            engine.submit(request(f"r{i}", "slow x", max_tokens=400), sink)
+            sinks[i] = sink
+        except EngineRestartingError:
+            refused += 1
+        time.sleep(0.0005)
+    assert all(sink.ended.wait(2) for i, sink in sinks.items() if sink.chunks[0] or i < 100)
+    wait_until(engine.is_alive)
+    for i, sink in sinks.items():
+        if not sink.ended.is_set():
+            engine.abort(f"r{i}")
+    assert all(sink.ended.wait(5) for sink in sinks.values())
+
+
+def test_the_age_of_the_step_grows_while_the_process_hangs(processes):
+    engine, built = processes
+    sink = Collected()
+    assert engine.stats().step_age_s == 0.0
+    engine.submit(request("hangs", "slow " * 3, max_tokens=60), sink)
+    wait_until(lambda: sink.chunks[0])
+    assert engine.stats().step_age_s < 0.3
+    os.kill(built[0].pid, signal.SIGSTOP)
+    wait_until(lambda: engine.stats().step_age_s > 0.6)
+    os.kill(built[0].pid, signal.SIGCONT)
+    wait_until(lambda: engine.stats().step_age_s < 0.3)
+    assert sink.ended.wait(5) and sink.last().finish_reason == "length"
+    wait_until(lambda: engine.stats().step_age_s == 0.0)
+
+
+def test_an_engine_thread_that_dies_takes_its_process_along(monkeypatch):
+    """What its requests are told is decided by the supervisor, not by the engine's own last words."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    told = []
+    engine = ProcessEngine(
+        EngineConfig(), factory="tests.engine.test_supervision:Dying", on_death=lambda why: verdict(told, why)
+    )
+    engine.start()
+    sink = Collected()
+    engine.submit(request("last", "abc"), sink)
+    assert sink.ended.wait(5)
+    assert told == ["the engine stopped: a bug"] and sink.last().error_code == "engine_restarting"
+    engine.close()
+
+
+def verdict(told: list[str], why: str) -> EngineDeadError:
+    told.append(why)
+    return EngineRestartingError("comes back")
+
+
+class Dying:
+    """An engine whose thread fails on its first request, as `LocalEngine` tells it."""
+
+    def __init__(self, config: EngineConfig, progress: object):
+        from tests.server.scripted import ScriptedEngine
+
+        self.scripted = ScriptedEngine(config)
+        self.start, self.stats, self.close = self.scripted.start, self.scripted.stats, self.scripted.close
+        self.is_alive, self.abort = self.scripted.is_alive, self.scripted.abort
+
+    @property
+    def info(self):
+        return self.scripted.info
+
+    def submit(self, request: GenerateRequest, sink) -> None:
+        self.scripted.dead = True
+        sink(OutputChunk(request.request_id, 0, "", [], "error", None, "the engine stopped: a bug", "engine_dead"))
