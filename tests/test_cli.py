@@ -301,7 +301,7 @@ def test_bench_passes_its_plan_on_and_prints_a_table(monkeypatch, capsys, tmp_pa
     plan = seen["plan"]
     assert (plan.policies, plan.rates, plan.duration_s) == (("adaserve", "spec:4"), (1.5, None), 9.0)
     assert plan.max_late_s == pytest.approx(0.05)
-    assert seen["engine"] == EngineConfig(policy="spec:4", seed=4, max_requests=3)
+    assert seen["engine"] == EngineConfig(policy="adaserve", seed=4, max_requests=3)  # that may give the draft away
     assert "0 rows in" in " ".join(capsys.readouterr().err.split())
 
 

@@ -82,7 +82,7 @@ async def events(generation: Generation, dialect: Dialect, usage: UsageReports) 
     yield _data("[DONE]")
 
 
-def _around_text(dialect: Dialect, index: int, extras: Mapping[str, None]) -> tuple[str, str]:
+def _around_text(dialect: Dialect, index: int, extras: Mapping[str, Usage | None]) -> tuple[str, str]:
     """The JSON before and after the text of an event that carries only text: made once, since most events are."""
     before, after = to_json(dialect.event([Piece(index, _MARK)], **extras)).split(json.dumps(_MARK))
     return before, after
