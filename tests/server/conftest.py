@@ -54,7 +54,7 @@ def serving(engine: EngineClient, tokenizer: TextCodec | None, settings: ServerS
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     quiet = replace(settings, log_level="critical")
     server = uvicorn.Server(http_config(app, quiet, lifespan="on"))
-    thread = threading.Thread(target=server.run, args=([listener],))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)  # a failed test must not hang the end
     thread.start()
     with httpx.Client(base_url=url, timeout=30) as http:
         while not server.started:
