@@ -41,7 +41,7 @@ class Grammars:
     def __init__(
         self, tokenizer: HasBackend, vocab_size: int, eos_ids: Iterable[int], *, max_schemas: int = MAX_SCHEMAS
     ):
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
         if not self._eos_ids:
             raise ConfigError("structured output needs an end-of-text token, but the target's config.json names none")
         self._vocabulary = Vocabulary(tokenizer.backend_json(), vocab_size, self._eos_ids)
@@ -55,11 +55,12 @@ class Grammars:
         return len(self._compiled)
 
     def check(self, schema: str) -> None:
-        """Raises RequestError (param response_format, code invalid_schema) saying why a schema cannot be enforced."""
+        """Raises RequestError (param response_format, code invalid_schema) saying why a schema cannot be enforced, and
+        QueueFullError when too many others are being prepared."""
         self._start(schema)
 
     def add(self, request_id: str, schema: str) -> None:
-        """From now on the request's text must be JSON of this schema. Raises RequestError as `check` does."""
+        """From now on the request's text must be JSON of this schema. Raises as `check` does."""
         self._texts[request_id] = _Text(self._start(schema), self._eos_ids)
 
     def discard(self, request_id: str) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.grammar import MAX_SCHEMAS, Grammars
 from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
-from adaserve_jax.constraints.grammar_vocabulary import Vocabulary
+from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S, Vocabulary
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import MAX_SCHEMA_CHARS
+from tests.conftest import ROOT
 from tests.oracles.json_texts import all_texts
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
@@ -361,6 +363,12 @@ def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeyp
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[server\]'"):
         Grammars(tokenizer, V, (EOS,))
+
+
+def test_the_guide_names_the_limits():
+    guide = (ROOT / "docs" / "structured-output.md").read_text()
+    values = [int(value) for value in re.findall(r"^\| .* \| (\d+) \|$", guide, re.MULTILINE)]
+    assert values == [MAX_SCHEMA_CHARS, MAX_NESTING, MAX_LEVELS, COMPILE_LIMIT_S, COMPILE_AT_ONCE, MAX_SCHEMAS]
 
 
 # ---- schemas that are refused ----
