@@ -21,7 +21,7 @@ COMPILE_AT_ONCE = 2
 _STACK_BYTES = 128 << 20
 """Reading a schema takes about 8 KiB for each of the levels that `grammar_schema.MAX_LEVELS` bounds."""
 _SILENT = 0
-_LIMITS = {
+LIMITS = {
     "max_grammar_size": 100_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 20_000,
@@ -50,7 +50,7 @@ class Vocabulary:
                 "install it with: pip install 'adaserve-jax[server]'"
             ) from None
         self._matcher_class = llguidance.LLMatcher
-        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._limits = llguidance.LLParserLimits(**LIMITS)
         self._work = BoundedWork(stack_bytes=_STACK_BYTES, limit_s=COMPILE_LIMIT_S, at_once=COMPILE_AT_ONCE)
         self._eos_id = min(eos_ids)
         try:

@@ -15,7 +15,7 @@ import pytest
 
 from adaserve_jax.constraints.grammar import MAX_SCHEMAS, Grammars
 from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
-from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S, Vocabulary
+from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S, LIMITS, Vocabulary
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -326,6 +326,18 @@ def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypat
     masks = np.zeros((1, V // 32), np.uint32)
     grammars.fill("old", np.zeros(1, np.int32), np.full(1, -1, np.int32), masks)  # its schema is no longer kept
     assert ids_of(masks[0]) == set(tokenizer.encode("1"))
+
+
+def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 300)
+    grammars, rng = Grammars(tokenizer, V, (EOS,)), np.random.default_rng(0)
+    for _ in range(3):
+        writer = Writer(grammars, HOSTILE["pattern that looks back"])
+        written = 0
+        while allowed := writer.allowed():
+            grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))])
+            written += 1
+        assert 3 < written < 200 and grammars.num_compiled == 0
 
 
 def test_schemas_are_checked_in_many_threads_while_one_writes(grammars: Grammars, tokenizer: Tokenizer):
