@@ -41,7 +41,7 @@ class Grammars:
     def __init__(
         self, tokenizer: HasBackend, vocab_size: int, eos_ids: Iterable[int], *, max_schemas: int = MAX_SCHEMAS
     ):
-        self._eos_ids = frozenset(eos_ids)
+        self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
         if not self._eos_ids:
             raise ConfigError("structured output needs an end-of-text token, but the target's config.json names none")
         self._vocabulary = Vocabulary(tokenizer.backend_json(), vocab_size, self._eos_ids)
@@ -55,12 +55,13 @@ class Grammars:
         return len(self._compiled)
 
     def check(self, schema: str) -> None:
-        """Raises RequestError (param response_format, code invalid_schema) saying why a schema cannot be enforced."""
+        """Raises RequestError (param response_format, code invalid_schema) saying why a schema cannot be enforced, and
+        QueueFullError when too many others are being prepared."""
         self._start(schema)
 
     def add(self, request_id: str, schema: str) -> None:
-        """From now on the request's text must be JSON of this schema. Raises RequestError as `check` does."""
-        self._texts[request_id] = _Text(self._start(schema), self._eos_ids)
+        """From now on the request's text must be JSON of this schema. Raises as `check` does."""
+        self._texts[request_id] = _Text(schema, self._start(schema), self._eos_ids)
 
     def discard(self, request_id: str) -> None:
         """Forget a request, if it is known."""
@@ -92,13 +93,19 @@ class Grammars:
             node, path = open_nodes.pop()
             unreached.remove(node)
             mask = masks[node]
-            text.mask_after(path, self._vocabulary, mask)
+            if not text.mask_after(path, self._vocabulary, mask):
+                self._forget(text.schema)
             for child in children[node]:
                 token = token_of[child]
                 if mask[token // 32] >> np.uint32(token % 32) & 1:
                     open_nodes.append((child, (*path, token)))
         text.take_back()
         masks[list(unreached)] = self._vocabulary.all
+
+    def _forget(self, schema: str) -> None:
+        """Texts of a schema share its lexer, whose states are bounded: once used up, new texts get a new one."""
+        with self._lock:
+            self._compiled.pop(schema, None)
 
     def _start(self, schema: str) -> LLMatcher:
         with self._lock:
@@ -116,7 +123,8 @@ class Grammars:
 class _Text:
     """One text: its committed tokens, and a matcher that stands after them or some tokens ahead."""
 
-    def __init__(self, start: LLMatcher, eos_ids: frozenset[int]):
+    def __init__(self, schema: str, start: LLMatcher, eos_ids: frozenset[int]):
+        self.schema = schema
         self._start = start
         self._eos_ids = eos_ids
         self._tokens: list[int] = []
@@ -133,14 +141,17 @@ class _Text:
             self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def mask_after(self, path: tuple[int, ...], vocabulary: Vocabulary, mask: np.ndarray) -> None:
-        """Write what may follow the text and `path`, each of whose tokens may follow those before it."""
+    def mask_after(self, path: tuple[int, ...], vocabulary: Vocabulary, mask: np.ndarray) -> bool:
+        """Write what may follow the text and `path`, each of whose tokens may follow those before it. False: the
+        matcher has failed, and nothing may."""
         if self._ended or not self._eos_ids.isdisjoint(path):
             mask[:] = vocabulary.end
-            return
+            return True
         self._go(path)
-        if not vocabulary.mask(self._matcher, mask) and path:
+        ok = vocabulary.mask(self._matcher, mask)
+        if not ok and path:
             self._start_again()
+        return ok
 
     def take_back(self) -> None:
         self._go(())

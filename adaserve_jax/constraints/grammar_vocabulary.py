@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 COMPILE_LIMIT_S = 2.0
-_COMPILE_AT_ONCE = 2
+COMPILE_AT_ONCE = 2
 _STACK_BYTES = 128 << 20
 """Reading a schema takes about 8 KiB for each of the levels that `grammar_schema.MAX_LEVELS` bounds."""
 _SILENT = 0
-_LIMITS = {
+LIMITS = {
     "max_grammar_size": 100_000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 20_000,
@@ -50,8 +50,8 @@ class Vocabulary:
                 "install it with: pip install 'adaserve-jax[server]'"
             ) from None
         self._matcher_class = llguidance.LLMatcher
-        self._limits = llguidance.LLParserLimits(**_LIMITS)
-        self._work = BoundedWork(stack_bytes=_STACK_BYTES, limit_s=COMPILE_LIMIT_S, at_once=_COMPILE_AT_ONCE)
+        self._limits = llguidance.LLParserLimits(**LIMITS)
+        self._work = BoundedWork(stack_bytes=_STACK_BYTES, limit_s=COMPILE_LIMIT_S, at_once=COMPILE_AT_ONCE)
         self._eos_id = min(eos_ids)
         try:
             self._tokens = llguidance.LLTokenizer(backend_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
@@ -87,8 +87,8 @@ class Vocabulary:
         probe, mask = start.deep_copy(), np.empty(self.num_words, np.uint32)
         self.mask(probe, mask)
         if not mask.any():
-            nothing_fits = probe.stop_reason() == "NoExtensionBias"
-            refuse("no JSON at all fits it" if nothing_fits else probe.get_error())
+            why = probe.get_error()
+            refuse("no JSON at all fits it" if "NoExtension" in why else why)
         return start
 
     def mask(self, matcher: LLMatcher, mask: np.ndarray) -> bool:

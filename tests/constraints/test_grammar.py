@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.grammar import MAX_SCHEMAS, Grammars
 from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
-from adaserve_jax.constraints.grammar_vocabulary import Vocabulary
+from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S, LIMITS, Vocabulary
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import MAX_SCHEMA_CHARS
+from tests.conftest import ROOT
 from tests.oracles.json_texts import all_texts
 
 pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
@@ -326,6 +328,18 @@ def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypat
     assert ids_of(masks[0]) == set(tokenizer.encode("1"))
 
 
+def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(LIMITS, "max_lexer_states", 300)
+    grammars, rng = Grammars(tokenizer, V, (EOS,)), np.random.default_rng(0)
+    for _ in range(3):
+        writer = Writer(grammars, HOSTILE["pattern that looks back"])
+        written = 0
+        while allowed := writer.allowed():
+            grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))])
+            written += 1
+        assert 3 < written < 200 and grammars.num_compiled == 0
+
+
 def test_schemas_are_checked_in_many_threads_while_one_writes(grammars: Grammars, tokenizer: Tokenizer):
     good = [json.dumps(FINITE[name] | {"title": f"{name} {i}"}) for name in FINITE for i in range(4)]
     bad = [json.dumps({"type": f"kind {i}"}) for i in range(12)]
@@ -361,6 +375,12 @@ def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeyp
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[server\]'"):
         Grammars(tokenizer, V, (EOS,))
+
+
+def test_the_guide_names_the_limits():
+    guide = (ROOT / "docs" / "structured-output.md").read_text()
+    values = [int(value) for value in re.findall(r"^\| .* \| (\d+) \|$", guide, re.MULTILINE)]
+    assert values == [MAX_SCHEMA_CHARS, MAX_NESTING, MAX_LEVELS, COMPILE_LIMIT_S, COMPILE_AT_ONCE, MAX_SCHEMAS]
 
 
 # ---- schemas that are refused ----
