@@ -27,9 +27,9 @@ PROMPTS = (
     "Question: Tom has 3 apples and buys 4 more. How many has he?\nAnswer:",
 )  # fmt: skip
 CLASSES = {"interactive": 3, "chat": 4, "batch": 2}
-TARGETS = "interactive=8:60,chat=16,batch="
+TARGETS = "interactive=20:300,chat=40,batch="
 WAVE_S = 90.0
-COLOURS = 96
+COLOURS = 128
 
 
 def browser_path() -> str | None:
