@@ -27,7 +27,7 @@ PROMPTS = (
     "Question: Tom has 3 apples and buys 4 more. How many has he?\nAnswer:",
 )  # fmt: skip
 CLASSES = {"interactive": 3, "chat": 4, "batch": 2}
-TARGETS = "interactive=20:300,chat=40,batch="
+TARGETS = "interactive=30:1000,chat=60,batch="
 WAVE_S = 90.0
 COLOURS = 128
 
