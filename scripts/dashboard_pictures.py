@@ -1,6 +1,6 @@
 """Takes the pictures of docs/dashboard.md: the embedded pair under load of three classes, in light and dark colours.
 
-Needs playwright and a Chromium that is installed. Load comes and goes in waves, so that charts have something to show.
+Needs playwright, Pillow and a Chromium that is installed. Load comes and goes in waves, for the charts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ PROMPTS = (
     "Question: Tom has 3 apples and buys 4 more. How many has he?\nAnswer:",
 )  # fmt: skip
 CLASSES = {"interactive": 3, "chat": 4, "batch": 2}
-TARGETS = "interactive=8:60,chat=16,batch="
+TARGETS = "interactive=30:1000,chat=60,batch="
+SERVE = (
+    "--num-pages 48 --page-size 16 --max-context 512 --max-requests 16 --max-depth 4 --max-width 3 "
+    "--max-tree-tokens 64 --token-edges 16,64 --row-edges 16"
+)
+"""Few programs, and so few pages that the draft's memory becomes pages at times."""
 WAVE_S = 90.0
-COLOURS = 96
+COLOURS = 128
 
 
 def browser_path() -> str | None:
@@ -81,9 +86,9 @@ async def take(url: str, out: Path, rate_rps: float, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
-    parser.add_argument("--rate", type=float, default=8.0, help="most requests per second")
+    parser.add_argument("--rate", type=float, default=4.5, help="most requests per second")
     parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--serve", default="", help="more options of adaserve serve, in one text")
+    parser.add_argument("--serve", default=SERVE, help="more options of adaserve serve, in one text")
     given = parser.parse_args()
     if browser_path() is None:
         sys.exit(f"expected one of {', '.join(BROWSERS)} to be installed, found none; install chromium")

@@ -18,8 +18,8 @@ from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice, Ending
 from adaserve_jax.types import RequestMetrics
 
-CAPACITY = 2**16
-"""Choices kept; where more end within a window, the window says that it covers less."""
+CAPACITY = 2**15
+"""Choices kept at least, and twice as many at most; where more end within a window, it says that it covers less."""
 ALL = "all"
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 STATUSES: dict[Ending, Status] = {
@@ -30,10 +30,10 @@ STATUSES: dict[Ending, Status] = {
     "abort": "unfinished",
 }
 _NONE = -1
-_ROW = np.dtype([
-    ("ended_s", "f8"), ("slo_class", "i2"), ("met", "i1"), ("cause", "i1"), ("output", "i4"), ("verify", "i4"),
-    ("accepted", "i4"), ("ttft_s", "f8"), ("tpot_s", "f8"), ("over", "f8"),
-])  # fmt: skip
+_COLUMNS = {
+    "ended_s": "f8", "slo_class": "i2", "met": "i1", "cause": "i1", "output": "i4", "verify": "i4", "accepted": "i4",
+    "ttft_s": "f8", "tpot_s": "f8", "over": "f8",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,14 @@ def record_of(choice: EndedChoice) -> RequestRecord:
 
 
 class EndedChoices:
-    """A ring of the newest choices. Times are on the caller's clock, which must not run backwards."""
+    """The newest choices, oldest first. Times are on the caller's clock, which must not run backwards."""
 
     def __init__(self, classes: Sequence[str], capacity: int = CAPACITY):
         self._classes = {name: number for number, name in enumerate(classes)}
         self._started_s = math.inf
-        self._rows = np.zeros(capacity, _ROW)
-        self._count = 0
+        self._capacity = capacity
+        self._columns = {name: np.zeros(2 * capacity, kind) for name, kind in _COLUMNS.items()}
+        self._held = self._count = 0
         self._drafted = self._accepted = 0
 
     def __len__(self) -> int:
@@ -112,22 +113,34 @@ class EndedChoices:
         self._accepted += record.accepted_tokens
         cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
         over = record.tpot_s / record.tpot_slo_s if record.tpot_s is not None and record.tpot_slo_s else np.nan
-        self._rows[self._count % len(self._rows)] = (
+        if self._held == 2 * self._capacity:
+            self._forget()
+        row = (
             now_s, self._classes.setdefault(record.slo_class, len(self._classes)),
             _NONE if record.slo_met is None else record.slo_met, _NONE if cause is None else CAUSES.index(cause),
             record.output_tokens, record.verify_steps, record.accepted_tokens,
             _known(record.ttft_s), _known(record.tpot_s), over,
         )  # fmt: skip
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column[self._held] = value
+        self._held += 1
         self._count += 1
         return cause
 
+    def _forget(self) -> None:
+        """Drop the older half, so that what is held stays in one piece and in order."""
+        for column in self._columns.values():
+            column[: self._capacity] = column[self._capacity :]
+        self._held = self._capacity
+
     def window(self, now_s: float, window_s: float) -> EndedWindow:
         """The last `window_s` seconds."""
-        rows = self._rows[: self._count]
+        ended_s = self._columns["ended_s"][: self._held]
         since_s = max(now_s - window_s, min(self._started_s, now_s))
-        if self._count > len(self._rows):
-            since_s = max(since_s, self._rows["ended_s"][self._count % len(self._rows)])
-        rows = rows[rows["ended_s"] >= since_s]
+        if self._count > self._held:
+            since_s = max(since_s, float(ended_s[0]))
+        first = int(np.searchsorted(ended_s, since_s))
+        rows = {name: column[first : self._held] for name, column in self._columns.items()}
         covered_s = now_s - since_s
         met_tokens = int(rows["output"][rows["met"] == 1].sum())
         missed = np.bincount(rows["cause"][rows["cause"] != _NONE], minlength=len(CAUSES))
@@ -135,7 +148,7 @@ class EndedChoices:
         return EndedWindow(
             window_s=window_s,
             covered_s=round(covered_s, 3),
-            attainment=self._attainment(rows),
+            attainment=self._attainment(rows["slo_class"], rows["met"]),
             goodput_tps=round(met_tokens / covered_s, 3) if covered_s > 0 else 0.0,
             ttft_ms=_percentiles_ms(rows["ttft_s"]),
             tpot_ms=_percentiles_ms(rows["tpot_s"]),
@@ -144,10 +157,9 @@ class EndedChoices:
             causes={name: int(count) for name, count in zip(CAUSES, missed, strict=True) if count},
         )
 
-    def _attainment(self, rows: np.ndarray) -> list[Attainment]:
-        return [_attained(ALL, rows["met"])] + [
-            _attained(name, rows["met"][rows["slo_class"] == number]) for name, number in self._classes.items()
-        ]
+    def _attainment(self, slo_class: np.ndarray, met: np.ndarray) -> list[Attainment]:
+        by_class = [_attained(name, met[slo_class == number]) for name, number in self._classes.items()]
+        return [_attained(ALL, met), *by_class]
 
 
 def _known(seconds: float | None) -> float:

@@ -183,7 +183,7 @@ def test_a_target_refused_as_out_of_reach_is_infeasible_and_not_rejected():
 
 
 def test_where_more_end_than_are_kept_the_window_covers_less():
-    choices = begun([], capacity=8)
+    choices = begun([], capacity=4)
     for second in range(1, 21):
         choices.add(float(second), record_of(ended(target_s=1.0, tokens=10)))
     window = choices.window(20.0, 60.0)

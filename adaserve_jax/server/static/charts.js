@@ -2,7 +2,7 @@
 // keys, and as a table. Knows nothing of what it draws.
 
 const NS = "http://www.w3.org/2000/svg";
-const HEIGHT = 144, LOW = 44, LEFT = 4, RIGHT = 4, TOP = 8, BOTTOM = 18;
+const HEIGHT = 144, LOW = 44, HIGH = 216, LEFT = 4, RIGHT = 4, TOP = 8, BOTTOM = 18;
 
 export function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
@@ -53,7 +53,7 @@ export class TimeChart {
     this.at = null;
     const id = `chart-${options.title.toLowerCase().replace(/\W+/g, "-")}`;
     this.legend = el("div", { class: "legend" });
-    this.plot = svg("svg", { class: options.band ? "plot low" : "plot", role: "img", tabindex: "0" });
+    this.plot = svg("svg", { class: `plot ${options.band ? "low" : options.stacked ? "high" : ""}`, role: "img", tabindex: "0" });
     this.said = el("div", { class: "hidden", "aria-live": "polite" });
     this.table = el("table");
     this.details = el("details", {}, el("summary", {}, "Table", el("span", { class: "hidden" }, ` of ${options.title}`)), this.table);
@@ -133,7 +133,7 @@ export class TimeChart {
   draw() {
     if (!this.times) return;
     this.width = this.plot.clientWidth || 320;
-    this.height = this.options.band ? LOW : HEIGHT;
+    this.height = this.options.band ? LOW : this.options.stacked ? HIGH : HEIGHT;
     this.plot.setAttribute("viewBox", `0 0 ${this.width} ${this.height}`);
     const last = this.times.length - 1;
     const index = this.at === null ? last : this.times.indexOf(this.at);

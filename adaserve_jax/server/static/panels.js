@@ -167,7 +167,7 @@ export class Panels {
     const arms = Object.entries(snapshot.arms).sort(([one], [other]) => one - other).map(([bucket, arm]) => [bucket, arm]);
     this.below.replaceChildren(
       ...(swaps.length ? [table("Swaps", ["Swap", "Count", "Took"], swaps)] : []),
-      ...(arms.length ? [table("Shape thought best", ["Rows up to", "Depth × width thought best"], arms)] : []));
+      ...(arms.length ? [table("Shape of draft trees thought best, by rows of a step", ["Rows up to", "Best shape"], arms)] : []));
   }
 
   causes(causes) {
