@@ -32,7 +32,7 @@ document.getElementById("most").value = "21";
 """
 USE_OF_PAGE = """
 (async () => {
-  await new Promise((done) => setTimeout(done, 100));
+  while (!elements.slo?.children.length) await new Promise((done) => setTimeout(done, 5));
   elements.slo.value = "interactive";
   await ask("hi ü");
   const first = { told: elements.told.textContent, width: elements.bar.style.width };
