@@ -21,7 +21,7 @@ class Grammars(Protocol):
     others from the engine's only. N nodes of one tree, V vocabulary."""
 
     def check(self, schema: str) -> None:
-        """Raise RequestError(code="invalid_schema") unless `schema` can be held to."""
+        """Raise RequestError, of code invalid_schema, unless `schema` can be held to."""
         ...
 
     def add(self, request_id: str, schema: str) -> None:
