@@ -112,8 +112,8 @@ class Engine:
         self.noted_steps: list[Step] = []
         verify = self.local.executor.verify
 
-        def noted(plan: StepPlan, trees: DraftTrees) -> StepOutcome:
-            outcome = verify(plan, trees)
+        def noted(plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+            outcome = verify(plan, trees, edits)
             depth, width = (plan.draft.depth, plan.draft.width) if plan.draft else (0, 0)
             emitted = int(outcome.counts[: plan.num_decode].sum())
             now = time.perf_counter()

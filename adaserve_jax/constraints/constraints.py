@@ -148,4 +148,5 @@ class Constraints:
         tokens = positions.token[span]
         if choice.has_grammar and self._grammars is not None:
             self._grammars.fill(request_id, tokens, parents, masks)
+            masks &= self._everything
         choice.apply_bans(tokens, parents, positions.depth[span], masks)

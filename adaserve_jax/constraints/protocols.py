@@ -21,7 +21,7 @@ class Grammars(Protocol):
     others from the engine's only. N nodes of one tree, V vocabulary."""
 
     def check(self, schema: str) -> None:
-        """Raise RequestError(code="invalid_schema") unless `schema` can be held to."""
+        """Raise RequestError, of code invalid_schema, unless `schema` can be held to."""
         ...
 
     def add(self, request_id: str, schema: str) -> None:
@@ -38,9 +38,9 @@ class Grammars(Protocol):
         ...
 
     def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
-        """Write which tokens may follow each node: bit v % 32 of word v // 32 for token v, bits from V on 0.
+        """Write which tokens may follow each node: bit v % 32 of word v // 32 for token v.
 
         tokens, parents: i32[N], parents before children, parent -1: node 0, the root, whose token was taken in already.
-        masks: u32[N, ceil(V / 32)], of a node that does not follow the schema itself anything.
+        masks: u32[N, ceil(V / 32)]; of a node that does not follow the schema itself, and of ids from V on, anything.
         """
         ...

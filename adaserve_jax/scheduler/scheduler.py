@@ -213,7 +213,8 @@ class Scheduler:
         self._batch.queue.add(state)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestUpdate | None:
-        """End a request; its last update, or None for an unknown id. Safe while its step is in flight."""
+        """End a request, for the reason given; its last update, or None for an unknown id. Safe while its step is in
+        flight."""
         state = self._requests.pop(request_id, None)
         return None if state is None else finish(self._batch, state, reason, [], self._stats)
 

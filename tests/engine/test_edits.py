@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from scipy.special import log_softmax
 
 from adaserve_jax import LLM, SLO, SamplingParams
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but
 from adaserve_jax.engine import wire
@@ -251,6 +253,29 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         deterministic.generate(TEXT, SamplingParams(bad_words=("\ud800",)))
     assert caught.value.param == "bad_words"
+
+
+def test_several_processes_do_not_edit() -> None:
+    engine = SimpleNamespace(
+        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))), _tokenizer=None
+    )
+    constraints = LocalEngine._constraints(engine, EngineConfig(num_processes=2, coordinator="host:1"))  # type: ignore[arg-type]
+    constraints.check(SamplingParams(temperature=0.5))
+    with pytest.raises(RequestError, match="several processes") as caught:
+        constraints.check(SamplingParams(frequency_penalty=1.0))
+    assert (caught.value.param, caught.value.code) == ("frequency_penalty", "unsupported_parameter")
+
+
+def test_nothing_is_kept_of_choices_that_ended(with_grammars: LLM) -> None:
+    """By their length, by a grammar, or because nobody reads them any more."""
+    with_grammars.set_policy("spec:3")
+    asked = SamplingParams(max_tokens=12, ignore_eos=True, json_schema="10", presence_penalty=1.0)
+    stream = with_grammars.stream(TEXT, asked)
+    next(stream)
+    stream.close()
+    with_grammars.generate([TEXT, TEXT], [asked, SamplingParams(max_tokens=3, logprobs=1)])
+    constraints: Constraints = with_grammars._engine._core._constraints
+    assert not constraints.active and not constraints._grammars.state  # type: ignore[union-attr]
 
 
 def test_messages_between_processes_carry_all_of_it() -> None:
