@@ -22,13 +22,17 @@ from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepPlan
 
 
 class Constraints:
-    """Not thread-safe, but for `check`. vocab_size: of the target. grammars: None: no structured output. refusal: why
-    this engine does none of it, as the end of a sentence; "": it does."""
+    """Not thread-safe, but for `check`. vocab_size: of the target. grammars: None: no structured output, and
+    no_grammars says why. refusal: why this engine does none of it, as the end of a sentence; "": it does."""
 
-    def __init__(self, vocab_size: int, tokenizer: Spells, grammars: Grammars | None = None, refusal: str = ""):
+    def __init__(
+        self, vocab_size: int, tokenizer: Spells, grammars: Grammars | None = None,
+        no_grammars: str = "this engine was started without structured output", refusal: str = "",
+    ):  # fmt: skip
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._grammars = grammars
+        self._no_grammars = no_grammars
         self._refusal = refusal
         self._everything = all_but(vocab_size)
         self._choices: dict[str, ConstrainedChoice] = {}
@@ -59,7 +63,7 @@ class Constraints:
         if sampling.json_schema is not None:
             if self._grammars is None:
                 raise RequestError(
-                    "json_schema must be left out: this engine was started without structured output",
+                    f"json_schema must be left out: {self._no_grammars}",
                     param="json_schema",
                     code="unsupported_parameter",
                 )

@@ -16,12 +16,13 @@ import jax
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
+from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
@@ -101,16 +102,24 @@ class LocalEngine:
         self._calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self._calibration_file = CalibrationFile.of(config, self._calibrator)
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
+        self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
+        self._grammars, self._no_grammars = self._load_grammars()
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
+    def _load_grammars(self) -> tuple[Grammars | None, str]:
+        """What holds texts to schemas, or else why nothing does."""
+        try:
+            return Grammars(self._tokenizer, self._executor.target.config.vocab_size, self._eos_ids), ""
+        except (CheckpointError, ConfigError) as error:
+            return None, str(error)
+
     def _build_core(self, config: EngineConfig) -> EngineCore:
         scheduler = build_scheduler(config, self._executor.limits, self._samples, self._calibrator)
-        eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
             executor, scheduler, self._tokenizer,
-            eos_ids=eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
+            eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
         )  # fmt: skip
 
     def _constraints(self, config: EngineConfig) -> Constraints:
@@ -118,7 +127,8 @@ class LocalEngine:
         refusal = ""
         if config.num_processes > 1:
             refusal = "an engine of several processes (num_processes) does not edit logits"
-        return Constraints(self._executor.target.config.vocab_size, self._tokenizer, refusal=refusal)
+        vocab_size = self._executor.target.config.vocab_size
+        return Constraints(vocab_size, self._tokenizer, self._grammars, self._no_grammars, refusal=refusal)
 
     def _describe(self, config: EngineConfig) -> EngineInfo:
         return EngineInfo(
