@@ -158,10 +158,11 @@ def main(
     rounds: Annotated[int, typer.Option(help="rounds on the real engine; 0: none")] = 3,
 ) -> None:
     """Measure the front end, and write and show what was found."""
+    commit = source_commit()
     latency = measure_latency(streams, steps, seconds)
     throughput = measure_throughput(streams, new_tokens, rounds) if rounds else None
     report = {
-        "commit": source_commit(),
+        "commit": commit,
         "machine": machine_name(),
         "command": f"python benchmarks/front_end.py {' '.join(sys.argv[1:])}",
         "latency": latency,

@@ -138,11 +138,12 @@ def main(
     seconds: Annotated[float, typer.Option(help="of each of the three runs")] = 30.0,
     slots: Annotated[int, typer.Option(help="requests that run at once")] = 16,
     new_tokens: Annotated[int, typer.Option(help="tokens of each request")] = 64,
-    tpot_scale: Annotated[float, typer.Option(help="TPOT target over the median TPOT at capacity")] = 1.5,
+    tpot_scale: Annotated[float, typer.Option(help="TPOT target over the median TPOT at capacity")] = 2.0,
     ttft_ms: Annotated[float, typer.Option(help="TTFT target of every other request")] = 2000.0,
     seed: Annotated[int, typer.Option(help="of the arrivals")] = 0,
 ) -> None:
     """Measure a server at its capacity and at a multiple of it."""
+    commit = source_commit()
     plain = Load(slots, new_tokens, seconds, seed)
     with served(adaserve(max_requests=slots, token_edges=(slots, 64), row_edges=(slots,))) as server:
         answers, took_s = asyncio.run(closed_loop(server.port, plain))
@@ -153,7 +154,7 @@ def main(
         overload = summary(asyncio.run(open_loop(server.port, load, factor * rate)))
         samples = parse_samples(asyncio.run(request(server.port, path="/metrics")).body)
     report = {
-        "commit": source_commit(),
+        "commit": commit,
         "machine": machine_name(),
         "command": f"python benchmarks/overload.py {' '.join(sys.argv[1:])}",
         "capacity_requests_per_s": rate,
