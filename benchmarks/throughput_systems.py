@@ -17,7 +17,7 @@ from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.results.throughput import ASSISTED
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import DraftTrees, Progress, StepOutcome, StepPlan
+from adaserve_jax.types import DraftTrees, LogitEdits, Progress, StepOutcome, StepPlan
 
 PLAIN = "transformers"
 ASSISTANTS: dict[str, dict[str, Any]] = {
