@@ -11,6 +11,7 @@ import numpy as np
 
 from adaserve_jax.constraints.bounded_work import BoundedWork
 from adaserve_jax.constraints.grammar_schema import read_schema, refuse
+from adaserve_jax.constraints.masks import all_but
 from adaserve_jax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class Vocabulary:
                 f"llguidance cannot read the target's tokenizer with a vocabulary of {vocab_size}: {error}"
             ) from error
         self.num_words = -(-vocab_size // 32)
-        self.all = _bits(range(vocab_size), self.num_words)
-        self.end = _bits(eos_ids, self.num_words)
+        self.all = all_but(vocab_size)
+        self.end = ~all_but(vocab_size, eos_ids) & self.all
         self._not_end = ~self.end
 
     def compile(self, schema: str) -> LLMatcher:
@@ -102,10 +103,3 @@ class Vocabulary:
         if may_end:
             mask |= self.end
         return True
-
-
-def _bits(ids: range | frozenset[int], num_words: int) -> np.ndarray:
-    """u32[num_words] with the bits of these ids."""
-    flags = np.zeros(num_words * 32, bool)
-    flags[list(ids)] = True
-    return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)

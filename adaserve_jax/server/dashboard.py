@@ -22,8 +22,6 @@ HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
