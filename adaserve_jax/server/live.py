@@ -15,14 +15,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from adaserve_jax.engine.client import EngineInfo, EngineStats
+from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.live_requests import EndedChoices, EndedWindow, record_of
 from adaserve_jax.server.live_series import EngineWindow, Looks, Rolling, Series
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.stats import StepStats
 
 INTERVAL_S = 1.0
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -164,7 +163,7 @@ class Live:
             minute.attainment[0].attainment, minute.goodput_tps,
             None if ttft_ms is None else ttft_ms.p50, None if ttft_ms is None else ttft_ms.p99,
         )  # fmt: skip
-        self._looks.add(now_s, self._wall(), self._stats().scheduler, rolling)
+        self._looks.add(now_s, self._wall(), self._state.stats().scheduler, rolling)
 
     def snapshot(self, since: int = 0) -> Snapshot:
         """Now, with the looks after number `since`; windows are worked out at most once a second."""
@@ -175,7 +174,7 @@ class Live:
                 for window_s in WINDOWS_S
             ]
             self._windows_at_s = now_s
-        state, health, info, stats = self._state, self._state.health(), self._info(), self._stats()
+        state, health, info, stats = self._state, self._state.health(), self._info(), self._state.stats()
         steps = stats.scheduler
         return Snapshot(
             started_unix_s=self._started_unix_s, now_unix_s=self._wall(), status=health.status, detail=health.detail,
@@ -197,13 +196,6 @@ class Live:
             return self._state.info
         except EngineDeadError:
             return None
-
-    def _stats(self) -> EngineStats:
-        """Of the engine; zeros while there is none."""
-        try:
-            return self._state.client.stats()
-        except EngineDeadError:
-            return EngineStats(StepStats())
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
-from adaserve_jax.engine.client import EngineClient, EngineInfo
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats
+from adaserve_jax.errors import AdaServeError, EngineDeadError
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.server.admission import Admission, Reservation, Slots
 from adaserve_jax.server.errors import ApiError, of_code
@@ -18,6 +18,7 @@ from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
@@ -125,10 +126,17 @@ class ServerState:
     def model_name(self) -> str:
         return self.settings.served_model_name or PurePath(self.info.target).name
 
+    def stats(self) -> EngineStats:
+        """Of the engine; zeros while there is none."""
+        try:
+            return self.client.stats()
+        except EngineDeadError:
+            return EngineStats(StepStats())
+
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
-        stats, limit_s = self.client.stats(), self.settings.watchdog
+        stats, limit_s = self.stats(), self.settings.watchdog
         if not self.client.is_alive() and stats.back_in_s is None:
             return Health(status="dead", detail="the engine ended; restart the server")
         if self.phase == "draining":
@@ -146,7 +154,7 @@ class ServerState:
         """Raises the 503 that fits when no request can be served."""
         health = self.health()
         if health.status != "ok":
-            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.client.stats().back_in_s)
+            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.stats().back_in_s)
 
     def require_model(self, name: str | None) -> None:
         """Raises 503 when nothing is served, 404 when `name` is another model."""
