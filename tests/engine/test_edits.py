@@ -4,6 +4,7 @@ with the same seed, whatever policy, tree, load or preemption."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -175,11 +176,13 @@ class Sums:
         self.stuck = stuck
         self.state: dict[str, tuple[int, int, int]] = {}
 
-    def check(self, schema: str) -> None:
-        int(schema)
+    def prepare(self, schema: str) -> Future[int]:
+        start: Future[int] = Future()
+        start.set_result(int(schema))
+        return start
 
-    def add(self, request_id: str, schema: str) -> None:
-        self.state[request_id] = (0, 0, int(schema))
+    def add(self, request_id: str, start: int) -> None:
+        self.state[request_id] = (0, 0, start)
 
     def discard(self, request_id: str) -> None:
         self.state.pop(request_id, None)
@@ -257,7 +260,10 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
 
 def test_several_processes_do_not_edit() -> None:
     engine = SimpleNamespace(
-        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))), _tokenizer=None
+        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))),
+        _tokenizer=None,
+        _grammars=None,
+        _no_grammars="",
     )
     constraints = LocalEngine._constraints(engine, EngineConfig(num_processes=2, coordinator="host:1"))  # type: ignore[arg-type]
     constraints.check(SamplingParams(temperature=0.5))
