@@ -135,6 +135,8 @@ class LLM:
         try:
             for request in requests:
                 self._raise_error(collector.wait_for_room(request.sampling.n, most_open))
+                if request.sampling.json_schema is not None:
+                    self._engine.prepare(request)
                 self._engine.submit(request, collector)
                 submitted.append(request.request_id)
             self._raise_error(collector.wait())

@@ -158,6 +158,13 @@ class LocalEngine:
             self._core = self._build_core(config)
             self._info = self._describe(config)
 
+    def prepare(self, request: GenerateRequest) -> None:
+        """Wait for what takes long before a request can begin, as its JSON schema does: for who has so many that the
+        engine would not take all at once. A refusal is told where the request is submitted. Raises RequestError."""
+        prepared = threading.Event()
+        self._core.prepare(request, self._check(request), prepared.set)
+        prepared.wait()
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         arrival_s = time.monotonic()
         shared = self._check(request)

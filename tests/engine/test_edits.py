@@ -265,6 +265,10 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         deterministic.generate(TEXT, SamplingParams(bad_words=("\ud800",)))
     assert caught.value.param == "bad_words"
+    if find_spec("llguidance") is not None:
+        with pytest.raises(RequestError, match="objekt") as caught:
+            deterministic.generate(TEXT, SamplingParams(json_schema='{"type": "objekt"}'))
+        assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
 
 
 def test_several_processes_do_not_edit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -149,6 +150,23 @@ def test_one_choice_that_cannot_go_on_does_not_stop_a_batch(grammars: Grammars, 
     assert (choice.finish_reason, choice.error_code) == ("error", "no_token_allowed")
     assert choice.error is not None and choice.metrics is not None
     assert (len(whole.token_ids), whole.finish_reason, whole.choices[0].error) == (20, "length", None)
+
+
+def test_a_batch_of_more_schemas_than_may_wait(
+    grammars: Grammars, engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_at_a_time(schema: str) -> Future[str]:
+        start: Future[str] = Future()
+        if schema not in grammars.starts and not all(other.done() for other in grammars.starts.values()):
+            start.set_exception(QueueFullError("too many"))
+        elif (start := grammars.starts.setdefault(schema, start)) and not start.done():
+            threading.Timer(0.005, start.set_result, [schema]).start()
+        return start
+
+    monkeypatch.setattr(grammars, "prepare", one_at_a_time)
+    asked = [replace(PLAIN, json_schema=str(number)) for number in range(8)]
+    outputs = LLM.over(engine).generate([[3]] * 8, asked)
+    assert [output.finish_reason for output in outputs] == ["length"] * 8
 
 
 def test_a_panic_of_the_machine_is_told_to_all(engine: LocalEngine, machines: list[Machine]) -> None:
