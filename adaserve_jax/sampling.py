@@ -65,7 +65,8 @@ class SamplingParams:
     tokens that the output has, frequency_penalty once for each time it has them. logit_bias: (token id, what is added
     to its logit), from a mapping or pairs. min_tokens: no stop token, end-of-text included, before so many. bad_words:
     texts that the output never spells, token by token. json_schema: the output is JSON that fits this schema, itself
-    JSON; "{}" and the like: any object of that schema's kind.
+    JSON; "{}" and the like: any object of that schema's kind. Where it allows nothing more the text ends, whatever
+    min_tokens says.
     logprobs: report the log probability of every output token, by the model's own logits, and this many of the
     likeliest; None: report none.
     """

@@ -26,20 +26,25 @@ class BoundedWork:
         if not self._places.acquire(timeout=self._limit_s):
             raise QueueFullError("too many schemas are being prepared; retry later")
         piece = _Piece(work, self._places)
-        thread = threading.Thread(target=piece.run, name="bounded-work", daemon=True)
-        with self._starting:
-            before = threading.stack_size(self._stack_bytes)
-            try:
-                thread.start()
-            except BaseException:
-                self._places.release()
-                raise
-            finally:
-                threading.stack_size(before)
+        try:
+            thread = self._start(piece.run)
+        except BaseException:
+            self._places.release()
+            raise
         thread.join(self._limit_s)
         if thread.is_alive():
             raise TimeoutError
         return piece.result()
+
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="bounded-work", daemon=True)
+        with self._starting:
+            before = threading.stack_size(self._stack_bytes)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(before)
+        return thread
 
 
 class _Piece(Generic[T]):

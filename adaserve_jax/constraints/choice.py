@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adaserve_jax.constraints.bad_words import BadWords
 from adaserve_jax.constraints.masks import all_but, forbid
-from adaserve_jax.constraints.touched import Touched
+from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.errors import AdaServeError
 from adaserve_jax.sampling import SamplingParams
 from adaserve_jax.types import Request
 
@@ -28,24 +28,21 @@ def asked(sampling: SamplingParams) -> list[str]:
 class ConstrainedChoice:
     """One choice between its admission and its end."""
 
-    def __init__(self, request: Request, bad_words: BadWords | None, vocab_size: int):
-        """bad_words: None where there are none."""
+    def __init__(self, request: Request, shared: Shared, vocab_size: int):
         sampling = request.sampling
         self.sampling = sampling
         self.has_grammar = sampling.json_schema is not None
-        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
-        self.changes_scores = penalised or bool(sampling.logit_bias)
-        """Whether penalties or biases apply, wherever the output stands."""
         self.output: list[int] = []
-        self._counts_output = penalised
-        self._bad_words = bad_words
-        self._without_words = None if bad_words is None else all_but(vocab_size, bad_words.always)
+        self.touched = None if shared.touched is None else shared.touched.copy()
+        """Where penalties or biases apply."""
+        self.failure: AdaServeError | None = None
+        """Following it failed: it must end."""
+        self.gave_up: str | None = None
+        """Why the grammar gave up at a node of the last tree."""
+        self._counts_output = shared.counts_output
+        self._bad_words = words = shared.bad_words
+        self._without_words = None if words is None else all_but(vocab_size, words.always)
         self._without_stops = all_but(vocab_size, request.stop_token_ids) if request.stop_token_ids else None
-        self.touched: Touched | None = None
-        if self.changes_scores:
-            prompt_ids = request.prompt_ids.tolist() if penalised else []
-            most = len(sampling.logit_bias) + len(prompt_ids) + sampling.max_tokens
-            self.touched = Touched(sampling.logit_bias, prompt_ids, min(most, vocab_size))
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Take in output tokens."""

@@ -7,23 +7,25 @@ same tokens (docs/architecture/constraints.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from adaserve_jax.constraints.bad_words import BadWords, spellings
 from adaserve_jax.constraints.choice import ConstrainedChoice, asked
+from adaserve_jax.constraints.contained import contained
+from adaserve_jax.constraints.dead_ends import dead_end
 from adaserve_jax.constraints.masks import all_but
 from adaserve_jax.constraints.positions import Positions
 from adaserve_jax.constraints.protocols import Grammars, Spells
-from adaserve_jax.errors import RequestError
+from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.errors import AdaServeError, RequestError
 from adaserve_jax.sampling import SamplingParams
 from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepPlan
 
 
 class Constraints:
-    """Not thread-safe, but for `check`. vocab_size: of the target. grammars: None: no structured output, and
-    no_grammars says why. refusal: why this engine does none of it, as the end of a sentence; "": it does."""
+    """Not thread-safe, but for `check` and `prepare`. vocab_size: of the target. grammars: None: no structured output,
+    and no_grammars says why. refusal: why this engine does none of it, as the end of a sentence; "": it does."""
 
     def __init__(
         self, vocab_size: int, tokenizer: Spells, grammars: Grammars | None = None,
@@ -42,11 +44,17 @@ class Constraints:
         """Whether any choice in flight asks for anything."""
         return bool(self._choices)
 
-    def check(self, sampling: SamplingParams) -> None:
-        """Raise RequestError when what a request asks for can never be done here. Safe in any thread."""
+    @property
+    def failed(self) -> list[str]:
+        """Choices whose following failed in this step; they must end, as `why_ended` says."""
+        return [request_id for request_id, choice in self._choices.items() if choice.failure is not None]
+
+    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int] | np.ndarray = ()) -> Shared | None:
+        """What the choices of a request have in common, before `prepare`; None: they ask for nothing. Raises
+        RequestError when what they ask for can never be done here. Safe in any thread."""
         names = asked(sampling)
         if not names:
-            return
+            return None
         if self._refusal:
             raise RequestError(
                 f"{names[0]} must be left out, got {getattr(sampling, names[0])!r:.200}: {self._refusal}",
@@ -60,25 +68,37 @@ class Constraints:
                 param="logit_bias",
                 code="invalid_value",
             )
-        if sampling.json_schema is not None:
-            if self._grammars is None:
-                raise RequestError(
-                    f"json_schema must be left out: {self._no_grammars}",
-                    param="json_schema",
-                    code="unsupported_parameter",
-                )
-            self._grammars.check(sampling.json_schema)
+        if sampling.json_schema is not None and self._grammars is None:
+            raise RequestError(
+                f"json_schema must be left out: {self._no_grammars}",
+                param="json_schema",
+                code="unsupported_parameter",
+            )
+        return Shared.of(sampling, np.asarray(prompt_ids, np.int32), self._tokenizer, self._vocab_size)
 
-    def add(self, request: Request) -> None:
-        """Follow one choice, if it asks for anything. Raises RequestError."""
+    def prepare(self, sampling: SamplingParams, shared: Shared | None, then: Callable[[], None]) -> None:
+        """Begin what takes long, as a schema does; `then` is called once it is done or refused, here or in another
+        thread. Safe in any thread."""
+        if shared is None or sampling.json_schema is None or self._grammars is None:
+            then()
+            return
+        shared.start = self._grammars.prepare(sampling.json_schema)
+        shared.start.add_done_callback(lambda _: then())
+
+    def add(self, request: Request, shared: Shared | None = None) -> None:
+        """Follow one choice, if it asks for anything. shared: of its request; None: made here, which takes its time.
+        Raises RequestError; AdaServeError: the grammar failed."""
         sampling = request.sampling
         if not asked(sampling):
             return
-        spelled = spellings(self._tokenizer, sampling.bad_words)
-        bad_words = BadWords(spelled) if spelled else None
-        choice = ConstrainedChoice(request, bad_words, self._vocab_size)
-        if sampling.json_schema is not None and self._grammars is not None:
-            self._grammars.add(request.request_id, sampling.json_schema)
+        if shared is None:
+            shared = self.check(sampling, request.prompt_ids)
+            self.prepare(sampling, shared, lambda: None)
+        assert shared is not None
+        choice = ConstrainedChoice(request, shared, self._vocab_size)
+        if shared.start is not None and self._grammars is not None:
+            with contained("json_schema"):
+                self._grammars.add(request.request_id, shared.start.result())
         self._choices[request.request_id] = choice
 
     def discard(self, request_id: str) -> None:
@@ -87,18 +107,34 @@ class Constraints:
         if choice is not None and choice.has_grammar and self._grammars is not None:
             self._grammars.discard(request_id)
 
+    def why_ended(self, request_id: str) -> AdaServeError:
+        """Why a choice that is followed goes on no more: it failed, or no token may follow its text."""
+        choice = self._choices[request_id]
+        return choice.failure or dead_end(choice.gave_up)
+
     def push(self, request_id: str, token_ids: Sequence[int]) -> int | None:
         """Take in output tokens; how many to keep where a grammar says that the text is complete then, else None."""
         choice = self._choices.get(request_id)
         if choice is None:
             return None
         kept = None
-        if choice.has_grammar and self._grammars is not None:
-            # one by one, so that the text ends where it would end if each came in a step of its own
-            ends = (count for count, token in enumerate(token_ids, 1) if self._grammars.advance(request_id, [token]))
-            kept = next(ends, None)
+        if choice.has_grammar:
+            try:
+                with contained("json_schema"):
+                    kept = self._end(request_id, token_ids)
+            except AdaServeError as error:
+                choice.failure = error
         choice.push(token_ids[:kept])
         return kept
+
+    def _end(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+        """Let a grammar take in tokens one by one, so that the text ends where it would end if each came in a step of
+        its own: after how many, if after any."""
+        assert self._grammars is not None
+        for count, token in enumerate(token_ids, 1):
+            if self._grammars.advance(request_id, [token]):
+                return count
+        return None
 
     def edits(self, plan: StepPlan, trees: DraftTrees, request_ids: Sequence[str]) -> LogitEdits | None:
         """What the step's rows ask for; None: nothing. request_ids: [R], of the rows."""
@@ -135,7 +171,7 @@ class Constraints:
             if choice.bans:
                 if masks is None:
                     masks = np.tile(self._everything, (len(positions.row), 1))
-                self._fill(request_ids[row], choice, positions, span, masks[span])
+                self._fill_or_fail(request_ids[row], choice, positions, span, masks[span])
                 changed[span] |= (masks[span] != self._everything).any(axis=1)
         row, token, output_count, in_prompt, bias = (np.concatenate(column) for column in zip(*touched, strict=True))
         presence, frequency, repetition = penalties
@@ -144,6 +180,17 @@ class Constraints:
             masks, changed, logprobs,
         )  # fmt: skip
 
+    def _fill_or_fail(
+        self, request_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
+    ) -> None:
+        """`_fill`; where it fails, the choice is left with nothing allowed."""
+        try:
+            with contained("json_schema" if choice.has_grammar else "bad_words"):
+                self._fill(request_id, choice, positions, span, masks)
+        except AdaServeError as error:
+            choice.failure = error
+            masks[:] = 0
+
     def _fill(
         self, request_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
     ) -> None:
@@ -151,6 +198,6 @@ class Constraints:
         parents = np.maximum(positions.parent[span] - span.start, -1)
         tokens = positions.token[span]
         if choice.has_grammar and self._grammars is not None:
-            self._grammars.fill(request_id, tokens, parents, masks)
+            choice.gave_up = self._grammars.fill(request_id, tokens, parents, masks)
             masks &= self._everything
         choice.apply_bans(tokens, parents, positions.depth[span], masks)

@@ -11,9 +11,22 @@ from dataclasses import replace
 import numpy as np
 
 from adaserve_jax.constraints.positions import Positions
+from adaserve_jax.errors import RequestError
 from adaserve_jax.types import DraftTrees, LogitEdits, StepOutcome, StepPlan
 
-EXPLANATION = "json_schema, bad_words and min_tokens together allow no token after this text; leave one of them out"
+MAX_REASON_CHARS = 300
+
+
+def dead_end(gave_up: str | None) -> RequestError:
+    """What a request is told that came there. gave_up: why its grammar did, if it did."""
+    if gave_up is None:
+        why = "json_schema, bad_words and min_tokens together allow no token after this text; leave one of them out"
+        return RequestError(why, code="no_token_allowed")
+    return RequestError(
+        f"the JSON schema costs more after this text than it may; make it simpler: {gave_up[:MAX_REASON_CHARS]}",
+        param="response_format",
+        code="no_token_allowed",
+    )
 
 
 def without_dead_ends(

@@ -5,20 +5,16 @@ Host side; knows requests by their ids, and nothing of logits. Imports no jax.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 
+from adaserve_jax.constraints.grammar_cache import MAX_SCHEMAS, GrammarCache, Start
 from adaserve_jax.constraints.grammar_vocabulary import Vocabulary
 from adaserve_jax.errors import ConfigError
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
-MAX_SCHEMAS = 64
 
 
 class HasBackend(Protocol):
@@ -28,12 +24,10 @@ class HasBackend(Protocol):
 
 
 class Grammars:
-    """The grammars of the requests that have one: compiled once per schema, followed once per request.
-
-    `check` may be called in any thread; all else belongs to the thread that steps the engine.
+    """`protocols.Grammars` by llguidance: prepared once per schema, followed once per request.
 
     vocab_size: of the model's logits; ids that the tokenizer does not have are never allowed. eos_ids: allowed where
-    the text may end, and nowhere else. max_schemas: compiled schemas that are kept, the least recently used goes first.
+    the text may end, and nowhere else. max_schemas: prepared schemas that are kept.
     Raises ConfigError: llguidance is not installed, or the model has no end-of-text token; CheckpointError: llguidance
     cannot read the tokenizer.
     """
@@ -45,92 +39,84 @@ class Grammars:
         if not self._eos_ids:
             raise ConfigError("structured output needs an end-of-text token, but the target's config.json names none")
         self._vocabulary = Vocabulary(tokenizer.backend_json(), vocab_size, self._eos_ids)
-        self._max_schemas = max_schemas
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = GrammarCache(self._vocabulary, max_schemas)
         self._texts: dict[str, _Text] = {}
 
     @property
-    def num_compiled(self) -> int:
-        return len(self._compiled)
+    def num_prepared(self) -> int:
+        return len(self._cache)
 
-    def check(self, schema: str) -> None:
-        """Raises RequestError (param response_format, code invalid_schema) saying why a schema cannot be enforced, and
-        QueueFullError when too many others are being prepared."""
-        self._start(schema)
+    def prepare(self, schema: str) -> Future[Start]:
+        return self._cache.prepare(schema)
 
-    def add(self, request_id: str, schema: str) -> None:
-        """From now on the request's text must be JSON of this schema. Raises as `check` does."""
-        self._texts[request_id] = _Text(schema, self._start(schema), self._eos_ids)
+    def add(self, request_id: str, start: Start) -> None:
+        self._texts[request_id] = _Text(start, self._eos_ids)
 
     def discard(self, request_id: str) -> None:
-        """Forget a request, if it is known."""
         self._texts.pop(request_id, None)
 
     def advance(self, request_id: str, token_ids: Iterable[int]) -> bool:
-        """Append committed tokens. True: the JSON is complete, and only end-of-text can follow; a text that may end but
-        can go on, as a number can, is not. A token that was forbidden leaves the request with nothing allowed."""
-        return self._texts[request_id].advance(token_ids)
+        """A text that may end but can go on, as a number can, is not complete. A token that was forbidden leaves the
+        request with nothing allowed."""
+        with self._text(request_id) as text:
+            return text.advance(token_ids)
 
-    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
-        """Write into masks what may follow each node of a tree; the text itself stays where it is.
-
-        tokens: i32[T], parents: i32[T], -1 for node 0, the root, whose token is committed. masks: u32[T, W],
-        W = ceil(vocab_size / 32), id i at bit i % 32 of word i // 32. A node that cannot be reached, because its token
-        or one above it is forbidden, gets all ids; one at which the schema costs more than the limits gets none.
-        """
+    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
+        """A node that cannot be reached, because its token or one above it is forbidden, gets all ids; one at which the
+        schema costs more than the limits gets none. Ids from V on are never allowed."""
         assert masks.dtype == np.uint32 and masks.shape == (len(tokens), self._vocabulary.num_words)
         assert masks.flags.c_contiguous
-        text = self._texts[request_id]
+        with self._text(request_id) as text:
+            return self._fill(text, tokens.tolist(), parents.tolist(), masks)
+
+    def _fill(self, text: _Text, tokens: list[int], parents: list[int], masks: np.ndarray) -> str | None:
         children: list[list[int]] = [[] for _ in tokens]
-        for node, parent in enumerate(parents.tolist()):
+        for node, parent in enumerate(parents):
             if parent >= 0:
                 children[parent].append(node)
-        token_of = tokens.tolist()
-        unreached = set(range(len(token_of)))
+        why = None
+        unreached = set(range(len(tokens)))
         open_nodes: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         while open_nodes:
             node, path = open_nodes.pop()
             unreached.remove(node)
             mask = masks[node]
-            if not text.mask_after(path, self._vocabulary, mask):
-                self._forget(text.schema)
+            if (failure := text.mask_after(path, self._vocabulary, mask)) is not None:
+                why = failure
+                self._cache.forget(text.schema)  # texts share its lexer, whose states are bounded and now used up
             for child in children[node]:
-                token = token_of[child]
+                token = tokens[child]
                 if mask[token // 32] >> np.uint32(token % 32) & 1:
                     open_nodes.append((child, (*path, token)))
         text.take_back()
         masks[list(unreached)] = self._vocabulary.all
+        return why
 
-    def _forget(self, schema: str) -> None:
-        """Texts of a schema share its lexer, whose states are bounded: once used up, new texts get a new one."""
-        with self._lock:
-            self._compiled.pop(schema, None)
-
-    def _start(self, schema: str) -> LLMatcher:
-        with self._lock:
-            if (known := self._compiled.get(schema)) is not None:
-                self._compiled.move_to_end(schema)
-                return known
-        start = self._vocabulary.compile(schema)  # not under the lock: others' schemas do not wait for this one
-        with self._lock:
-            self._compiled[schema] = start
-            if len(self._compiled) > self._max_schemas:
-                self._compiled.popitem(last=False)
-        return start
+    @contextmanager
+    def _text(self, request_id: str) -> Iterator[_Text]:
+        """A request's text; where following it breaks, others of the schema get a new matcher from then on."""
+        text = self._texts[request_id]
+        try:
+            yield text
+        except BaseException:
+            self._cache.forget(text.schema)
+            raise
 
 
 class _Text:
     """One text: its committed tokens, and a matcher that stands after them or some tokens ahead."""
 
-    def __init__(self, schema: str, start: LLMatcher, eos_ids: frozenset[int]):
-        self.schema = schema
+    def __init__(self, start: Start, eos_ids: frozenset[int]):
         self._start = start
         self._eos_ids = eos_ids
         self._tokens: list[int] = []
         self._ended = False
-        self._matcher = start.deep_copy()
+        self._matcher = start.matcher.deep_copy()
         self._ahead: tuple[int, ...] = ()
+
+    @property
+    def schema(self) -> str:
+        return self._start.schema
 
     def advance(self, token_ids: Iterable[int]) -> bool:
         for token in map(int, token_ids):
@@ -141,17 +127,19 @@ class _Text:
             self._matcher.consume_token(token)
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def mask_after(self, path: tuple[int, ...], vocabulary: Vocabulary, mask: np.ndarray) -> bool:
-        """Write what may follow the text and `path`, each of whose tokens may follow those before it. False: the
-        matcher has failed, and nothing may."""
+    def mask_after(self, path: tuple[int, ...], vocabulary: Vocabulary, mask: np.ndarray) -> str | None:
+        """Write what may follow the text and `path`, each of whose tokens may follow those before it. Returns why the
+        matcher has failed, and nothing may; None: it has not."""
         if self._ended or not self._eos_ids.isdisjoint(path):
             mask[:] = vocabulary.end
-            return True
+            return None
         self._go(path)
-        ok = vocabulary.mask(self._matcher, mask)
-        if not ok and path:
+        if vocabulary.mask(self._matcher, mask):
+            return None
+        why = self._matcher.get_error()
+        if path:
             self._start_again()
-        return ok
+        return why
 
     def take_back(self) -> None:
         self._go(())
@@ -171,6 +159,6 @@ class _Text:
 
     def _start_again(self) -> None:
         """A matcher that failed ahead of the text fails for ever: follow the text anew."""
-        self._matcher = self._start.deep_copy()
+        self._matcher = self._start.matcher.deep_copy()
         self._matcher.consume_tokens(self._tokens)
         self._ahead = ()

@@ -5,18 +5,20 @@ llguidance is imported when the first `Vocabulary` is made. Imports no jax.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from adaserve_jax.constraints.bounded_work import BoundedWork
 from adaserve_jax.constraints.grammar_schema import read_schema, refuse
-from adaserve_jax.constraints.masks import all_but
+from adaserve_jax.constraints.masks import all_but, num_words
 from adaserve_jax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+T = TypeVar("T")
 COMPILE_LIMIT_S = 2.0
 COMPILE_AT_ONCE = 2
 _STACK_BYTES = 128 << 20
@@ -60,20 +62,22 @@ class Vocabulary:
             raise CheckpointError(
                 f"llguidance cannot read the target's tokenizer with a vocabulary of {vocab_size}: {error}"
             ) from error
-        self.num_words = -(-vocab_size // 32)
+        self.num_words = num_words(vocab_size)
         self.all = all_but(vocab_size)
         self.end = ~all_but(vocab_size, eos_ids) & self.all
         self._not_end = ~self.end
 
-    def compile(self, schema: str) -> LLMatcher:
-        """A matcher before the first token of a schema's JSON; copy it for each text. Safe in any thread.
+    def compile(self, schema: str, keep: Callable[[LLMatcher], T]) -> T:
+        """What `keep` makes of a matcher before the first token of a schema's JSON. Safe in any thread.
+
+        keep: called in a thread of its own, and even when this has given up waiting.
 
         Raises RequestError: the schema is invalid, uses what cannot be enforced, or costs more than the limits;
         QueueFullError: too many are being compiled.
         """
         read = read_schema(schema)
         try:
-            return self._work.run(lambda: self._compile(read))
+            return self._work.run(lambda: keep(self._compile(read)))
         except TimeoutError:
             refuse(f"it takes more than {COMPILE_LIMIT_S:g} s to prepare; make it simpler")
 

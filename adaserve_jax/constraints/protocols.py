@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,15 +18,16 @@ class Spells(Protocol):
 
 
 class Grammars(Protocol):
-    """Structured output: where each choice that has a schema is in it. `check` may be called from any thread, the
+    """Structured output: where each choice that has a schema is in it. `prepare` may be called from any thread, the
     others from the engine's only. N nodes of one tree, V vocabulary."""
 
-    def check(self, schema: str) -> None:
-        """Raise RequestError, of code invalid_schema, unless `schema` can be held to."""
+    def prepare(self, schema: str) -> Future[Any]:
+        """What `add` takes, made without holding up the caller. It may raise RequestError, of code invalid_schema:
+        `schema` cannot be held to; QueueFullError: too many others are being prepared."""
         ...
 
-    def add(self, request_id: str, schema: str) -> None:
-        """A choice begins, with no output yet. Raises RequestError as `check` does."""
+    def add(self, request_id: str, start: Any) -> None:
+        """A choice begins, with no output yet."""
         ...
 
     def discard(self, request_id: str) -> None:
@@ -37,10 +39,11 @@ class Grammars(Protocol):
         end-of-text, which may be the last of them."""
         ...
 
-    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
-        """Write which tokens may follow each node: bit v % 32 of word v // 32 for token v.
+    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
+        """Write which tokens may follow each node, bit v % 32 of word v // 32 for token v; the text stays where it is.
+        Returns why the grammar gave up at a node, which then allows nothing; None: it did not.
 
-        tokens, parents: i32[N], parents before children, parent -1: node 0, the root, whose token was taken in already.
-        masks: u32[N, ceil(V / 32)]; of a node that does not follow the schema itself, and of ids from V on, anything.
+        tokens, parents: i32[N], node 0 the root, whose parent is -1 and whose token was taken in already. masks:
+        u32[N, ceil(V / 32)]; of a node that does not follow the schema itself, and of ids from V on, anything.
         """
         ...

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -10,17 +11,26 @@ import numpy as np
 class Touched:
     """Columns of E tokens, each once, in the order in which they came; they grow as the output does."""
 
-    def __init__(self, biases: Iterable[tuple[int, float]], prompt_ids: Iterable[int], most: int):
-        """most: tokens that there can ever be."""
-        self._place: dict[int, int] = {}
+    def __init__(self, biases: Sequence[tuple[int, float]], prompt_ids: np.ndarray, most: int):
+        """biases: of tokens, each once. prompt_ids: i32[U], each once. most: tokens that there can ever be."""
+        first = [token for token, _ in biases]
+        tokens = [*first, *np.setdiff1d(prompt_ids, first, assume_unique=True).tolist()]
+        self._place = {token: place for place, token in enumerate(tokens)}
         self._token = np.zeros(most, np.int32)
         self._output_count = np.zeros(most, np.int32)
         self._in_prompt = np.zeros(most, bool)
         self._bias = np.zeros(most, np.float32)
-        for token, bias in biases:
-            self._bias[self._place_of(token)] = bias
-        for token in prompt_ids:
-            self._in_prompt[self._place_of(token)] = True
+        self._token[: len(tokens)] = tokens
+        self._bias[: len(first)] = [bias for _, bias in biases]
+        self._in_prompt[: len(tokens)] = np.isin(tokens, prompt_ids)
+
+    def copy(self) -> Touched:
+        """One that grows by itself."""
+        twin = copy(self)
+        twin._place = self._place.copy()
+        twin._token, twin._output_count = self._token.copy(), self._output_count.copy()
+        twin._in_prompt, twin._bias = self._in_prompt.copy(), self._bias.copy()
+        return twin
 
     def count(self, token_ids: Sequence[int]) -> None:
         """Take in output tokens."""

@@ -37,7 +37,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class OutputChunk:
-    """New text of one choice. The last chunk of a choice, and only it, has a finish_reason and metrics.
+    """New text of one choice. The last chunk of a choice, and only it, has a finish_reason, and metrics unless the
+    choice was refused before it began, or lost with its engine.
 
     text never ends inside a character and never shows part of a stop string. finish_reason "error" comes with
     `error`, a message for the user, and `error_code` and `error_param` as of AdaServeError when one was raised.
@@ -116,7 +117,8 @@ class EngineClient(Protocol):
         ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request. Raises RequestError (cannot ever be served), QueueFullError, EngineDeadError."""
+        """Queue a request. Raises RequestError (cannot ever be served), QueueFullError, EngineDeadError; what takes
+        long to find out, as of a JSON schema, comes in last chunks without metrics instead."""
         ...
 
     def abort(self, request_id: str) -> None:

@@ -13,15 +13,16 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.dead_ends import EXPLANATION, without_dead_ends
+from adaserve_jax.constraints.dead_ends import without_dead_ends
 from adaserve_jax.constraints.protocols import Spells
+from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
 from adaserve_jax.engine.logprobs import with_logprobs
 from adaserve_jax.engine.outputs import OutputTracker
 from adaserve_jax.models.detokenizer import Decodes
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.swapping import bring_back_draft, swap_if_due
-from adaserve_jax.types import CandidateTrees, Executor, Request, RequestUpdate
+from adaserve_jax.types import CandidateTrees, Executor, Request, RequestMetrics, RequestUpdate
 
 SETTLE_S = 0.001
 """Between two questions whether the draft is there."""
@@ -69,14 +70,21 @@ class EngineCore:
         """Choices that have not ended."""
         return len(self._tracker)
 
-    def check(self, request: GenerateRequest) -> None:
-        """Raise RequestError when a request can never be served, whatever else runs. Safe in any thread."""
+    def check(self, request: GenerateRequest) -> Shared | None:
+        """What `prepare` and `add` take. Raises RequestError when a request can never be served, whatever else runs, as
+        far as that is soon known. Safe in any thread."""
         check_salt(request.cache_salt)
         self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
-        self._constraints.check(request.sampling)
+        return self._constraints.check(request.sampling, request.prompt_ids)
 
-    def add(self, request: GenerateRequest, arrival_s: float) -> None:
-        """Queue every choice of a request, or none. Raises RequestError, QueueFullError."""
+    def prepare(self, request: GenerateRequest, shared: Shared | None, then: Callable[[], None]) -> None:
+        """Begin what takes long before a request can be added; `then` is called once it is done, here or in another
+        thread. Safe in any thread."""
+        self._constraints.prepare(request.sampling, shared, then)
+
+    def add(self, request: GenerateRequest, arrival_s: float, shared: Shared | None = None) -> None:
+        """Queue every choice of a request, or none. shared: prepared, of `check`. Raises RequestError, QueueFullError,
+        and AdaServeError: what the request asks of logits failed."""
         choices = self._choices(request, arrival_s)
         added: list[str] = []
         try:
@@ -84,8 +92,8 @@ class EngineCore:
                 self.scheduler.add(choice)
                 added.append(choice.request_id)
                 self._tracker.add(request.request_id, choice)
-                self._constraints.add(choice)
-        except Exception:
+                self._constraints.add(choice, shared)
+        except BaseException:
             for request_id in added:
                 self.scheduler.abort(request_id)
                 self._tracker.discard(request_id)
@@ -100,6 +108,16 @@ class EngineCore:
         for choice in choices:
             self._constraints.discard(choice)
         return [self._tracker.chunk(update) for update in updates if update is not None]
+
+    def aborted(self, request: GenerateRequest, arrival_s: float) -> list[OutputChunk]:
+        """The ends of the choices of a request that is aborted before it was added. Safe in any thread."""
+        slo = request.slo
+        metrics = RequestMetrics(
+            arrival_s, prompt_tokens=len(request.prompt_ids), tpot_slo_s=slo.tpot_s(self._baseline_s),
+            ttft_slo_s=slo.ttft_s, slo_class=request.slo_class,
+        )  # fmt: skip
+        choices = range(request.sampling.n)
+        return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
 
     def step(self) -> list[OutputChunk]:
         """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
@@ -126,7 +144,9 @@ class EngineCore:
         if edits is not None and outcome.logprobs is not None:
             updates = with_logprobs(updates, request_ids, edits, outcome.logprobs)
         chunks = [self._tracker.chunk(update) for update in updates]
-        chunks += [chunk for request_id in stuck for chunk in self._end_stuck(request_id)]
+        if self._constraints.active:
+            ending = dict.fromkeys([*stuck, *self._constraints.failed])
+            chunks += [chunk for request_id in ending for chunk in self._end_stuck(request_id)]
         self._forget_finished(chunks)
         swap_if_due(scheduler, executor, self.clock)
         return chunks
@@ -138,11 +158,13 @@ class EngineCore:
         return complete if stopped is None else stopped
 
     def _end_stuck(self, request_id: str) -> list[OutputChunk]:
-        """End a choice after whose text no token is allowed, unless the text has ended anyway."""
+        """End a choice that cannot go on, unless its text has ended anyway."""
         update = self.scheduler.abort(request_id, "error")
         if update is None:
             return []
-        return [replace(self._tracker.chunk(update), error=EXPLANATION, error_code="no_token_allowed")]
+        error = self._constraints.why_ended(request_id)
+        chunk = self._tracker.chunk(update)
+        return [replace(chunk, error=str(error), error_code=error.code, error_param=error.param)]
 
     @property
     def rests(self) -> bool:

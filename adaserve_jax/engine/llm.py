@@ -26,14 +26,16 @@ _T = TypeVar("_T")
 
 @dataclass
 class Completion:
-    """One choice. finish_reason: "stop", "length", "abort" or "error". logprobs: one per token where the sampling
-    parameters ask for them, else none."""
+    """One choice. finish_reason: "stop", "length", "abort" or "error"; then error says why and error_code is short for
+    it, as "no_token_allowed". logprobs: one per token where the sampling parameters ask for them, else none."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+    error_code: str | None = None
 
 
 @dataclass
@@ -121,8 +123,8 @@ class LLM:
 
         prompts: texts or token ids. sampling_params, slo, cache_salt: one for all, or one per prompt; without
         sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their salts
-        are the same. Raises RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then
-        none runs on.
+        are the same. A choice that cannot go on ends with finish_reason "error", and the others go on. Raises
+        RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none runs on.
         """
         requests = self._requests(prompts, sampling_params, slo, cache_salt)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
@@ -133,6 +135,8 @@ class LLM:
         try:
             for request in requests:
                 self._raise_error(collector.wait_for_room(request.sampling.n, most_open))
+                if request.sampling.json_schema is not None:
+                    self._engine.prepare(request)
                 self._engine.submit(request, collector)
                 submitted.append(request.request_id)
             self._raise_error(collector.wait())
@@ -223,19 +227,21 @@ class _Collector:
         if chunk.finish_reason is None:
             return
         completion.finish_reason, completion.metrics = chunk.finish_reason, chunk.metrics
+        completion.error, completion.error_code = chunk.error, chunk.error_code
         with self._changed:
             self._open -= 1
-            if chunk.error is not None and self._failed is None:
+            refused = chunk.error is not None and chunk.metrics is None
+            if refused and self._failed is None:
                 self._failed = chunk
             self._changed.notify_all()
 
     def wait_for_room(self, choices: int, most_open: int) -> OutputChunk | None:
         """Count a request of so many choices in, once no more than `most_open` would be open or none else is: so an
-        offline batch of any size never fills the engine's queue. Returns the last chunk of one that failed, if any."""
+        offline batch of any size never fills the engine's queue. Returns the last chunk of one that was refused."""
         return self._wait(lambda: not self._open or self._open + choices <= most_open, choices)
 
     def wait(self) -> OutputChunk | None:
-        """Until all have ended, or one failed; its last chunk."""
+        """Until all have ended, or one was refused; its last chunk."""
         return self._wait(lambda: not self._open, 0)
 
     def _wait(self, condition: Callable[[], bool], choices: int) -> OutputChunk | None:

@@ -17,6 +17,7 @@ import jax
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
@@ -50,7 +51,8 @@ class LocalEngine:
         self._lock = threading.Condition()  # guards the inbox, the sinks and the flags
         self._inbox: deque[Callable[[], None]] = deque()
         self._sinks: dict[str, tuple[Sink, set[int]]] = {}
-        self._queued = 0  # choices in the inbox, not yet seen by the scheduler
+        self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # and when they came; on their way to the inbox
+        self._queued = 0  # choices of these and of the inbox, not yet seen by the scheduler
         self._stopping = False
         self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
@@ -156,9 +158,16 @@ class LocalEngine:
             self._core = self._build_core(config)
             self._info = self._describe(config)
 
+    def prepare(self, request: GenerateRequest) -> None:
+        """Wait for what takes long before a request can begin, as its JSON schema does: for who has so many that the
+        engine would not take all at once. A refusal is told where the request is submitted. Raises RequestError."""
+        prepared = threading.Event()
+        self._core.prepare(request, self._check(request), prepared.set)
+        prepared.wait()
+
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
         arrival_s = time.monotonic()
-        self._check(request)
+        shared = self._check(request)
         choices = request.sampling.n
         with self._lock:
             if not self.is_alive():
@@ -170,24 +179,38 @@ class LocalEngine:
                 self._last_step_s = arrival_s
             self._sinks[request.request_id] = (sink, set(range(choices)))
             self._queued += choices
-            self._inbox.append(lambda: self._add(request, arrival_s))
-            self._lock.notify()
+            self._preparing[request.request_id] = (request, arrival_s)
+        self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
 
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise at once what no waiting can change."""
+    def _check(self, request: GenerateRequest) -> Shared | None:
+        """What the request's choices have in common. Raises at once what no waiting can change."""
         vocab_size = self.info.vocab_size
-        self._core.check(request)
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        low, high = min(request.prompt_ids, default=0), max(request.prompt_ids, default=0)
         if low < 0 or high >= vocab_size:
             raise RequestError(
                 f"prompt token ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
                 param="prompt",
                 code="invalid_value",
             )
+        return self._core.check(request)
+
+    def _enqueue(self, request: GenerateRequest, shared: Shared | None) -> None:
+        """What takes long is done, or refused, which `_add` finds; unless nobody waits for it any more."""
+        with self._lock:
+            waiting, arrival_s = self._preparing.get(request.request_id, (None, 0.0))
+            if waiting is request:
+                del self._preparing[request.request_id]
+                self._inbox.append(lambda: self._add(request, arrival_s, shared))
+                self._lock.notify()
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            self._inbox.append(lambda: self._deliver(self._core.abort(request_id)))
+            waiting = self._preparing.pop(request_id, None)
+            if waiting is None:
+                self._inbox.append(lambda: self._deliver(self._core.abort(request_id)))
+            else:
+                self._queued -= waiting[0].sampling.n
+                self._inbox.append(lambda: self._deliver(self._core.aborted(*waiting)))
             self._lock.notify()
 
     def stats(self) -> EngineStats:
@@ -230,7 +253,7 @@ class LocalEngine:
                     self._deliver(self._core.step())
                     if self._calibration_file is not None:
                         self._calibration_file.save_if_due()
-        except Exception as cause:
+        except BaseException as cause:  # a panic of native code is no Exception
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
         self._end(error)
@@ -251,11 +274,11 @@ class LocalEngine:
             action()
         return not stopping
 
-    def _add(self, request: GenerateRequest, arrival_s: float) -> None:
+    def _add(self, request: GenerateRequest, arrival_s: float, shared: Shared | None) -> None:
         with self._lock:
             self._queued -= request.sampling.n
         try:
-            self._core.add(request, arrival_s)
+            self._core.add(request, arrival_s, shared)
         except AdaServeError as error:
             self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
 
@@ -277,6 +300,7 @@ class LocalEngine:
         with self._lock:
             self._error = error
             sinks, self._sinks = self._sinks, {}
+            self._preparing.clear()
         for request_id, (sink, choices) in sinks.items():
             for chunk in _failure(request_id, choices, error):
                 _call(sink, chunk)

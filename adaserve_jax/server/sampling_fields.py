@@ -93,7 +93,15 @@ def _json_schema(wanted: ResponseFormat | None) -> str | None:
     if wanted.json_schema is None:
         return ANY_OBJECT
     try:
-        return json.dumps(wanted.json_schema.schema_, allow_nan=False)
+        text = json.dumps(wanted.json_schema.schema_, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise invalid(
+            "response_format.json_schema.schema must be valid Unicode, got half of a surrogate pair",
+            "response_format",
+            "invalid_text",
+        ) from None
     except (ValueError, RecursionError):
         raise invalid(
             "response_format.json_schema.schema must be JSON, not nested too deeply and without NaN or infinity",

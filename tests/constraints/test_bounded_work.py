@@ -33,6 +33,13 @@ def test_the_stack_is_as_large_as_asked_and_other_threads_keep_theirs():
     assert threading.stack_size() == before
 
 
+def test_a_thread_that_cannot_start_takes_no_place():
+    work = BoundedWork(stack_bytes=1, limit_s=0.05, at_once=1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="size"):
+            work.run(lambda: 7)
+
+
 def test_late_work_is_left_and_keeps_its_place_until_it_ends(gate: threading.Event):
     work = BoundedWork(stack_bytes=1 << 20, limit_s=0.05, at_once=1)
     ended = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -24,13 +25,16 @@ class Counting:
         self.left: dict[str, int] = {}
         self.filled: list[tuple[str, list[int], list[int]]] = []
 
-    def check(self, schema: str) -> None:
-        if not schema.isdigit():
-            raise RequestError("no number", param="json_schema", code="invalid_schema")
+    def prepare(self, schema: str) -> Future[int]:
+        start: Future[int] = Future()
+        if schema.isdigit():
+            start.set_result(int(schema))
+        else:
+            start.set_exception(RequestError("no number", param="json_schema", code="invalid_schema"))
+        return start
 
-    def add(self, request_id: str, schema: str) -> None:
-        self.check(schema)
-        self.left[request_id] = int(schema)
+    def add(self, request_id: str, start: int) -> None:
+        self.left[request_id] = start
 
     def discard(self, request_id: str) -> None:
         self.left.pop(request_id, None)
@@ -91,13 +95,12 @@ def test_who_asks_for_nothing_costs_nothing() -> None:
 def test_what_can_never_be_done_is_refused() -> None:
     constraints = Constraints(VOCAB, Letters(), Counting())
     constraints.check(SamplingParams(logit_bias=((VOCAB - 1, 1.0),), json_schema="3"))
-    for asked, message, param, code in (
-        ({"logit_bias": {VOCAB: 1.0}}, f"token ids from 0 to {VOCAB - 1}, got {VOCAB}", "logit_bias", "invalid_value"),
-        ({"json_schema": "x"}, "no number", "json_schema", "invalid_schema"),
-    ):
-        with pytest.raises(RequestError, match=message) as caught:
-            constraints.check(SamplingParams(**asked))
-        assert (caught.value.param, caught.value.code) == (param, code)
+    with pytest.raises(RequestError, match=f"token ids from 0 to {VOCAB - 1}, got {VOCAB}") as caught:
+        constraints.check(SamplingParams(logit_bias={VOCAB: 1.0}))
+    assert (caught.value.param, caught.value.code) == ("logit_bias", "invalid_value")
+    with pytest.raises(RequestError, match="no number") as caught:
+        constraints.add(request(json_schema="x"))
+    assert (caught.value.code, constraints.active) == ("invalid_schema", False)
     with pytest.raises(RequestError, match="without structured output") as caught:
         Constraints(VOCAB, Letters()).check(SamplingParams(json_schema="3"))
     assert caught.value.code == "unsupported_parameter"
@@ -117,6 +120,28 @@ def test_words_are_banned_by_themselves_and_behind_a_space() -> None:
     tree = np.array([b, a, b, b], np.int32), np.array([-1, 0, 1, 0], np.int32)
     assert words.completions([a, b], *tree) == [(0, a), (0, b), (2, a), (2, b), (3, b)]
     assert words.completions([], np.array([b], np.int32), np.array([-1], np.int32)) == []
+
+
+def test_words_are_spelled_and_prompts_read_once_per_request() -> None:
+    class Noting(Letters):
+        spelled = 0
+
+        def spell(self, text: str) -> list[int]:
+            self.spelled += 1
+            return super().spell(text)
+
+    tokenizer = Noting()
+    constraints = Constraints(VOCAB, tokenizer)
+    asked = {"bad_words": ("b", "cd"), "presence_penalty": 1.0, "logit_bias": {3: 0.5, 7: 1.0}, "max_tokens": 4}
+    shared = constraints.check(SamplingParams(**asked), PROMPT.tolist())  # type: ignore[arg-type]
+    for choice in range(3):
+        constraints.add(request(f"a/{choice}", **asked), shared)
+    assert tokenizer.spelled == 4
+    constraints.push("a/1", [5, 3])
+    columns = [constraints._choices[f"a/{choice}"].touched.columns() for choice in range(3)]  # type: ignore[union-attr]
+    assert [column.tolist() for column in columns[0]] == [[3, 7, 2], [0, 0, 0], [True, False, True], [0.5, 1.0, 0.0]]
+    assert [column.tolist() for column in columns[1]][:2] == [[3, 7, 2, 5], [1, 0, 0, 1]]
+    assert [column.tolist() for column in columns[2]] == [column.tolist() for column in columns[0]]
 
 
 def test_the_prompt_is_no_part_of_a_word() -> None:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from adaserve_jax.constraints.grammar import MAX_SCHEMAS, Grammars
+from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.grammar_cache import MAX_PREPARING, MAX_SCHEMAS
 from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
 from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S, LIMITS, Vocabulary
-from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
+from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, QueueFullError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import MAX_SCHEMA_CHARS
@@ -108,11 +110,12 @@ class Writer:
     def __init__(self, grammars: Grammars, schema: dict[str, Any], *, name: str = "writer", vocab_size: int = V):
         self.grammars, self.name = grammars, name
         self.vocab_size = vocab_size
-        grammars.add(name, json.dumps(schema))
+        self.why: str | None = None
+        grammars.add(name, grammars.prepare(json.dumps(schema)).result())
 
     def masks(self, tokens: list[int], parents: list[int]) -> np.ndarray:
         masks = np.full((len(tokens), -(-self.vocab_size // 32)), 0xAAAAAAAA, np.uint32)
-        self.grammars.fill(self.name, np.asarray(tokens, np.int32), np.asarray(parents, np.int32), masks)
+        self.why = self.grammars.fill(self.name, np.asarray(tokens, np.int32), np.asarray(parents, np.int32), masks)
         return masks
 
     def allowed(self) -> set[int]:
@@ -314,15 +317,17 @@ def constant(value: int) -> str:
 def test_compiled_schemas_are_kept_up_to_a_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     compiled: list[str] = []
     compile_schema = Vocabulary.compile
-    monkeypatch.setattr(Vocabulary, "compile", lambda self, s: (compiled.append(s), compile_schema(self, s))[1])
+    monkeypatch.setattr(
+        Vocabulary, "compile", lambda self, s, keep: (compiled.append(s), compile_schema(self, s, keep))[1]
+    )
     grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
     for value in (1, 2, 1, 3, 1, 2):
-        grammars.check(constant(value))
-        assert grammars.num_compiled <= 2
+        grammars.prepare(constant(value)).result()
+        assert grammars.num_prepared <= 2
     assert compiled == [constant(value) for value in (1, 2, 3, 2)]
-    grammars.add("old", constant(1))
+    grammars.add("old", grammars.prepare(constant(1)).result())
     for value in (4, 5):
-        grammars.check(constant(value))
+        grammars.prepare(constant(value)).result()
     masks = np.zeros((1, V // 32), np.uint32)
     grammars.fill("old", np.zeros(1, np.int32), np.full(1, -1, np.int32), masks)  # its schema is no longer kept
     assert ids_of(masks[0]) == set(tokenizer.encode("1"))
@@ -333,11 +338,94 @@ def test_a_schema_whose_states_are_used_up_is_prepared_anew(tokenizer: Tokenizer
     grammars, rng = Grammars(tokenizer, V, (EOS,)), np.random.default_rng(0)
     for _ in range(3):
         writer = Writer(grammars, HOSTILE["pattern that looks back"])
+        assert writer.why is None
         written = 0
         while allowed := writer.allowed():
             grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))])
             written += 1
-        assert 3 < written < 200 and grammars.num_compiled == 0
+        assert 3 < written < 200 and grammars.num_prepared == 0
+        assert writer.why is not None and "states" in writer.why
+
+
+@pytest.fixture
+def gated(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+class Gate:
+    """Holds every preparation until it is opened, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.open = threading.Event()
+        self.count = 0
+        compile_schema = Vocabulary._compile
+
+        def wait(vocabulary: Vocabulary, schema: dict[str, Any]) -> Any:
+            self.count += 1
+            assert self.open.wait(30)
+            return compile_schema(vocabulary, schema)
+
+        monkeypatch.setattr(Vocabulary, "_compile", wait)
+
+
+def test_a_schema_is_prepared_once_for_all_who_ask_meanwhile(tokenizer: Tokenizer, gated: Gate):
+    grammars = Grammars(tokenizer, V, (EOS,))
+    futures = [grammars.prepare(constant(1)) for _ in range(5)]
+    assert not any(future.done() for future in futures)
+    gated.open.set()
+    assert len({id(future.result(30)) for future in futures}) == 1 and gated.count == 1
+    assert grammars.prepare(constant(1)).done()
+
+
+def test_what_comes_too_late_is_refused_once_and_then_there(
+    tokenizer: Tokenizer, gated: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("adaserve_jax.constraints.grammar_vocabulary.COMPILE_LIMIT_S", 0.05)
+    grammars = Grammars(tokenizer, V, (EOS,))
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"more than 0.05 s to prepare"):
+            grammars.prepare(constant(1)).result(30)
+    assert gated.count == 1
+    gated.open.set()
+    deadline = time.monotonic() + 30
+    while not grammars.num_prepared:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert grammars.prepare(constant(1)).result(0).schema == constant(1) and gated.count == 1
+
+
+def test_so_many_may_wait_and_refusals_are_remembered_up_to_a_bound(tokenizer: Tokenizer, gated: Gate):
+    grammars = Grammars(tokenizer, V, (EOS,), max_schemas=2)
+    waiting = [grammars.prepare(f'{{"type": "kind {index}"}}') for index in range(MAX_PREPARING)]
+    with pytest.raises(QueueFullError, match="retry later"):
+        grammars.prepare(constant(1)).result(0)
+    gated.open.set()
+    assert {type(future.exception(30)) for future in waiting} <= {RequestError, QueueFullError}
+    for kind, fresh in (("a", 1), ("b", 1), ("a", 0), ("c", 1), ("a", 0), ("b", 1)):
+        before = gated.count
+        with pytest.raises(RequestError, match=f"kind {kind}"):
+            grammars.prepare(f'{{"type": "kind {kind}"}}').result(30)
+        assert gated.count - before == fresh, kind
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: Any) -> None:
+        raise PanicException("index out of bounds")
+
+    grammars = Grammars(tokenizer, V, (EOS,))
+    writer = Writer(grammars, OBJECT)
+    monkeypatch.setattr(Vocabulary, "mask", panic)
+    with pytest.raises(PanicException):
+        writer.allowed()
+    assert grammars.num_prepared == 0  # texts of a schema share what may be broken now
+    with pytest.raises(AdaServeError, match="failed on this request's response_format") as caught:
+        grammars.prepare(constant(1)).result(30)
+    assert caught.value.code == "engine_error"
 
 
 def test_schemas_are_checked_in_many_threads_while_one_writes(grammars: Grammars, tokenizer: Tokenizer):
@@ -347,7 +435,7 @@ def test_schemas_are_checked_in_many_threads_while_one_writes(grammars: Grammars
 
     def verdict(schema: str) -> bool:
         try:
-            grammars.check(schema)
+            grammars.prepare(schema).result()
         except RequestError:
             return False
         return True
@@ -380,7 +468,15 @@ def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeyp
 def test_the_guide_names_the_limits():
     guide = (ROOT / "docs" / "structured-output.md").read_text()
     values = [int(value) for value in re.findall(r"^\| .* \| (\d+) \|$", guide, re.MULTILINE)]
-    assert values == [MAX_SCHEMA_CHARS, MAX_NESTING, MAX_LEVELS, COMPILE_LIMIT_S, COMPILE_AT_ONCE, MAX_SCHEMAS]
+    assert values == [
+        MAX_SCHEMA_CHARS,
+        MAX_NESTING,
+        MAX_LEVELS,
+        COMPILE_LIMIT_S,
+        COMPILE_AT_ONCE,
+        MAX_PREPARING,
+        MAX_SCHEMAS,
+    ]
 
 
 # ---- schemas that are refused ----
@@ -427,13 +523,9 @@ TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
 )
 def test_schemas_that_cannot_be_enforced_are_refused(grammars: Grammars, schema: str, says: str):
     with pytest.raises(RequestError, match=says) as caught:
-        grammars.check(schema)
+        grammars.prepare(schema).result()
     assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
     assert len(str(caught.value)) < 700
-    with pytest.raises(RequestError):
-        grammars.add("refused", schema)
-    with pytest.raises(KeyError):
-        grammars.advance("refused", [])
 
 
 def chain(length: int, link: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
@@ -495,7 +587,7 @@ def test_hostile_schemas_end_in_time(tokenizer: Tokenizer, grammars: Grammars, n
     began = time.monotonic()
     schema = json.dumps(HOSTILE[name])
     try:
-        grammars.check(schema)
+        grammars.prepare(schema).result()
     except RequestError as error:
         assert error.code == "invalid_schema"
     else:

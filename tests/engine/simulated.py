@@ -13,6 +13,7 @@ from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import local
 from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.errors import UnsupportedModelError
 from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, Progress, StepOutcome, StepPlan
 
 VOCAB = 40
@@ -80,6 +81,9 @@ class Spelling:
 
     def spell(self, text: str) -> list[int]:
         return self.encode(text)
+
+    def backend_json(self) -> str:
+        raise UnsupportedModelError("letters: no grammar reads this tokenizer")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join("abcde"[i % 5] + "xy"[: i % 3] for i in token_ids if self.has_text(i))

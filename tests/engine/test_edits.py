@@ -3,8 +3,11 @@ with the same seed, whatever policy, tree, load or preemption."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +47,9 @@ ASKED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By what they try; each is run with a seed of its own."""
+LIST = {"type": "array", "items": {"type": "integer", "maximum": 9999}, "minItems": 3, "maxItems": 4}
+if find_spec("llguidance") is not None:
+    ASKED["json_schema"] = {"json_schema": json.dumps(LIST), "logit_bias": {5: 1.0}}
 FEW_POLICIES = ("spec:3", "adaserve")
 ALL_POLICIES = ("spec:3", "adaserve", "nightjar", "specinfer", "adaserve-paper", "off", "tetris:3")
 
@@ -87,13 +93,17 @@ def contains(tokens: list[int], word: list[int]) -> bool:
 def test_every_parameter_gives_the_text_of_plain_decoding(deterministic: LLM) -> None:
     plain = dict(zip(ASKED, check_policies(deterministic, FEW_POLICIES, 16), strict=True))
     assert len({tuple(choice.token_ids) for each in plain.values() for choice in each}) == len(ASKED) + 1
-    assert all(len(choice.token_ids) == 16 for name, (choice, *_) in plain.items() if name != "min_tokens")
+    may_end = ("min_tokens", "json_schema")
+    assert all(len(choice.token_ids) == 16 for name, (choice, *_) in plain.items() if name not in may_end)
     assert len(plain["min_tokens"][0].token_ids) >= 9
     free, banned = (plain_text(deterministic, words) for words in ((), BANNED))
     assert plain["bad_words"][0].token_ids == banned
     spelled = [deterministic.tokenizer.spell(space + word) for word in BANNED for space in ("", " ")]
     assert any(contains(free, word) for word in spelled) and not any(contains(banned, word) for word in spelled)
-    assert [len(each[0].logprobs) for each in plain.values()] == [0] * 7 + [16]
+    assert {name: len(each[0].logprobs) for name, each in plain.items() if each[0].logprobs} == {"all": 16}
+    if "json_schema" in plain:
+        (listed,) = plain["json_schema"]
+        assert listed.finish_reason == "stop" and len(json.loads(listed.text)) in (3, 4)
 
 
 @pytest.mark.slow
@@ -175,11 +185,13 @@ class Sums:
         self.stuck = stuck
         self.state: dict[str, tuple[int, int, int]] = {}
 
-    def check(self, schema: str) -> None:
-        int(schema)
+    def prepare(self, schema: str) -> Future[int]:
+        start: Future[int] = Future()
+        start.set_result(int(schema))
+        return start
 
-    def add(self, request_id: str, schema: str) -> None:
-        self.state[request_id] = (0, 0, int(schema))
+    def add(self, request_id: str, start: int) -> None:
+        self.state[request_id] = (0, 0, start)
 
     def discard(self, request_id: str) -> None:
         self.state.pop(request_id, None)
@@ -253,11 +265,18 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
     with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
         deterministic.generate(TEXT, SamplingParams(bad_words=("\ud800",)))
     assert caught.value.param == "bad_words"
+    if find_spec("llguidance") is not None:
+        with pytest.raises(RequestError, match="objekt") as caught:
+            deterministic.generate(TEXT, SamplingParams(json_schema='{"type": "objekt"}'))
+        assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
 
 
 def test_several_processes_do_not_edit() -> None:
     engine = SimpleNamespace(
-        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))), _tokenizer=None
+        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))),
+        _tokenizer=None,
+        _grammars=None,
+        _no_grammars="",
     )
     constraints = LocalEngine._constraints(engine, EngineConfig(num_processes=2, coordinator="host:1"))  # type: ignore[arg-type]
     constraints.check(SamplingParams(temperature=0.5))

@@ -118,7 +118,7 @@ def goes_on(server):
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, 400, "invalid_value", "response_format",
          "and only then"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "x" * 65536}}}}, 400,
-         "invalid_value", "response_format", "must be JSON of 1 to 65536 characters, got '65549"),
+         "invalid_value", "response_format", "must be JSON of 1 to 65536 characters, got '65548"),
         ({"logprobs": -1}, 400, "invalid_value", "logprobs", "an integer from 0 to 20, or none, got -1"),
         ({"logprobs": 21}, 400, "invalid_value", "logprobs", ""),
         ({"logprobs": True}, 400, "invalid_value", "logprobs", "valid integer"),

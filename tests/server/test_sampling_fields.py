@@ -27,7 +27,7 @@ TEXT = "é漢🙂a"
         ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "ü"}}}},
-            {"json_schema": json.dumps({"const": "ü"})},
+            {"json_schema": '{"const":"ü"}'},
         ),
         ({"presence_penalty": None, "logit_bias": None, "bad_words": None, "response_format": None}, {}),
         ({"logit_bias": {}, "bad_words": [], "min_tokens": 0, "repetition_penalty": 1}, {}),
