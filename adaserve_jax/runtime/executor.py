@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.positions import edited_rows
 from adaserve_jax.errors import CheckpointError, ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.config import ModelConfig
@@ -170,6 +171,7 @@ class ModelExecutor:
             wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
             logprobs=None if edits is None else logprobs_of(report, walked, plan, trees, accepted, edits, depth),
+            edited=None if edits is None else edited_rows(edits, plan, trees),
         )
 
     def _edits_with(self) -> Resampler:

@@ -14,6 +14,7 @@ from scipy.special import log_softmax
 
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.dead_ends import without_dead_ends
+from adaserve_jax.constraints.positions import edited_rows
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.compiling import compile_all
@@ -210,6 +211,7 @@ def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any)
     plan, trees = step_of(rows)
     edits = constraints.edits(plan, trees, ["a", "b"])
     assert edits is not None and edits.changed.tolist() == [True, False]
+    assert edited_rows(edits, plan, trees).tolist() == [True, False]
     logits = np.zeros((SAMPLED, VOCAB), np.float32)
     logits[:, 7] = 1.0
     bucket = target.buckets.all()[0]
