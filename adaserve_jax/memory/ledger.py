@@ -62,7 +62,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Workspace:
     """What programs take beside weights and pages: the largest temporary and the largest result of any of them, added,
-    since the result of one is there while the next one runs. by_tokens: what is left of it without the programs of
+    since the result of one is there while the next one runs, and arguments that are kept for them. by_tokens: what is left of it without the programs of
     longer steps, by packed length."""
 
     bytes: int

@@ -122,9 +122,11 @@ class ModelExecutor:
         if self.elastic is not None:
             declared += self.elastic.declare()
         compiled = compile_all(declared, progress)
-        self._workspace = workspace_of(compiled)
+        self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.blank_bytes)
         self.resolved.check_memory(self._workspace)
         self.target.compiled = compiled
+        if self.resampler is not None:
+            self.resampler.prepare()
         if self.local_drafter is not None:
             self.local_drafter.model.compiled = compiled
 
