@@ -101,9 +101,7 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     return 2 * config.num_layers * config.kv_size * page_size * dtype.itemsize
 
 
-def workspace_of(
-    compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None
-) -> Workspace:
+def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:
     """By what the compiler says of each program. Results count of the programs of steps only, and not where they take
     the place of an argument: what other programs make are pages, which the ledger has. kept: bytes of arguments that
     are kept for steps of up to so many tokens; None: none."""

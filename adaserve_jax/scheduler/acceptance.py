@@ -40,9 +40,9 @@ class LearnedAcceptance:
         self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
         edited: np.ndarray | None = None,
     ) -> float:  # fmt: skip
-        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node; edited: bool[R],
-        rows whose logits were changed, which say nothing of others. Returns nodes that were expected to be accepted of
-        those verified, theirs too, roots left out, by what had been learned before."""
+        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node; edited:
+        bool[R], rows whose logits were changed, which say nothing of others. Returns nodes that were expected to be
+        accepted of those verified, theirs too, roots left out, by what had been learned before."""
         log_f = candidates.log_f
         speculating = np.count_nonzero(speculates)
         if not speculating or not log_f.size:

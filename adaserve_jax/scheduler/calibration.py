@@ -71,8 +71,8 @@ class Calibrator:
         self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, temperature: np.ndarray,
         edited: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Take in one verification. accepted: bool[N], per packed node; temperature: f32[R], of the rows; edited: bool[R],
-        rows that teach nothing, since what changed their logits is theirs alone."""
+        """Take in one verification. accepted: bool[N], per packed node; temperature: f32[R], of the rows; edited:
+        bool[R], rows that teach nothing, since what changed their logits is theirs alone."""
         if candidates.cell is None or candidates.log_q is None:
             return
         known = (trees.parent >= 0) & accepted.take(trees.parent)

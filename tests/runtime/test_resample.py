@@ -23,7 +23,16 @@ from adaserve_jax.runtime.packing import pack_verify
 from adaserve_jax.runtime.programs import NO_PAGE, InFlight, Sampled, outcome_size
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.tree.sampling import Sampler, draw
-from adaserve_jax.types import DraftTrees, Limits, LogitEdits, Request, RowSampling, SamplingParams, StepOutcome, StepPlan
+from adaserve_jax.types import (
+    DraftTrees,
+    Limits,
+    LogitEdits,
+    Request,
+    RowSampling,
+    SamplingParams,
+    StepOutcome,
+    StepPlan,
+)
 from tests.constraints.definition import LETTERS, VOCAB, Letters, edited
 
 PAGE, MAX_PAGES, ROWS, DEPTH, TOKENS, SAMPLED = 4, 8, 4, 3, 48, 16
