@@ -16,16 +16,16 @@ MAX_SEED = 2**64 - 1
 MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 16, 1024, 1024
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGIT_BIASES, MAX_LOGIT_BIAS = 1024, 100.0
-MAX_REPETITION_PENALTY = 10.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 MAX_LOGPROBS = 20
 MAX_SCHEMA_CHARS = 64 * 1024
 
 
 def require(ok: bool, param: str, expected: str, value: object, code: str = "invalid_value") -> None:
-    """Raise RequestError naming the field at fault unless `ok`."""
+    """Raise RequestError naming the field at fault unless `ok`, with the beginning of what came."""
     if not ok:
-        raise RequestError(f"{param} must be {expected}, got {value!r}", param=param, code=code)
+        raise RequestError(f"{param} must be {expected}, got {value!r:.200}", param=param, code=code)
 
 
 def is_number(value: object) -> bool:
@@ -119,14 +119,13 @@ class SamplingParams:
 
     def _check_changes(self) -> None:
         """Of the fields that change logits or report on them."""
-        for name, low, high in (("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0)):
+        for name, low, high in (
+            ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0),
+            ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        ):  # fmt: skip
             value = getattr(self, name)
             ok = is_number(value) and low <= value <= high
             require(ok, name, f"a number from {low:g} to {high:g}", value)
-        penalty = self.repetition_penalty
-        ok = is_number(penalty) and 0 < penalty <= MAX_REPETITION_PENALTY
-        expected = f"a number above 0 and at most {MAX_REPETITION_PENALTY:g}"
-        require(ok, "repetition_penalty", expected, penalty)
         least = self.min_tokens
         expected = f"an integer from 0 to max_tokens ({self.max_tokens})"
         require(_is_integer(least, 0, self.max_tokens), "min_tokens", expected, least)

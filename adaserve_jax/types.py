@@ -341,7 +341,7 @@ class StepOutcome:
     prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
     draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
     likewise. wait_s: the part of both spent waiting for the device. bucket: packed length that ran. logprobs: where the
-    edits asked for them.
+    edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had no edits.
     """
 
     tokens: np.ndarray
@@ -352,6 +352,7 @@ class StepOutcome:
     wait_s: float
     bucket: int
     logprobs: StepLogprobs | None = None
+    edited: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from adaserve_jax.types import Limits
         ("stop", (5, [5], [""], b"bytes", ["a"] * 17, "x" * 1025)),
         ("stop_token_ids", (5, "ab", [-1], [2**31], [1.0], [True])),
         ("ignore_eos", (1, "yes", None)),
+        ("repetition_penalty", (0, 0.009, 10.1, math.nan, None)),
     ],
 )
 def test_bad_sampling_parameters(field: str, values: tuple[object, ...]) -> None:
@@ -31,6 +32,12 @@ def test_bad_sampling_parameters(field: str, values: tuple[object, ...]) -> None
         with pytest.raises(RequestError, match=f"^{field} must be ") as caught:
             SamplingParams(**{field: value})
         assert (caught.value.param, caught.value.code) == (field, "invalid_value")
+
+
+def test_of_what_came_the_beginning_is_told() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(bad_words=("x" * 1_000_000,))
+    assert str(caught.value).endswith(f"texts of 1 to 128 characters, got ('{'x' * 198}")
 
 
 def test_stop_takes_one_string_or_several() -> None:

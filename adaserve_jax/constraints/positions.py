@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.types import DraftTrees, StepPlan
+from adaserve_jax.types import DraftTrees, LogitEdits, StepPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,3 +34,10 @@ class Positions:
     def spans(self, num_rows: int) -> list[int]:
         """[R + 1]: row r has the positions from spans[r] to spans[r + 1]."""
         return np.searchsorted(self.row, np.arange(num_rows + 1)).tolist()
+
+
+def edited_rows(edits: LogitEdits, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
+    """bool[R]: rows of which anything changes at any sampled position."""
+    edited = np.zeros(plan.num_rows, bool)
+    edited[Positions.of(plan, trees).row[edits.changed]] = True
+    return edited

@@ -62,8 +62,8 @@ class Sizes:
 @dataclass(frozen=True)
 class Workspace:
     """What programs take beside weights and pages: the largest temporary and the largest result of any of them, added,
-    since the result of one is there while the next one runs. by_tokens: what is left of it without the programs of
-    longer steps, by packed length."""
+    since the result of one is there while the next one runs, and arguments that are kept for them. by_tokens: what is
+    left of it without the programs of longer steps, by packed length."""
 
     bytes: int
     by_tokens: dict[int, int] = field(default_factory=dict)

@@ -5,6 +5,7 @@ Knows neither threads nor the server; reading is in record_reader.py. The schema
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,8 @@ SCHEMA_VERSION = 1
 BUSY_S = 1.0
 PRUNE_ROWS = 5000
 """Most rows that one call of `prune` removes."""
+SPARE = 0.02
+"""Share of the bytes that are allowed which is freed beyond need, so that the next rows find room."""
 WAL_BYTES = 16 * 2**20
 """What the log beside the file shrinks to, once it was larger."""
 NOT_STORED = ("run_id", "policy", "rate_rps", "due_s", "late_s", "token_offsets_s", "replica")
@@ -103,10 +106,11 @@ class RecordStore:
 
         Returns whether there is more to remove. Raises sqlite3.Error.
         """
-        removed = self._remove("ended_unix_s < ? ORDER BY ended_unix_s", (before_unix_s,))
-        over = self.used_bytes() > max_bytes
-        if over and removed < PRUNE_ROWS:
-            removed += self._remove("true ORDER BY id", ())
+        removed = self._remove("ended_unix_s < ? ORDER BY ended_unix_s", PRUNE_ROWS, before_unix_s)
+        used = self.used_bytes()
+        if used > max_bytes and removed < PRUNE_ROWS:
+            share = 1 - (1 - SPARE) * max_bytes / used
+            removed += self._remove("true ORDER BY id", min(math.ceil(share * self._rows()), PRUNE_ROWS - removed))
         if removed:
             self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would free one page
         return removed >= PRUNE_ROWS or (removed > 0 and self.used_bytes() > max_bytes)
@@ -119,9 +123,12 @@ class RecordStore:
     def close(self) -> None:
         self._connection.close()
 
-    def _remove(self, which: str, values: tuple[float, ...]) -> int:
-        statement = f"DELETE FROM requests WHERE id IN (SELECT id FROM requests WHERE {which} LIMIT {PRUNE_ROWS})"
+    def _remove(self, which: str, most: int, *values: float) -> int:
+        statement = f"DELETE FROM requests WHERE id IN (SELECT id FROM requests WHERE {which} LIMIT {most})"
         return self._connection.execute(statement, values).rowcount
+
+    def _rows(self) -> int:
+        return self._connection.execute("SELECT count(*) FROM requests").fetchone()[0]
 
     def _pragma(self, name: str) -> int:
         return self._connection.execute(f"PRAGMA {name}").fetchone()[0]

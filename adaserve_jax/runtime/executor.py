@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.positions import edited_rows
 from adaserve_jax.errors import CheckpointError, ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.config import ModelConfig
@@ -121,9 +122,11 @@ class ModelExecutor:
         if self.elastic is not None:
             declared += self.elastic.declare()
         compiled = compile_all(declared, progress)
-        self._workspace = workspace_of(compiled)
+        self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.blank_bytes)
         self.resolved.check_memory(self._workspace)
         self.target.compiled = compiled
+        if self.resampler is not None:
+            self.resampler.prepare()
         if self.local_drafter is not None:
             self.local_drafter.model.compiled = compiled
 
@@ -170,6 +173,7 @@ class ModelExecutor:
             wait_s=draft_wait_s + done - dispatched,
             bucket=bucket.tokens,
             logprobs=None if edits is None else logprobs_of(report, walked, plan, trees, accepted, edits, depth),
+            edited=None if edits is None else edited_rows(edits, plan, trees),
         )
 
     def _edits_with(self) -> Resampler:

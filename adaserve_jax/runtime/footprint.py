@@ -24,10 +24,11 @@ from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.runtime.buckets import Bucket, BucketSet
+from adaserve_jax.runtime.resample import EditShapes
 
 SCORES, ACTIVATIONS, IN_FLIGHT = 8, 4, 2
-"""How often the reserve counts f32 scores over the vocabulary (sampling sorts them), the widest activation of a step,
-and a step's K/V (stacked by layer, then handed on)."""
+"""How often the reserve counts f32 scores over the vocabulary (a forward hands them on, and drawing again sorts what it
+edited), the widest activation of a step, and a step's K/V (stacked by layer, then handed on)."""
 RESERVE_SHARE = 0.05
 """Share of the limit that the reserve takes beside those: for what allocators round up."""
 
@@ -56,6 +57,7 @@ def sizes_of(
     whole, local = partition.whole(target), partition.local(target)
     rows, tokens = verify.row_edges[-1], verify.token_edges[-1]
     sampled = max(bucket.sampled for bucket in verify.all())
+    kept = EditShapes(verify, target.vocab_size, config.max_context).bytes(tokens) if config.num_processes == 1 else 0
     drafting = 0
     if draft is not None:
         scores = 4 * SCORES * rows * config.max_width * draft.vocab_size
@@ -70,7 +72,7 @@ def sizes_of(
             target_page=here * page_bytes(local, config.page_size, dtype),
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
             draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype),
-            reserve=max(verifying, drafting) + int(RESERVE_SHARE * limit.bytes),
+            reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )
 
     sizes = sized(config.quantize)
@@ -99,9 +101,10 @@ def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     return 2 * config.num_layers * config.kv_size * page_size * dtype.itemsize
 
 
-def workspace_of(compiled: Mapping[tuple[Any, ...], Callable]) -> Workspace:
+def workspace_of(compiled: Mapping[tuple[Any, ...], Callable], kept: Callable[[int], int] | None = None) -> Workspace:
     """By what the compiler says of each program. Results count of the programs of steps only, and not where they take
-    the place of an argument: what other programs make are pages, which the ledger has."""
+    the place of an argument: what other programs make are pages, which the ledger has. kept: bytes of arguments that
+    are kept for steps of up to so many tokens; None: none."""
     sizes = []
     for key, program in compiled.items():
         analysis = program.memory_analysis()  # type: ignore[attr-defined]
@@ -111,8 +114,10 @@ def workspace_of(compiled: Mapping[tuple[Any, ...], Callable]) -> Workspace:
         sizes.append((tokens, analysis.temp_size_in_bytes, result))
 
     def up_to(most: int) -> int:
-        kept = [(temporary, result) for tokens, temporary, result in sizes if tokens <= most]
-        return max((t for t, _ in kept), default=0) + max((r for _, r in kept), default=0)
+        def largest(part: int) -> int:
+            return max((each[part] for tokens, *each in sizes if tokens <= most), default=0)
+
+        return largest(0) + largest(1) + (0 if kept is None else kept(most))
 
     by_tokens = {tokens: up_to(tokens) for tokens in sorted({tokens for tokens, _, _ in sizes if tokens})}
     return Workspace(up_to(max(by_tokens, default=0)), by_tokens)

@@ -55,14 +55,15 @@ def plan_memory(
     resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
-    declared = declare_target(target, resolved.limits) + Resampler(target, resolved.limits).declare()
+    resampler = Resampler(target, resolved.limits)
+    declared = declare_target(target, resolved.limits) + resampler.declare()
     on_one = Unfilled.like(Placement.on_one())
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
     if drafter is not None:
         declared += drafter.declare()
         if resolved.limits.extension_pages:
             declared += declare_swaps(target, drafter.model, resolved.limits.extension_pages)
-    return resolved, workspace_of(compile_all(declared, progress))
+    return resolved, workspace_of(compile_all(declared, progress), resampler.blank_bytes)
 
 
 def _shapes(

@@ -6,7 +6,10 @@ keep the tokens that the first program drew, whatever their neighbours ask.
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import jax
@@ -16,7 +19,7 @@ from jax import lax
 
 from adaserve_jax.constraints.masks import num_words
 from adaserve_jax.models.placement import EVERYWHERE
-from adaserve_jax.runtime.buckets import Bucket
+from adaserve_jax.runtime.buckets import Bucket, BucketSet
 from adaserve_jax.runtime.compiling import Declared
 from adaserve_jax.runtime.logprobs import report, report_size
 from adaserve_jax.runtime.model import Amend, DeviceModel
@@ -26,6 +29,9 @@ from adaserve_jax.sampling import MAX_LOGIT_BIASES
 from adaserve_jax.tree.edits import CHUNK, Paths, Penalties, Table, edited_logits
 from adaserve_jax.tree.sampling import draw
 from adaserve_jax.types import Limits, LogitEdits
+
+GROWTH = 4
+"""How many times as much all tables up to one hold as those before it."""
 
 
 class Resampled(NamedTuple):
@@ -37,14 +43,13 @@ class Resampled(NamedTuple):
 
 
 def resample(
-    logits: jax.Array, drawn: jax.Array, packed: jax.Array, edits: jax.Array, table: jax.Array, allowed: jax.Array,
-    *, bucket: Bucket, max_pages: int, page_size: int, max_depth: int,
+    logits: jax.Array, drawn: jax.Array, packed: jax.Array, edits: jax.Array, tables: tuple[jax.Array, ...],
+    allowed: jax.Array, *, bucket: Bucket, max_pages: int, page_size: int, max_depth: int,
 ) -> Resampled:  # fmt: skip
     """Draw from the edited logits where anything changes, and walk again. logits, drawn: of `Sampled`; packed, edits,
-    table: of `step_layout`, `edits_layout` and `table_layout`; allowed: as `edited_logits` takes it."""
+    tables: of `step_layout`, `edits_layout` and `table_layout`; allowed: as `edited_logits` takes it."""
     fields = step_layout(bucket, max_pages).split(packed)
     asked = edits_layout(bucket).split(edits)
-    columns = table_layout(table.shape[0] // 3).split(table)
     positions = sampled_positions(fields, bucket)
     changed = asked["changed"] > 0
 
@@ -52,7 +57,7 @@ def resample(
         scores = edited_logits(
             logits,
             Penalties(asked["presence"], asked["frequency"], asked["repetition"]),
-            Table(columns["index"], columns["seen"], columns["bias"], asked["asked"][0]),
+            _unpacked(tables, asked["asked"][0]),
             allowed,
             Paths(positions.at, positions.row, fields["token"], fields["parent"], fields["emit_depth"]),
             max_depth=max_depth,
@@ -69,18 +74,70 @@ def resample(
     return Resampled(jnp.concatenate([outcome, told]), *places(fields, walk.commit, page_size))
 
 
+def _unpacked(tables: tuple[jax.Array, ...], chunks: jax.Array) -> list[Table]:
+    """chunks: i32[], how many hold any, in all tables together."""
+    found = []
+    for table in tables:
+        columns = table_layout(len(table) // 3).split(table)
+        held = len(table) // (3 * CHUNK)
+        found.append(Table(columns["index"], columns["seen"], columns["bias"], jnp.clip(chunks, 0, held)))
+        chunks = chunks - held
+    return found
+
+
+@dataclass(frozen=True)
+class EditShapes:
+    """Of the tables and masks of steps in these buckets, all in words of four bytes."""
+
+    buckets: BucketSet
+    vocab_size: int
+    max_context: int
+
+    @cached_property
+    def by_tokens(self) -> dict[int, Bucket]:
+        """The bucket of most rows, by packed length."""
+        return {bucket.tokens: bucket for bucket in self.buckets.all()}
+
+    def tables(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """They hold the most that its rows can have. Those for fewer rows are the first ones of those for more."""
+        row = min(self.vocab_size, self.max_context + MAX_LOGIT_BIASES)
+        needed, most = (-(-rows * row // CHUNK) for rows in (bucket.rows, self.buckets.row_edges[-1]))
+        shapes, held = [], 0
+        while held < needed:
+            chunks = min(max(1, (GROWTH - 1) * held), most - held)
+            shapes.append((table_layout(chunks * CHUNK).size,))
+            held += chunks
+        return shapes
+
+    def mask(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.sampled, num_words(self.vocab_size)
+
+    def all(self, tokens: int) -> set[tuple[int, ...]]:
+        """What differs of steps of up to so many tokens."""
+        buckets = [bucket for bucket in self.by_tokens.values() if bucket.tokens <= tokens]
+        return {self.mask(bucket) for bucket in buckets}.union(*(self.tables(bucket) for bucket in buckets))
+
+    def bytes(self, tokens: int) -> int:
+        """One of each of those."""
+        return sum(4 * math.prod(shape) for shape in self.all(tokens))
+
+
 class Resampler:
     """`resample` for every packed length of the target, and its arguments. One number of rows serves all of them: rows
-    cost little here, and programs cost time at the start."""
+    cost little here, and programs cost time at the start.
+
+    What rows have seen goes to the device as tables of growing length, of which those that hold nothing lie there
+    already: what is sent is at most GROWTH times what there is to say, and one chunk.
+    """
 
     def __init__(self, target: DeviceModel, limits: Limits):
         self._target = target
         self._limits = limits
         self._vocab_size = target.config.vocab_size
-        self._buckets = {bucket.tokens: bucket for bucket in target.buckets.all()}
-        """By packed length, the one of most rows."""
-        self._blank: dict[tuple[int, ...], jax.Array] = {}
-        """Tables and masks that say nothing, on the device: most steps have at least one of them."""
+        self._shapes = EditShapes(target.buckets, self._vocab_size, limits.max_context)
+        self._buckets = self._shapes.by_tokens
+        self.blank: dict[tuple[int, ...], jax.Array] = {}
+        """Tables and masks that say nothing, on the device, by shape; once prepared."""
 
     def bucket(self, bucket: Bucket) -> Bucket:
         """In which a step is drawn again whose forward ran in `bucket`."""
@@ -92,12 +149,13 @@ class Resampler:
         max_pages = target.programs.max_pages
         declared = []
         for bucket in self._buckets.values():
-            layouts = (step_layout(bucket, max_pages), edits_layout(bucket), table_layout(self._table_entries(bucket)))
             arguments = (
                 place.abstract((bucket.sampled, self._vocab_size), jnp.float32),
                 place.abstract((bucket.sampled,), jnp.int32),
-                *(place.abstract((layout.size,), jnp.int32) for layout in layouts),
-                place.abstract(self._mask_shape(bucket), jnp.uint32),
+                place.abstract((step_layout(bucket, max_pages).size,), jnp.int32),
+                place.abstract((edits_layout(bucket).size,), jnp.int32),
+                tuple(place.abstract(shape, jnp.int32) for shape in self._shapes.tables(bucket)),
+                place.abstract(self._shapes.mask(bucket), jnp.uint32),
             )
             program = partial(
                 resample, bucket=bucket, max_pages=max_pages, page_size=limits.page_size, max_depth=limits.max_depth
@@ -117,15 +175,15 @@ class Resampler:
             views[name][:rows] = getattr(edits, name)
         views["changed"][: len(edits.changed)] = edits.changed
         views["asked"][:] = -(-entries // CHUNK), (edits.logprobs >= 0).any()
-        table = self._table(bucket, edits) if entries else self._blank_table(bucket)
-        allowed: np.ndarray | jax.Array = self._blank_mask(bucket)
+        tables = tuple(self._tables(bucket, edits))
+        allowed: np.ndarray | jax.Array = self.blank[self._shapes.mask(bucket)]
         if edits.allowed is not None:
-            allowed = np.zeros(self._mask_shape(bucket), np.uint32)
+            allowed = np.zeros(self._shapes.mask(bucket), np.uint32)
             allowed[: len(edits.allowed)] = edits.allowed
         program = self._target.compiled[self._key(bucket)]
 
         def amend(sampled: Sampled, in_flight: InFlight) -> tuple[Resampled, InFlight]:
-            again = program(sampled.logits, sampled.drawn, step.packed, packed, table, allowed)
+            again = program(sampled.logits, sampled.drawn, step.packed, packed, tables, allowed)
             return again, in_flight._replace(page=again.page, slot=again.slot)
 
         return amend
@@ -133,37 +191,34 @@ class Resampler:
     def _key(self, bucket: Bucket) -> tuple:
         return (self._target.role, "resample", bucket)
 
-    def _table_entries(self, bucket: Bucket) -> int:
-        """Most that its rows can have, in whole chunks."""
-        most = bucket.rows * min(self._vocab_size, self._limits.max_context + MAX_LOGIT_BIASES)
-        return -(-most // CHUNK) * CHUNK
+    def _tables(self, bucket: Bucket, edits: LogitEdits) -> Iterator[np.ndarray | jax.Array]:
+        first = 0
+        for shape in self._shapes.tables(bucket):
+            if first >= len(edits.token):
+                yield self.blank[shape]
+                continue
+            packed, views = table_layout(shape[0] // 3).new()
+            part = slice(first, first + len(views["index"]))
+            entries = len(edits.token[part])
+            views["index"][entries:] = bucket.rows * self._vocab_size
+            views["index"][:entries] = edits.row[part] * self._vocab_size + edits.token[part]
+            views["seen"][:entries] = 2 * edits.output_count[part] + edits.in_prompt[part]
+            views["bias"][:entries] = edits.bias[part]
+            first = part.stop
+            yield packed
 
-    def _mask_shape(self, bucket: Bucket) -> tuple[int, int]:
-        return bucket.sampled, num_words(self._vocab_size)
+    def prepare(self) -> None:
+        """Put the arguments that say nothing on the device. Before the first amendment."""
+        for shape in self._shapes.all(self._limits.max_tokens):
+            blank = np.full(shape, 0xFFFFFFFF, np.uint32) if len(shape) == 2 else np.zeros(shape, np.int32)
+            self.blank[shape] = jax.device_put(blank, self._target.placement.sharding(EVERYWHERE))
 
-    def _table(self, bucket: Bucket, edits: LogitEdits) -> np.ndarray:
-        packed, views = table_layout(self._table_entries(bucket)).new()
-        entries = len(edits.token)
-        views["index"][entries:] = bucket.rows * self._vocab_size
-        views["index"][:entries] = edits.row * self._vocab_size + edits.token
-        views["seen"][:entries] = 2 * edits.output_count + edits.in_prompt
-        views["bias"][:entries] = edits.bias
-        return packed
-
-    def _blank_table(self, bucket: Bucket) -> jax.Array:
-        return self._kept((table_layout(self._table_entries(bucket)).size,), np.int32(0))
-
-    def _blank_mask(self, bucket: Bucket) -> jax.Array:
-        return self._kept(self._mask_shape(bucket), np.uint32(0xFFFFFFFF))
-
-    def _kept(self, shape: tuple[int, ...], value: np.generic) -> jax.Array:
-        if shape not in self._blank:
-            filled = np.full(shape, value)
-            self._blank[shape] = jax.device_put(filled, self._target.placement.sharding(EVERYWHERE))
-        return self._blank[shape]
+    def blank_bytes(self, tokens: int) -> int:
+        """What those take that steps of up to so many tokens need."""
+        return self._shapes.bytes(tokens)
 
     def close(self) -> None:
         """Give back the memory of the blank arguments."""
-        for array in self._blank.values():
+        for array in self.blank.values():
             array.delete()
-        self._blank.clear()
+        self.blank.clear()

@@ -37,21 +37,16 @@ class LearnedAcceptance:
         return np.minimum.accumulate(chance, axis=0)
 
     def observe(
-        self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray
-    ) -> float:
-        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node. Returns nodes
-        that were expected to be accepted of those verified, roots left out, by what had been learned before."""
+        self, candidates: CandidateTrees, width: int, speculates: np.ndarray, trees: DraftTrees, accepted: np.ndarray,
+        edited: np.ndarray | None = None,
+    ) -> float:  # fmt: skip
+        """Learn from one verification. speculates: bool[num_decode]; accepted: bool[N], per packed node; edited:
+        bool[R], rows whose logits were changed, which say nothing of others. Returns nodes that were expected to be
+        accepted of those verified, theirs too, roots left out, by what had been learned before."""
         log_f = candidates.log_f
         speculating = np.count_nonzero(speculates)
         if not speculating or not log_f.size:
             return 0.0
-        self.updates += 1
-        if speculating < len(speculates):
-            log_f = log_f[speculates]
-        depth = log_f.shape[1] // width
-        mean = (np.add.reduce(np.exp(log_f), axis=0, dtype=np.float64) / speculating).reshape(depth, width)
-        self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
-
         # roots, of depth 0, fall into a row of cells of their own, which is dropped
         levels, ranks = self._prior.shape
         cell = trees.depth * ranks
@@ -60,6 +55,21 @@ class LearnedAcceptance:
         size = (levels + 1) * ranks
         claimed = np.bincount(cell, trees.path_prob, size)[ranks:].reshape(levels, ranks)
         expected = float((claimed * self._accepted / self._expected).sum())
+        if edited is not None and edited.any():
+            speculates = speculates & ~edited[: len(speculates)]
+            speculating = np.count_nonzero(speculates)
+            if not speculating:
+                return expected
+            others = ~edited[trees.row]
+            cell, accepted = cell[others], accepted[others]
+            claimed = np.bincount(cell, trees.path_prob[others], size)[ranks:].reshape(levels, ranks)
+
+        self.updates += 1
+        if speculating < len(speculates):
+            log_f = log_f[speculates]
+        depth = log_f.shape[1] // width
+        mean = (np.add.reduce(np.exp(log_f), axis=0, dtype=np.float64) / speculating).reshape(depth, width)
+        self._mean_f[:depth, :width] += MEAN_RATE * (mean - self._mean_f[:depth, :width])
         self._accepted *= DECAY
         self._expected *= DECAY
         self._accepted += np.bincount(cell, accepted, size)[ranks:].reshape(levels, ranks)

@@ -68,12 +68,17 @@ class Calibrator:
         self._unsent = False
 
     def observe(
-        self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, temperature: np.ndarray
-    ) -> None:
-        """Take in one verification. accepted: bool[N], per packed node; temperature: f32[R], of the rows."""
+        self, candidates: CandidateTrees, trees: DraftTrees, accepted: np.ndarray, temperature: np.ndarray,
+        edited: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Take in one verification. accepted: bool[N], per packed node; temperature: f32[R], of the rows; edited:
+        bool[R], rows that teach nothing, since what changed their logits is theirs alone."""
         if candidates.cell is None or candidates.log_q is None:
             return
-        judged = np.flatnonzero((trees.parent >= 0) & accepted.take(trees.parent))
+        known = (trees.parent >= 0) & accepted.take(trees.parent)
+        if edited is not None:
+            known &= ~edited.take(trees.row)
+        judged = np.flatnonzero(known)
         if not len(judged):
             return
         row = trees.row.take(judged)

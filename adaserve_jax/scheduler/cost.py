@@ -7,6 +7,7 @@ ratio of measured to predicted, so that one table serves short and long contexts
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import product
 
 import numpy as np
 
@@ -76,7 +77,10 @@ class CostTable:
         self._verify_drift = 1.0
         self._draft_drift = 1.0
         self._typical_context = float(samples.context)
-        self._overhead_s = {False: 0.0, True: 0.0}  # by whether the step drafts
+        self._overhead_s = dict.fromkeys(product((False, True), repeat=2), 0.0)
+        """By whether the step has edits, and whether it drafts."""
+        self._edits = False
+        """Of the last step."""
         self.baseline_s = self.grid.verify_s(1, 1, samples.context)
         """Seconds of one token of one request, without speculation, as the samples have it."""
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
@@ -95,11 +99,12 @@ class CostTable:
         return None if context is None else context_load(context, self.samples.context_rows)
 
     def overhead_s(self, drafting: bool) -> float:
-        """Seconds of a step outside draft and verification, averaged over the steps that draft, or that do not.
+        """Seconds of a step outside draft and verification, averaged over the steps that draft, or that do not. While
+        steps have edits of logits, of those, whose second program counts as overhead.
 
         A kind that was never seen counts as free, so that it is tried.
         """
-        return self._overhead_s[drafting]
+        return self._overhead_s[self._edits, drafting]
 
     def verify_s(self, rows: int, load: float | None = None) -> np.ndarray:
         """f64[E], seconds to verify each token edge with `rows` rows, non-decreasing."""
@@ -131,29 +136,35 @@ class CostTable:
         """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit. Returns
         seconds as they were predicted of what was run, 0 where nothing was.
 
-        A call of the draft that only catches up is not waited for, so that its time says nothing.
+        A call of the draft that only catches up is not waited for, so that its time says nothing. Nor does that of a
+        verification with edits, of which one does not see what the second program takes: what the step took beside its
+        draft and the verification predicted is learned as an overhead of its own.
         """
         self._steps += 1
+        self._edits = outcome.edited is not None
         rows = plan.num_rows
         load = self.context_load(plan.ctx_len) or 0.0
         self._typical_context += DRIFT_RATE * (load / self.grid.groups(rows) - self._typical_context)
         drafting = plan.draft is not None and plan.draft.depth > 0
-        overhead_predicted_s = self._overhead_s[drafting]
+        overhead_predicted_s = self.overhead_s(drafting)
         draft_predicted_s = self._observe_draft(plan, outcome.draft_s, load) if drafting else 0.0
-        predicted_s = 0.0
+        predicted_s, verify_s = 0.0, outcome.verify_s
         if outcome.verify_s > 0 and outcome.bucket <= self._edges[-1]:
             edge = bisect_left(self._edges, outcome.bucket)
-            verify_predicted_s = self._observe_verify(edge, rows, load, outcome.verify_s)
+            alone_s = None if self._edits else verify_s
+            verify_predicted_s = self._observe_verify(edge, rows, load, alone_s)
             predicted_s = verify_predicted_s + draft_predicted_s + overhead_predicted_s
+            verify_s = verify_predicted_s if alone_s is None else alone_s
             self.predictions.add(
-                verify=(verify_predicted_s, outcome.verify_s),
+                verify=(verify_predicted_s, alone_s or 0.0),
                 draft=(draft_predicted_s, outcome.draft_s if drafting else 0.0),
                 step=(predicted_s, step_s),
             )
-        overhead_s = min(max(step_s - outcome.draft_s - outcome.verify_s, 0.0), OUTLIER * self.baseline_s)
-        self.served.steps += 1
-        self.served.overhead_s += overhead_s
-        self._overhead_s[drafting] += DRIFT_RATE * (overhead_s - self._overhead_s[drafting])
+        overhead_s = min(max(step_s - outcome.draft_s - verify_s, 0.0), OUTLIER * self.baseline_s)
+        if not self._edits:
+            self.served.steps += 1
+            self.served.overhead_s += overhead_s
+        self._overhead_s[self._edits, drafting] += DRIFT_RATE * (overhead_s - overhead_predicted_s)
         return predicted_s
 
     def _observe_draft(self, plan: StepPlan, seconds: float, load: float) -> float:
@@ -173,12 +184,14 @@ class CostTable:
             self._draft_drift *= 1 + ENTRY_RATE * (factor - 1)
         return predicted
 
-    def _observe_verify(self, edge: int, rows: int, load: float, seconds: float) -> float:
-        """Seconds as they were predicted."""
+    def _observe_verify(self, edge: int, rows: int, load: float, seconds: float | None) -> float:
+        """Seconds as they were predicted. seconds: None: not known of the verification alone."""
         column = self.grid.row_bucket(rows)
         ratios = self._verify_ratios[column]
         before = ratios.of(edge, self._verify_drift, self._steps)
         sample_s = self.grid.verify.at(edge, column, load)
+        if seconds is None:
+            return before * sample_s
         self.served.verify_s += seconds
         self.served.verify_sampled_s += sample_s
         ratio = min(max(seconds / sample_s, before / OUTLIER), before * OUTLIER)

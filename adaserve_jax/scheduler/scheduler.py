@@ -285,11 +285,12 @@ class Scheduler:
         expected = 0.0
         if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
             speculates = plan.draft.speculates
-            expected = self._acceptance.observe(candidates, plan.draft.width, speculates, trees, outcome.accepted)
+            accepted, edited = outcome.accepted, outcome.edited
+            expected = self._acceptance.observe(candidates, plan.draft.width, speculates, trees, accepted, edited)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
-                self._calibrator.observe(candidates, trees, outcome.accepted, plan.sampling.temperature)
+                self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited)
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
         if plan.num_decode:

@@ -7,6 +7,8 @@ of the path to the node. So p' of a node is a function of its path, which is all
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -20,9 +22,9 @@ CHUNK = 1024
 
 
 class Table(NamedTuple):
-    """Tokens that the rows' penalties or biases concern, E of them, each once per row. index: i32[E], row * V + token,
-    R * V or more where there is none; seen: i32[E], 2 * times in the output + whether the prompt has it; bias: f32[E];
-    chunks: i32[], how many chunks hold any."""
+    """A part of the tokens that the rows' penalties or biases concern, E of them, each once per row. index: i32[E],
+    row * V + token, R * V or more where there is none; seen: i32[E], 2 * times in the output + whether the prompt has
+    it; bias: f32[E]; chunks: i32[], how many chunks hold any."""
 
     index: jax.Array
     seen: jax.Array
@@ -50,23 +52,27 @@ class Paths(NamedTuple):
 
 
 def edited_logits(
-    logits: jax.Array, penalties: Penalties, table: Table, allowed: jax.Array, paths: Paths, *, max_depth: int
-) -> jax.Array:
-    """The logits that the sampler sees, f32[N, V]: penalties, then biases, then bans. logits: f32[N, V]; allowed:
-    u32[N, ceil(V / 32)], bit v % 32 of word v // 32 for token v. Without a table only bans cost anything."""
+    logits: jax.Array, penalties: Penalties, tables: Sequence[Table], allowed: jax.Array, paths: Paths,
+    *, max_depth: int,
+) -> jax.Array:  # fmt: skip
+    """The logits that the sampler sees, f32[N, V]: penalties, then biases, then bans. logits: f32[N, V]; tables: filled
+    from the first one on; allowed: u32[N, ceil(V / 32)], bit v % 32 of word v // 32 for token v. With empty tables only
+    bans cost anything."""
 
-    def with_table(logits: jax.Array) -> jax.Array:
-        return _penalised(logits, penalties, table, paths, max_depth)
+    def with_tables(logits: jax.Array) -> jax.Array:
+        return _penalised(logits, penalties, tables, paths, max_depth)
 
-    scores = lax.cond(table.chunks > 0, with_table, lambda logits: logits, logits)
+    scores = lax.cond(tables[0].chunks > 0, with_tables, lambda logits: logits, logits)
     vocab = jnp.arange(logits.shape[1])
     bits = jnp.repeat(allowed, 32, axis=1)[:, : len(vocab)] >> (vocab % 32).astype(jnp.uint32)
     return jnp.where(bits & 1, scores, MASKED)
 
 
-def _penalised(logits: jax.Array, penalties: Penalties, table: Table, paths: Paths, max_depth: int) -> jax.Array:
+def _penalised(
+    logits: jax.Array, penalties: Penalties, tables: Sequence[Table], paths: Paths, max_depth: int
+) -> jax.Array:
     rows, vocab_size = penalties.presence.shape[0], logits.shape[1]
-    seen, bias = (spread.reshape(rows, vocab_size)[paths.row] for spread in _spread(table, rows * vocab_size))
+    seen, bias = (spread.reshape(rows, vocab_size)[paths.row] for spread in _spread(tables, rows * vocab_size))
     output_count = _with_paths(seen >> 1, paths, max_depth)
     presence, frequency, repetition = (each[paths.row][:, None] for each in penalties)
     in_output = output_count > 0
@@ -76,14 +82,17 @@ def _penalised(logits: jax.Array, penalties: Penalties, table: Table, paths: Pat
     return scores + bias
 
 
-def _spread(table: Table, size: int) -> tuple[jax.Array, jax.Array]:
+def _spread(tables: Sequence[Table], size: int) -> tuple[jax.Array, jax.Array]:
     """seen i32[R * V] and bias f32[R * V], chunk by chunk, so that an empty table costs nothing."""
 
-    def add(chunk: jax.Array, spread: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add(table: Table, chunk: jax.Array, spread: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, seen, bias = (lax.dynamic_slice(column, (chunk * CHUNK,), (CHUNK,)) for column in table[:3])
         return spread[0].at[index].set(seen, mode="drop"), spread[1].at[index].set(bias, mode="drop")
 
-    return lax.fori_loop(0, table.chunks, add, (jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.float32)))
+    spread = jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.float32)
+    for table in tables:
+        spread = lax.fori_loop(0, table.chunks, partial(add, table), spread)
+    return spread
 
 
 def _with_paths(counts: jax.Array, paths: Paths, max_depth: int) -> jax.Array:

@@ -174,3 +174,24 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(kind, match=message):
             LocalEngine(replace(CONFIG, **options)).start()
+
+
+def test_what_changed_logits_reject_teaches_nothing_of_other_requests(demo_engine: LocalEngine) -> None:
+    """A token is forced upon some; of others only log probabilities are told."""
+    llm, calibrator = LLM.over(demo_engine), demo_engine.calibrator
+    assert calibrator is not None
+
+    def judged(*params: SamplingParams) -> int:
+        """Nodes that taught anything while these requests ran."""
+        calibrator.take_in()
+        before = calibrator.outcomes.get("greedy", 0)
+        llm.generate(PROMPTS[: len(params)], [*params], slo=SLO(tpot_ms=0.5))
+        calibrator.take_in()
+        return calibrator.outcomes.get("greedy", 0) - before
+
+    plain = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    forced = replace(plain, logit_bias={300: 100.0})
+    drafted = demo_engine.stats().scheduler.draft_tokens
+    assert judged(forced, forced, forced) == 0
+    assert demo_engine.stats().scheduler.draft_tokens > drafted
+    assert judged(replace(plain, logprobs=2), forced) > 0

@@ -124,13 +124,17 @@ def test_old_choices_are_removed_and_the_file_shrinks(path):
     assert path.stat().st_size < before / 5
 
 
-def test_of_too_many_bytes_the_oldest_go(path):
-    store = filled(path, many(2000.0))
-    most = store.used_bytes() // 2
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.98])
+def test_of_too_many_bytes_the_oldest_go_and_no_more(path, share):
+    store = RecordStore.open(path)
+    empty = store.used_bytes()
+    store.add(many(2000.0))
+    most = int(store.used_bytes() * share)
+    fits = 12_000 * (most - empty) / (store.used_bytes() - empty)
     while store.prune(before_unix_s=0.0, max_bytes=most):
         pass
     held = read_choices(path, **EVER)[1]
-    assert held.last_unix_s == 2000.0 + 11_999 and 1000 <= held.choices < 7000
+    assert held.last_unix_s == 2000.0 + 11_999 and 0.9 * fits < held.choices <= fits
     assert store.used_bytes() <= most
     assert not store.prune(before_unix_s=0.0, max_bytes=most)
     assert read_choices(path, **EVER)[1] == held

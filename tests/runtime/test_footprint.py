@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,9 +18,11 @@ from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
 from adaserve_jax.runtime import executor as executor_module
 from adaserve_jax.runtime import footprint
+from adaserve_jax.runtime.compiling import compile_all
 from adaserve_jax.runtime.executor import load_executor
-from adaserve_jax.runtime.footprint import RESERVE_SHARE, weight_bytes
+from adaserve_jax.runtime.footprint import RESERVE_SHARE, weight_bytes, workspace_of
 from adaserve_jax.runtime.planned import plan_memory
+from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import CPU_KV_BYTES, Resolved, resolve
 from adaserve_jax.types import SamplingParams
 from tests.runtime.test_resolve import DRAFT, TARGET
@@ -69,7 +72,10 @@ def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> No
     temporary = max(each.temp_size_in_bytes for each in analyses.values())
     result = max(each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses.values())
     workspace = executor.ledger.workspace
-    assert workspace is not None and workspace.bytes == temporary + result
+    # tables of 16 rows with 512 + 1024 tokens, and masks of a bit for each of 2048 tokens at 16 and at 64 positions
+    kept = 12 * 16 * (512 + 1024) + 4 * (16 + 64) * 2048 // 32
+    assert workspace is not None and workspace.bytes == temporary + result + kept
+    assert executor.resampler is not None and held(executor.resampler.blank) == kept
     assert sorted(workspace.by_tokens) == [16, 64]
     assert workspace.by_tokens[16] < workspace.by_tokens[64] == workspace.bytes
     assert executor.ledger.fits and executor.ledger.taken() > sum(
@@ -77,6 +83,22 @@ def test_the_workspace_is_what_the_compiler_says(demo_engine: LocalEngine) -> No
     )
     reserve = executor.ledger.sizes.reserve - int(RESERVE_SHARE * executor.ledger.limit.bytes)
     assert workspace.bytes <= reserve <= 4 * workspace.bytes
+
+
+def test_the_reserve_holds_drawing_again() -> None:
+    """Where scores are nearly all that counts, those of the forward included, which are there meanwhile: many positions
+    of few rows, and tables as long as the vocabulary for as many rows as positions."""
+    for vocab_size, rows, tokens in ((8192, 4, 64), (2048, 16, 16)):
+        config = EngineConfig(draft=None, max_requests=rows, max_context=1024, token_edges=(tokens,), row_edges=(rows,))
+        resolved = resolve(config, replace(TARGET, vocab_size=vocab_size), None)
+        stub: Any = SimpleNamespace(
+            role="target", config=SimpleNamespace(vocab_size=vocab_size), programs=SimpleNamespace(max_pages=16),
+            buckets=resolved.verify_buckets, placement=resolved.placement,
+        )  # fmt: skip
+        resampler = Resampler(stub, resolved.limits)
+        taken = workspace_of(compile_all(resampler.declare()), resampler.blank_bytes).bytes + 4 * tokens * vocab_size
+        reserve = resolved.sizes.reserve - int(RESERVE_SHARE * resolved.memory.bytes)
+        assert taken <= reserve <= 2 * taken
 
 
 def test_what_is_planned_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +164,9 @@ def resolve_for(config: EngineConfig) -> Resolved:
 def test_what_programs_take_is_checked_once_they_are_compiled(
     demo_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights and pages take 24.5 MiB; with the programs, which are those of the fixture, they do not fit 27."""
+    """Weights and pages take 24.5 MiB; with the programs, which are those of the fixture, they do not fit 28."""
     monkeypatch.setattr(executor_module, "compile_all", lambda *_: dict(demo_engine.executor.target.compiled))
-    config = replace(SMALL, memory_limit_mib=27)
+    config = replace(SMALL, memory_limit_mib=28)
     executor = load_executor(config)
     try:
         with pytest.raises(
@@ -172,12 +194,13 @@ def test_what_programs_take_is_checked_once_they_are_compiled(
 def test_an_engine_that_follows_advice_serves(demo_engine: LocalEngine, number: int) -> None:
     """Each change that a refusal names after compilation: with its own programs, which are others."""
     workspace = demo_engine.executor.ledger.workspace
+    config = replace(SMALL, memory_limit_mib=28, elastic="off")
     with pytest.raises(ConfigError) as error:
-        resolve_for(replace(SMALL, memory_limit_mib=27)).check_memory(workspace)
+        resolve_for(config).check_memory(workspace)
     change = advised(str(error.value))[number]
     if tokens := change.get("max_batch_tokens"):
         change |= {"token_edges": (tokens,), "max_tree_tokens": tokens}
-    with LLM.over(started(replace(SMALL, **{"memory_limit_mib": 27} | change))) as llm:
+    with LLM.over(started(replace(config, **change))) as llm:
         (output,) = llm.generate("def", SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     assert len(output.token_ids) == 8
 

@@ -14,6 +14,7 @@ from scipy.special import log_softmax
 
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.dead_ends import without_dead_ends
+from adaserve_jax.constraints.positions import edited_rows
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.compiling import compile_all
@@ -22,7 +23,16 @@ from adaserve_jax.runtime.packing import pack_verify
 from adaserve_jax.runtime.programs import NO_PAGE, InFlight, Sampled, outcome_size
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.tree.sampling import Sampler, draw
-from adaserve_jax.types import DraftTrees, Limits, Request, RowSampling, SamplingParams, StepOutcome, StepPlan
+from adaserve_jax.types import (
+    DraftTrees,
+    Limits,
+    LogitEdits,
+    Request,
+    RowSampling,
+    SamplingParams,
+    StepOutcome,
+    StepPlan,
+)
 from tests.constraints.definition import LETTERS, VOCAB, Letters, edited
 
 PAGE, MAX_PAGES, ROWS, DEPTH, TOKENS, SAMPLED = 4, 8, 4, 3, 48, 16
@@ -126,6 +136,12 @@ def step_of(rows: list[Row]) -> tuple[StepPlan, DraftTrees]:
     ), trees  # fmt: skip
 
 
+def prepared(target: Any, limits: Limits = LIMITS) -> Resampler:
+    resampler = Resampler(target, limits)
+    resampler.prepare()
+    return resampler
+
+
 def run(target: Any, plan: StepPlan, trees: DraftTrees, edits: Any, logits: np.ndarray) -> tuple[StepOutcome, InFlight]:
     """The second program on made logits, f32[SAMPLED, V], as the executor calls it."""
     bucket = target.buckets.all()[0]
@@ -133,7 +149,7 @@ def run(target: Any, plan: StepPlan, trees: DraftTrees, edits: Any, logits: np.n
     drawn = jnp.asarray(logits.argmax(axis=1), jnp.int32)
     first = Sampled(jnp.zeros(sum(outcome_size(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
     nothing = jnp.zeros(TOKENS, jnp.int32)
-    amend = Resampler(target, LIMITS).amendment(step, edits)
+    amend = prepared(target).amendment(step, edits)
     again, in_flight = amend(first, InFlight(nothing, nothing, nothing, nothing))
     parts = np.split(np.asarray(again.outcome), np.cumsum(outcome_size(bucket, DEPTH)))
     accepted = parts[2][: trees.num_nodes] != 0
@@ -210,6 +226,7 @@ def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any)
     plan, trees = step_of(rows)
     edits = constraints.edits(plan, trees, ["a", "b"])
     assert edits is not None and edits.changed.tolist() == [True, False]
+    assert edited_rows(edits, plan, trees).tolist() == [True, False]
     logits = np.zeros((SAMPLED, VOCAB), np.float32)
     logits[:, 7] = 1.0
     bucket = target.buckets.all()[0]
@@ -217,7 +234,7 @@ def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any)
     drawn = jnp.full(SAMPLED, 9, jnp.int32)
     nothing = jnp.zeros(TOKENS, jnp.int32)
     first = Sampled(jnp.zeros(sum(outcome_size(bucket, DEPTH)), jnp.int32), drawn, jnp.asarray(logits))
-    again, _ = Resampler(target, LIMITS).amendment(step, edits)(first, InFlight(nothing, nothing, nothing, nothing))
+    again, _ = prepared(target).amendment(step, edits)(first, InFlight(nothing, nothing, nothing, nothing))
     assert np.asarray(again.outcome)[: 2 * (DEPTH + 1) : DEPTH + 1].tolist() == [7, 9]
 
 
@@ -267,6 +284,50 @@ def test_a_position_without_a_token_is_cut(target: Any) -> None:
     cut, stuck = without_dead_ends(outcome, edits, plan, trees, ["a"])
     assert (cut.counts[0], stuck) == (1, ["a"])
     assert cut.tokens[0, 0] == b
+
+
+WIDE = 3000
+
+
+@pytest.fixture(scope="module")
+def wide(target: Any) -> Any:
+    """With a vocabulary of which a row has 32 + 1024 tokens at most: tables of 1, 3 and 1 chunks for four rows."""
+    stub = SimpleNamespace(**{**target.__dict__, "config": SimpleNamespace(vocab_size=WIDE)})
+    stub.compiled = compile_all(Resampler(stub, LIMITS).declare())
+    return stub
+
+
+@pytest.mark.parametrize(
+    ("entries", "chunks"), [(1, 1), (1024, 1), (1025, 1 + 3), (4096, 1 + 3), (4097, 1 + 3 + 1), (4224, 1 + 3 + 1)]
+)
+def test_long_lists_go_in_as_few_tables_as_hold_them(wide: Any, entries: int, chunks: int) -> None:
+    rng = np.random.default_rng(entries)
+    bias = rng.integers(-8, 9, (ROWS, 1056)).astype(np.float32)
+    token = np.array([rng.permutation(WIDE)[:1056] for _ in range(ROWS)], np.int32)
+    row = np.repeat(np.arange(ROWS, dtype=np.int32), 1056)
+    place = rng.permutation(ROWS * 1056)[:entries]
+    nothing = np.zeros(entries, np.int32)
+    edits = LogitEdits(
+        *np.array([[0] * ROWS, [0] * ROWS, [1] * ROWS], np.float32), row[place], token.reshape(-1)[place], nothing,
+        nothing > 0, bias.reshape(-1)[place], None, np.ones(ROWS, bool), np.full(ROWS, -1, np.int32),
+    )  # fmt: skip
+    prompt = np.array([2], np.int32)
+    plan, trees = step_of([Row(Request(f"{r}", prompt, SamplingParams(), 0, 0.0), [3], [3], [-1]) for r in range(ROWS)])
+    logits = rng.normal(0, 3, (SAMPLED, WIDE)).astype(np.float32)
+    sent = []
+
+    def spy(*arguments: Any) -> Any:
+        sent.extend(arguments[4])
+        return program(*arguments)
+
+    ((key, program),) = wide.compiled.items()
+    spied = SimpleNamespace(**{**wide.__dict__, "compiled": {key: spy}})
+    outcome, _ = run(spied, plan, trees, edits, logits)
+    scores = logits[:ROWS].copy()
+    np.add.at(scores, (edits.row, edits.token), edits.bias)
+    assert outcome.tokens[:, 0].tolist() == scores.argmax(axis=1).tolist()
+    assert sum(table.nbytes for table in sent if isinstance(table, np.ndarray)) == 12 * 1024 * chunks
+    assert sum(table.nbytes for table in sent) == 12 * 1024 * 5
 
 
 def test_one_number_of_rows_serves_every_step(target: Any) -> None:

@@ -60,3 +60,23 @@ def test_rows_that_did_not_speculate_teach_nothing():
     candidates, trees, accepted = step(np.random.default_rng(2), np.full((3, 2), 0.5), np.ones((3, 2)), np.arange(6))
     table.observe(candidates, WIDTH, np.zeros(ROWS, bool), trees, accepted)
     np.testing.assert_array_equal(table.expected(), prior)
+
+
+def test_rows_with_changed_logits_teach_nothing_and_the_others_as_if_alone():
+    """Half of the rows are edited and accept nothing; a second table sees the other half only."""
+    rng = np.random.default_rng(3)
+    f, edited = np.array([[0.8, 0.1], [0.6, 0.05], [0.4, 0.02]]), np.arange(ROWS) >= ROWS // 2
+    table, alone = LearnedAcceptance(DEPTH, WIDTH), LearnedAcceptance(DEPTH, WIDTH)
+    for _ in range(50):
+        candidates, trees, accepted = step(rng, f, f, np.array([0, 1, 2]))
+        others = ~edited[trees.row]
+        expected = table.observe(candidates, WIDTH, np.ones(ROWS, bool), trees, accepted & others, edited)
+        half = DraftTrees(*(getattr(trees, name)[others] for name in trees.__dataclass_fields__))
+        fewer = CandidateTrees(candidates.token[:4], candidates.parent[:4], candidates.log_f[:4], candidates.depth)
+        of_half = alone.observe(fewer, WIDTH, np.ones(ROWS // 2, bool), half, accepted[others])
+        assert expected == pytest.approx(2 * of_half)  # of all that was verified, as what was accepted is
+    np.testing.assert_array_equal(table.expected(), alone.expected())
+    before, updates = table.expected(), table.updates
+    assert table.observe(candidates, WIDTH, np.ones(ROWS, bool), trees, trees.candidate < 0, edited | True) > 0
+    np.testing.assert_array_equal(table.expected(), before)
+    assert table.updates == updates == 50

@@ -79,6 +79,31 @@ def test_only_nodes_behind_an_accepted_parent_count() -> None:
     assert calibrator.errors["greedy"]["loaded"] == pytest.approx(0.0)  # one of two accepted, as 0.5 says
 
 
+def test_rows_with_changed_logits_teach_nothing() -> None:
+    """Two rows like stars; what forbids the second one's tokens is no fault of the draft's."""
+    calibrator = Calibrator(table())
+    cell = np.array([[3, 5], [7, 9]], np.int32)
+    candidates = CandidateTrees(
+        cell, np.full_like(cell, -1), np.zeros((2, 2), np.float32), np.ones(2, np.int32), cell,
+        np.full((2, 2), -1.0, np.float32),
+    )  # fmt: skip
+    trees = DraftTrees(
+        row=np.array([0, 0, 0, 1, 1, 1]), token=np.zeros(6, np.int32), parent=np.array([-1, 0, 0, -1, 3, 3]),
+        depth=np.array([0, 1, 1, 0, 1, 1]), candidate=np.array([-1, 0, 1, -1, 0, 1]), path_prob=np.ones(6),
+    )  # fmt: skip
+    accepted = np.array([True, True, False, True, False, False])
+    calibrator.observe(candidates, trees, accepted, np.zeros(2, np.float32), np.array([False, True]))
+    calibrator.take_in()
+    learned = calibrator.table.learned
+    assert learned is not None
+    assert np.flatnonzero(learned.outcomes).tolist() == [3, 5]
+    assert calibrator.outcomes == {"greedy": 2}
+    before = calibrator.chance
+    calibrator.observe(candidates, trees, accepted, np.zeros(2, np.float32), np.array([True, True]))
+    calibrator.take_in()
+    np.testing.assert_array_equal(calibrator.chance, before)
+
+
 def test_learns_the_chances_of_each_mode_alone() -> None:
     calibrator, true = Calibrator(table()), growing(0.1, 0.9)
     feed(calibrator, true, 400, mode=1, seed=0)

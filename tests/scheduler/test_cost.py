@@ -91,6 +91,30 @@ def test_a_call_that_only_catches_up_teaches_nothing():
     assert table.catchup_s(64) == 0.004
 
 
+def edited(bucket, verify_s, draft_s=0.0):
+    return replace(outcome_of(bucket, verify_s, draft_s), edited=np.zeros(8, bool))
+
+
+def test_steps_with_edits_have_an_overhead_of_their_own():
+    """Verifications at their samples and 2 ms of overhead; with edits 10 ms more, of which nobody says where they were
+    spent. Half of the time, then always, and a step without them after that."""
+    table, plain_s = CostTable(SAMPLES, LIMITS), VERIFY[16, 8]
+    for _ in range(300):
+        table.observe(plan_of(8), outcome_of(16, plain_s), plain_s + 0.002)
+        assert table.overhead_s(False) < 0.003
+        table.observe(plan_of(8), edited(16, plain_s + 0.008), plain_s + 0.012)
+        assert table.verify_s(8)[2] == pytest.approx(plain_s)
+    assert table.overhead_s(False) == pytest.approx(0.012, rel=0.01)
+    assert table.overhead_s(True) == 0.0
+    predicted_s = table.observe(plan_of(8), edited(16, plain_s + 0.008), plain_s + 0.012)
+    assert predicted_s == pytest.approx(plain_s + 0.012, rel=0.01)
+    table.observe(plan_of(8), outcome_of(16, plain_s), plain_s + 0.002)
+    assert table.overhead_s(False) == pytest.approx(0.002, rel=0.01)
+    assert (table.served.steps, table.served.overhead_s) == (301, pytest.approx(0.602))
+    assert table.served.verify_s == pytest.approx(table.served.verify_sampled_s)
+    assert errors_of(table.predictions.seconds())["verify"].steps == 301
+
+
 def test_refuses_samples_without_times():
     with pytest.raises(ConfigError, match="at least one verify time"):
         CostTable(CostSamples({}, {}, {}), LIMITS)

@@ -90,7 +90,7 @@ def goes_on(server):
         ({"presence_penalty": 2.5}, 400, "invalid_value", "presence_penalty", "a number from -2 to 2, got 2.5"),
         ({"presence_penalty": "1"}, 400, "invalid_value", "presence_penalty", "valid number, got '1'"),
         ({"frequency_penalty": -2.1}, 400, "invalid_value", "frequency_penalty", "a number from -2 to 2"),
-        ({"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty", "above 0 and at most 10, got 0"),
+        ({"repetition_penalty": 0}, 400, "invalid_value", "repetition_penalty", "a number from 0.01 to 10, got 0"),
         ({"min_tokens": -1}, 400, "invalid_value", "min_tokens", "got -1"),
         ({"min_tokens": 17}, 400, "invalid_value", "min_tokens", "from 0 to max_tokens (16), got 17"),
         ({"min_tokens": 4, "max_tokens": 3}, 400, "invalid_value", "min_tokens", "max_tokens (3), got 4"),
