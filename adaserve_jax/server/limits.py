@@ -130,9 +130,9 @@ class Hold:
         """One choice has ended; it was allowed so many tokens more than it generated."""
         self._release(min(1, self._choices), unused_tokens)
 
-    def drop(self, unused_tokens: int = 0) -> None:
-        """None of the choices that are left begins; so many tokens were charged for those that never will."""
-        self._release(self._choices, unused_tokens)
+    def drop(self, choices: int | None = None, unused_tokens: int = 0) -> None:
+        """So many choices, or all that are left, never begin; so many tokens were charged for them."""
+        self._release(self._choices if choices is None else min(choices, self._choices), unused_tokens)
 
     def _release(self, choices: int, tokens: int) -> None:
         self._choices -= choices

@@ -88,10 +88,12 @@ class ServerState:
         self.metrics.observe_end(choice)
         tell(self.observers, choice)
 
-    def rejected(self, origin: Origin, slo: SLO, slo_class: str, choices: int, error: AdaServeError | ApiError) -> None:
-        """So many choices of one request got no room, or the engine would not take them."""
+    def rejected(
+        self, origin: Origin, slo: SLO, slo_class: str, choices: range, error: AdaServeError | ApiError
+    ) -> None:
+        """These choices of one request, by index, got no room, or the engine would not take them."""
         tpot_s = slo.tpot_s(self.info.baseline_s)
-        for index in range(choices):
+        for index in choices:
             self.ended(EndedChoice(
                 origin.request_id, index, "rejected", error.code, origin.key, slo_class, time.time(), tpot_s,
                 slo.ttft_s, None, origin.operation, origin.traceparent,

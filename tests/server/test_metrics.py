@@ -124,9 +124,7 @@ def test_without_an_engine_there_are_still_metrics():
 def test_only_what_finished_met_a_target_and_only_what_was_refused_is_rejected(ending, error_code, began, outcome):
     metrics = ServerMetrics(ScriptedEngine(EngineConfig()))
     in_time = RequestMetrics(1.0, 1.0, 2.0, 3.0, output_tokens=11, tpot_slo_s=0.2, ttft_slo_s=5.0, slo_class="chat")
-    metrics.observe_end(
-        EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.2, 5.0, in_time if began else None)
-    )
+    metrics.observe_end(EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.2, 5.0, in_time if began else None))
     counted = {key[1:]: count for key, count in samples(metrics).items() if key[0] == "adaserve_slo_requests_total"}
     kinds = ("tpot", "ttft")
     assert counted == {(("class", "chat"), ("metric", kind), ("outcome", outcome)): 1 for kind in kinds}
