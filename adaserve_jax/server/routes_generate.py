@@ -36,6 +36,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {
         400: "A field is wrong, missing or not implemented.",
         401: "The API key is missing or wrong.",
+        403: "The API key is not an operator's.",
         404: "Another model is served.",
         413: "The body is too large.",
         429: "No room, a turn that comes too late, or an API key over a limit; see Retry-After.",

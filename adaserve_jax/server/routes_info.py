@@ -124,7 +124,7 @@ def _add_operations(routes: APIRouter, state: ServerState) -> None:
 
     @routes.get(
         "/metrics", tags=["operations"], operation_id="metrics", summary="Prometheus metrics", response_class=Response,
-        responses=error_responses(401) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        responses=error_responses(401, 403) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )  # fmt: skip
     async def metrics() -> Response:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

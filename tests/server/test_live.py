@@ -257,7 +257,7 @@ def test_the_last_requests_are_the_newest_first_and_few(live):
     last = live.snapshot().last_requests
     assert [request.index for request in last] == list(range(KEPT_REQUESTS + 2, 2, -1))
     assert asdict(last[0]) | {"index": 0} == {
-        "ended_unix_s": 1e9, "request_id": "id", "index": 0, "key": "", "slo_class": "chat", "ending": "stop",
+        "ended_unix_s": 1e9, "request_id": "id", "index": 0, "slo_class": "chat", "ending": "stop",
         "error_code": None, "cause": None, "met": True, "prompt_tokens": 5, "cached_tokens": 2, "output_tokens": 11,
         "queue_ms": 20.0, "ttft_ms": 100.0, "ttft_target_ms": None, "tpot_ms": 10.0, "tpot_target_ms": 20.0,
         "mean_accepted": 1.5,
