@@ -73,7 +73,7 @@ def serve(
     bar: WarmUpBar,
     reread: Reread | None = None,
 ) -> int:
-    """Start `client` behind an open port and serve it until a signal; closes it in any case. Returns what `run` does."""
+    """Start `client` behind an open port and serve it until a signal; closes it in any case. Returns as `run`."""
     with Watchers(settings) as watchers:
         return _serve_watched(settings, client, tokenizer, bar, reread, watchers)
 
