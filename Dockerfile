@@ -29,4 +29,4 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=15s --retries=3 \
   CMD ["python", "-m", "adaserve_jax.server.probe", "/health"]
 ENTRYPOINT ["adaserve"]
 # All addresses of the container: who reaches them is decided by what publishes the port.
-CMD ["serve", "--host", "0.0.0.0"]
+CMD ["serve", "--host", "0.0.0.0", "--exit-when-dead"]

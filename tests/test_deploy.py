@@ -41,7 +41,11 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     metrics = ServerMetrics(engine)
     done = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=2, tpot_slo_s=1.0, ttft_slo_s=1.0)
     choice = EndedChoice("r", 0, "stop", None, "", "default", 0.0, 1.0, 1.0, done)
-    for each in (choice, replace(choice, metrics=replace(done, tpot_slo_s=0.1)), replace(choice, metrics=None)):
+    for each in (
+        choice,
+        replace(choice, metrics=replace(done, tpot_slo_s=0.1)),
+        replace(choice, ending="rejected", metrics=None),
+    ):
         metrics.observe_end(each)
     found: dict[str, dict[str, set[str]]] = {}
     for family in text_string_to_metric_families(metrics.text().decode()):

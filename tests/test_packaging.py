@@ -15,6 +15,8 @@ import yaml
 
 from adaserve_jax.cli.app import app as cli
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.process import CLOSE_LIMIT_S
+from adaserve_jax.server import records, traces
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.config_file import ConfigFile, read_config
 from adaserve_jax.server.draining import ABORT_GRACE_S
@@ -33,6 +35,8 @@ MANIFESTS = {
 }
 POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
+AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + records.CLOSE_S + traces.CLOSE_S
+"""What is cut off is told, connections end, then the engine, the records, the traces: each as long as it may take."""
 OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
 
 
@@ -82,6 +86,7 @@ def test_the_image_runs_the_server_as_a_user_of_its_own():
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", lines["USER"])
     assert yaml.safe_load(lines["ENTRYPOINT"]) == ["adaserve"]
     check_command(yaml.safe_load(lines["CMD"]))
+    assert "--exit-when-dead" in lines["CMD"], "whoever runs the container sees that it ended, not what it says"
     check = yaml.safe_load(re.search(r"HEALTHCHECK.*?CMD (\[.*?\])", serve).group(1))
     assert check[:3] == ["python", "-m", "adaserve_jax.server.probe"] and check[3] in paths()
     assert lines["EXPOSE"] == str(ServerSettings().port)
@@ -105,7 +110,8 @@ def setting(name: str) -> str:
 def test_the_units_commands_exist_and_its_times_fit():
     for line in re.findall(r"(?m)^ExecStart(?:Pre)?=/opt/adaserve/bin/adaserve (.*)$", UNIT):
         check_command(line.split())
-    assert float(setting("TimeoutStopSec")) > ServerSettings().shutdown_timeout + ABORT_GRACE_S
+    assert float(setting("TimeoutStopSec")) > ServerSettings().shutdown_timeout + AFTER_DRAIN_S
+    assert "--exit-when-dead" in setting("ExecStart") and setting("Restart") == "on-failure"
     assert setting("KillMode") == "mixed", "the engine's process must not get the signal that drains the server"
     assert setting("ExecReload") == "/bin/kill -HUP $MAINPID"
 
@@ -148,7 +154,8 @@ def test_the_probes_ask_routes_that_exist_at_the_port_that_is_open(mounted: Conf
 
 def test_a_pod_has_time_to_drain_and_no_more_rights_than_it_needs(mounted: ConfigFile):
     pause_s = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert POD["terminationGracePeriodSeconds"] > pause_s + mounted.server.shutdown_timeout + ABORT_GRACE_S
+    assert POD["terminationGracePeriodSeconds"] > pause_s + mounted.server.shutdown_timeout + AFTER_DRAIN_S
+    assert "--exit-when-dead" in CONTAINER["args"]
     assert POD["enableServiceLinks"] is False, "or the Service's variables would be read as options"
     assert POD["securityContext"]["runAsNonRoot"] is True
     assert f"USER {POD['securityContext']['runAsUser']}:" in DOCKERFILE

@@ -69,10 +69,12 @@ ABOUT = {
     "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "
     "name takes the place of the table",
     "keys": "An API key, one table for each; its secret is given by one of `key`, `key_env` and `key_sha256`. With any "
-    "of them, or with `api_key`, whose keys have no limits, the server asks for a key. What is over a limit is "
-    "answered 429 `rate_limited`, with the seconds until there is room in `Retry-After`. A request that needs more "
+    "of them, or with `api_key`, whose keys are operators' and have no limits, the server asks for a "
+    "key. What is over a limit is answered 429 `rate_limited`, with the seconds until there is room in "
+    "`Retry-After`. A request that needs more "
     "tokens than the bucket ever holds goes on when the bucket is full, and the next ones wait for its debt. On SIGHUP "
-    "the server reads the keys again and leaves everything else as it is ([security.md](security.md)).",
+    "the server reads the keys and `api_key` again and leaves everything else as it is "
+    "([security.md](security.md)).",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from adaserve_jax.cli.options import ENV_PREFIX, option_value, takes
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.config_file import read_config
+from adaserve_jax.server.config_file import ConfigFile, read_config
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
 
@@ -27,9 +28,19 @@ def _use_file(context: typer.Context, path: str | None) -> Any:
     return file
 
 
-def _with_keys(settings: ServerSettings, path: str) -> ServerSettings:
-    """`settings` with the keys that the file has now. Raises ConfigError."""
-    return replace(settings, keys=read_config(path).server.keys)
+def _with_keys(settings: ServerSettings, file: ConfigFile) -> ServerSettings:
+    """`settings` with the keys that the file has now, also its `api_key` where that is not given beside it. Raises
+    ConfigError."""
+    now = read_config(file.path).server
+    api_key = now.api_key if settings.api_key == file.server.api_key else settings.api_key
+    return replace(settings, api_key=api_key, keys=now.keys)
+
+
+def _check_key(settings: ServerSettings) -> None:
+    """Raise ConfigError when the environment should have a key and has none: the server would be open."""
+    name = f"{ENV_PREFIX}API_KEY"
+    if settings.api_key is None and os.environ.get(name) == "":
+        raise ConfigError(f"{name} must be a key, got an empty text; unset it for a server that asks for no key")
 
 
 @takes("config", EngineConfig, FIELD_HELP)
@@ -52,6 +63,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C."""
+    _check_key(settings)
     file: Any = config_file  # what the callback made of the path
     if file is not None:
         settings = replace(settings, classes=file.server.classes, keys=file.server.keys)
@@ -63,4 +75,6 @@ def serve(
         raise ConfigError(
             f"serving needs the package {error.name!r}, which is not installed; run: pip install 'adaserve-jax[server]'"
         ) from error
-    run(settings, config, in_process, None if file is None else partial(_with_keys, settings, file.path))
+    status = run(settings, config, in_process, None if file is None else partial(_with_keys, settings, file))
+    if status:
+        raise typer.Exit(status)

@@ -20,6 +20,9 @@ from adaserve_jax.stats import StepStats
 OnDeath = Callable[[str], EngineDeadError]
 """Called by an engine that was ready and died, once, with the reason and before its requests are told; returns what
 they are told."""
+LEAST_START_LIMIT_S = 600.0
+START_LIMIT = 5.0
+"""A start that is not the first one may take so many times as long as that one, and at least LEAST_START_LIMIT_S."""
 LONGEST_BACK_IN_S = 10.0
 """A start that compiled says little about one that finds everything compiled: it is promised to take no longer."""
 _log = logging.getLogger(__name__)
@@ -30,7 +33,8 @@ class SupervisedEngine:
 
     build: makes a new engine that has not started, given what it calls when it dies. While an engine is replaced,
     `is_alive` is False, `stats().back_in_s` is set, and `submit` raises EngineRestartingError; afterwards all is as
-    before, and no count of `stats` ever goes down.
+    before, and no count of `stats` ever goes down. A new engine that is not ready in time is closed, as one that died;
+    least_start_limit_s: time that it has at least.
     """
 
     def __init__(
@@ -39,18 +43,19 @@ class SupervisedEngine:
         *,
         max_restarts: int = 1,
         window_s: float = 600.0,
+        least_start_limit_s: float = LEAST_START_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._build = build
         self._max_restarts = max_restarts
         self._window_s = window_s
+        self._start_limit_s = least_start_limit_s
         self._clock = clock
-        self._changed = threading.Condition()  # guards everything below; `_current` is replaced as a whole
-        self._current: tuple[EngineClient | None, EngineStats] = (None, EngineStats(StepStats()))
+        self._changed = threading.Condition()  # guards everything below; pairs are replaced as a whole
+        self._current: tuple[EngineClient | None, EngineStats | None] = (None, None)  # engine, totals of those before
+        self._fault: tuple[EngineDeadError, float | None] | None = None  # what is told; since when it is replaced
         self._restarted_at: deque[float] = deque()
         self._restarts = 0
-        self._error: EngineDeadError | None = None
-        self._restarting_since: float | None = None
         self._start_s = LONGEST_BACK_IN_S
         self._closing = False
         self._info: EngineInfo | None = None
@@ -69,12 +74,13 @@ class SupervisedEngine:
                 raise EngineDeadError("an engine starts once; build a new SupervisedEngine instead")
             engine = self._replace()
         self._start(engine)
+        self._start_limit_s = max(self._start_limit_s, START_LIMIT * self._start_s)
         self._supervisor.start()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        engine, error = self._current[0], self._error
-        if engine is None or error is not None:
-            raise (error or EngineDeadError("the engine is not ready")).with_traceback(None)
+        engine, fault = self._current[0], self._fault
+        if engine is None or fault is not None:
+            raise (fault[0] if fault else EngineDeadError("the engine is not ready")).with_traceback(None)
         engine.submit(request, sink)
 
     def abort(self, request_id: str) -> None:
@@ -85,15 +91,16 @@ class SupervisedEngine:
     def stats(self) -> EngineStats:
         engine, earlier = self._current
         own = EngineStats(StepStats()) if engine is None else engine.stats()
-        since = self._restarting_since
-        if since is None and not self._restarts:
+        fault = self._fault
+        since = None if fault is None else fault[1]
+        if since is None and earlier is None:
             return own
         left_s = None if since is None else max(min(self._start_s, LONGEST_BACK_IN_S) - (self._clock() - since), 0.0)
         return replace(_after(own, earlier), restarts=self._restarts, back_in_s=left_s)
 
     def is_alive(self) -> bool:
         engine = self._current[0]
-        return engine is not None and self._error is None and engine.is_alive()
+        return engine is not None and self._fault is None and engine.is_alive()
 
     def close(self) -> None:
         with self._changed:
@@ -125,8 +132,8 @@ class SupervisedEngine:
         """The engine died: whether it is replaced is decided before anybody is told."""
         with self._changed:
             now = self._clock()
-            error = self._error = self._verdict(why, now)
-            self._restarting_since = now if isinstance(error, EngineRestartingError) else None
+            error = self._verdict(why, now)
+            self._fault = error, now if isinstance(error, EngineRestartingError) else None
             self._changed.notify_all()
             return error
 
@@ -150,8 +157,8 @@ class SupervisedEngine:
     def _supervise(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._error is not None)
-                if self._restarting_since is None or self._closing:
+                self._changed.wait_for(lambda: self._closing or self._fault is not None)
+                if self._closing or self._fault is None or self._fault[1] is None:
                     return
                 dead = self._current[0]
             assert dead is not None
@@ -163,20 +170,44 @@ class SupervisedEngine:
         with self._changed:
             if self._closing:
                 return
-            engine, told = self._replace(), self._error
+            engine, told = self._replace(), self._fault
         try:
-            self._start(engine)
+            self._start_in_time(engine)
         except Exception as error:
             self._on_death(f"the engine could not be started again: {error}")
             return
         with self._changed:
             self._restarts += 1
-            if self._error is told:  # else the new one died already
-                self._error = self._restarting_since = None
+            if self._fault is told:  # else the new one died already
+                self._fault = None
         _log.warning("the engine is back after %.1f s", self._start_s)
 
+    def _start_in_time(self, engine: EngineClient) -> None:
+        """Raises what the engine's start raises; EngineDeadError when that took too long, and the engine is closed."""
+        first = threading.Lock()  # taken by what comes first, the start's end or the limit
 
-def _after(own: EngineStats, earlier: EngineStats) -> EngineStats:
-    """`own` with the counts of the engines before."""
+        def give_up() -> None:
+            if first.acquire(blocking=False):
+                engine.close()
+
+        limit = threading.Timer(self._start_limit_s, give_up)
+        limit.daemon = True
+        limit.start()
+        error = None
+        try:
+            self._start(engine)
+        except Exception as raised:
+            error = raised
+        limit.cancel()
+        if not first.acquire(blocking=False):
+            error = EngineDeadError(f"it was not ready within {self._start_limit_s:g} s")
+        if error is not None:
+            raise error
+
+
+def _after(own: EngineStats, earlier: EngineStats | None) -> EngineStats:
+    """`own` with the counts of the engines before, if there are any."""
+    if earlier is None:
+        return own
     compiles = own.compiles_after_ready + earlier.compiles_after_ready
     return replace(own, scheduler=own.scheduler.after(earlier.scheduler), compiles_after_ready=compiles)

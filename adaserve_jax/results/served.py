@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from adaserve_jax.errors import SLO_INFEASIBLE
+from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
 from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import RequestMetrics
@@ -20,8 +20,8 @@ STATUS_OF: dict[str, Status] = {
     "rejected": "rejected",
 }
 """How an ending counts. An abort is the client's, or that of a server that shuts down: the request failed."""
-LOST = ("engine_dead", "engine_error")
-"""Codes of choices without metrics that were not refused: the engine ended, or failed, while it had them."""
+LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
+"""Codes of choices that were not refused: the engine ended, or failed, while it had them."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class ServedChoice:
         return self.record.due_s
 
 
+def status_of(ending: str, error_code: str | None) -> Status:
+    """How a choice counts that ended so, for records, dashboard and metrics alike."""
+    return "failed" if error_code in LOST else STATUS_OF[ending]
+
+
 def served_choice(
     metrics: RequestMetrics,
     *,
@@ -91,7 +96,7 @@ def served_choice(
         policy=run.policy,
         rate_rps=0.0,
         request_id=request_id,
-        status="failed" if error_code in LOST else STATUS_OF[ending],
+        status=status_of(ending, error_code),
         error_code=error_code,
         due_s=arrival_unix_s,
     )

@@ -36,7 +36,7 @@ class Slots:
         self.waiting: list[float] = []
 
     def reserve(self, count: int, due_s: float = 0.0, predicted_s: float = 0.0) -> Reservation:
-        """Take room for `count` choices that are predicted to wait so long. Raises QueueFullError."""
+        """Take room for `count` choices, the last of which is predicted to wait so long. Raises QueueFullError."""
         if self.used + count > self.limit:
             raise QueueFullError(
                 f"{count} choices were asked for, {self.used} are in flight and at most {self.limit} may be; "
@@ -126,12 +126,17 @@ class Admission:
         return self.bias[targeted] * max(ahead + 1 + begun - self._slots, 0.0) * self.hold_s / self._slots
 
     def check(self, wait_s: float, ttft_slo_s: float | None) -> None:
-        """Raise OverloadedError when a request would wait longer than it may, by `max_wait_s` or its own target."""
+        """Raise OverloadedError when a request would wait longer than it may, by `max_wait_s` or its own target.
+
+        A target shorter than the time from slot to first token is out of reach, and no reason to refuse.
+        """
         if not self.max_wait_s or not wait_s:
             return
         limit_s, name = self.max_wait_s, "this server lets a request wait"
-        if ttft_slo_s is not None and TTFT_SHARE * ttft_slo_s - self.first_s < limit_s:
-            limit_s, name = max(TTFT_SHARE * ttft_slo_s - self.first_s, 0.0), "its TTFT target allows"
+        if ttft_slo_s is not None and self.first_s <= ttft_slo_s:  # else an empty server would not meet it either
+            allowed_s = max(TTFT_SHARE * ttft_slo_s - self.first_s, 0.0)
+            if allowed_s < limit_s:
+                limit_s, name = allowed_s, "its TTFT target allows"
         if wait_s > limit_s:
             raise OverloadedError(
                 f"the request would wait {wait_s:.3g} s for its turn, longer than the {limit_s:.3g} s that {name}; "

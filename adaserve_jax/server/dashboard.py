@@ -36,7 +36,7 @@ def router(live: Live) -> APIRouter:
 
     @routes.get(
         f"{PATH}/data", operation_id="dashboard_data", summary="What the dashboard shows, in numbers",
-        response_class=Response, responses=error_responses(400, 401) | {200: {"model": Snapshot}},
+        response_class=Response, responses=error_responses(400, 401, 403) | {200: {"model": Snapshot}},
     )  # fmt: skip
     async def data(since: int = Query(0, ge=0, description="only the series after this `seq`")) -> Response:
         body = msgspec.json.encode(live.snapshot(since))
@@ -53,7 +53,7 @@ def _add_file(routes: APIRouter, path: Path) -> None:
     @routes.get(
         PATH if is_page else f"{PATH}/{path.name}", operation_id=f"{path.stem}_{path.suffix[1:]}",
         summary="The dashboard, a page for a browser", response_class=Response, include_in_schema=is_page,
-        responses=error_responses(401) | {200: {"content": {kind: {"schema": {"type": "string"}}}}},
+        responses=error_responses(401, 403) | {200: {"content": {kind: {"schema": {"type": "string"}}}}},
     )  # fmt: skip
     async def file() -> Response:
         return Response(content, media_type=kind, headers=HEADERS)

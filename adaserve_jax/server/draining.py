@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -33,18 +34,27 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.state.drain()
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        self._loop.call_soon_threadsafe(self.begin_drain)
 
-    def _begin_drain(self) -> None:
+    def begin_drain(self) -> None:
+        """Take nothing new from now on, and exit when nothing is left to do. Call it on the event loop."""
+        self.state.drain()
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Wait until nothing is in flight or the time is up, end what is left, then let the server exit."""
+        """Wait until all is answered and sent or the time is up, end what is left, then let the server exit."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.state.settings.shutdown_timeout
-        while self.state.slots.used and loop.time() < end:
+        while (self.state.slots.used or self.is_answering()) and loop.time() < end:
             await asyncio.sleep(POLL_S)
         while self.state.slots.used and loop.time() < end + ABORT_GRACE_S:
             self.state.abort_all()  # again and again: a long prompt may be tokenised only now
             await asyncio.sleep(POLL_S)
         self.should_exit = True
+
+    def is_answering(self) -> bool:
+        """Whether a response is being made, or a client has not taken all of one."""
+        connections: set[Any] = self.server_state.connections
+        return bool(self.server_state.tasks) or any(
+            each.transport is not None and each.transport.get_write_buffer_size() for each in connections
+        )

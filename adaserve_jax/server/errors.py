@@ -20,6 +20,7 @@ RETRY_AFTER_S = 1.0
 _FIELD_OF = {"json_schema": "response_format"}  # where the engine has another name for a field
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
@@ -48,6 +49,7 @@ CODES: dict[str, str] = {
     "model_not_found": "404: the server serves another model",
     "no_chat_template": "400: the model has no chat template; use /v1/completions",
     "no_token_allowed": "400: after a text, what the request forbids and asks for leaves no token",
+    "not_allowed": "403: the API key is not an operator's, and the route shows what all clients do",
     "not_found": "404: there is no such route",
     "not_ready": "503: the engine still loads or compiles",
     "overloaded": "429: the request would wait too long for its turn; Retry-After says when it would not",

@@ -55,7 +55,8 @@ class Generation:
         return self.requests[0].sampling.n
 
     def start(self) -> None:
-        """Submit every prompt, or none: what `submit` raises stops those before. Call it on the event loop."""
+        """Submit every prompt: what `submit` raises stops those before, which give their room back as they end, and
+        gives back that of the others. Call it on the event loop."""
         loop = asyncio.get_running_loop()
         self._choices = [_Choice() for _ in range(len(self.requests) * self.choices_per_prompt)]
         for position, request in enumerate(self.requests):
@@ -65,10 +66,11 @@ class Generation:
             except BaseException as error:
                 for earlier in self.requests[:position]:
                     self.state.client.abort(earlier.request_id)
+                left = range(position * self.choices_per_prompt, len(self._choices))
+                self.hold.drop(len(left), tokens_of(self.requests[position:]))
+                self.reservation.release(len(left))
                 if isinstance(error, AdaServeError):
-                    self.state.rejected(self.origin, request.slo, request.slo_class, len(self._choices), error)
-                self.hold.drop(tokens_of(self.requests[position:]))
-                self.reservation.release()
+                    self.state.rejected(self.origin, request.slo, request.slo_class, left, error)
                 raise
 
     def _sink(self, position: int, loop: asyncio.AbstractEventLoop) -> Sink:
@@ -81,30 +83,46 @@ class Generation:
 
     def _deliver(self, position: int, chunk: OutputChunk, now: float) -> None:
         index = position * self.choices_per_prompt + chunk.choice
-        choice = self._choices[index]
+        try:
+            self._settle(position, self._choices[index], chunk)
+            self._observe(index, self.requests[position], chunk, now)
+        finally:  # whoever waits gets it, whatever counting it made of it
+            self._queue.put_nowait((index, chunk))
+
+    def _settle(self, position: int, choice: _Choice, chunk: OutputChunk) -> None:
+        """Note what came, and give back the room of a choice that ended."""
         if not choice.begun:
             choice.begun = True
             self.reservation.begin()
+        choice.tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None:
+            choice.ended, choice.metrics = True, chunk.metrics
+            self.reservation.release(1)
+            self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
+            if self._all_ended(position):
+                self.state.in_flight.discard(chunk.request_id)
+
+    def _observe(self, index: int, request: GenerateRequest, chunk: OutputChunk, now: float) -> None:
+        """Tell metrics, admission and observers."""
+        choice = self._choices[index]
         if chunk.token_ids:
             if choice.last_s is not None:
                 self.state.metrics.observe_tokens(now - choice.last_s, len(chunk.token_ids))
             elif len(chunk.token_ids) > 1:
                 self.state.metrics.observe_tokens(0.0, len(chunk.token_ids) - 1)
             choice.last_s = now
-            choice.tokens += len(chunk.token_ids)
         if self.state.settings.record_text:
             choice.text.append(chunk.text)
         if chunk.finish_reason is not None:
-            choice.ended, choice.metrics = True, chunk.metrics
-            if chunk.metrics is not None and chunk.metrics.queue_s is not None:
-                targeted = chunk.metrics.ttft_slo_s is not None
-                self.state.admission.compare(self.reservation.predicted_s, chunk.metrics.queue_s, targeted)
-            self.reservation.release(1)
-            self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
-            if self._all_ended(position):
-                self.state.in_flight.discard(chunk.request_id)
-            self.state.ended(self._ended(index, self.requests[position], chunk))
-        self._queue.put_nowait((index, chunk))
+            if all(each.ended for each in self._choices):
+                self._compare(request.slo.ttft_s is not None)
+            self.state.ended(self._ended(index, request, chunk))
+
+    def _compare(self, targeted: bool) -> None:
+        """Tell admission how long the last choice that began has waited, which is what it had predicted."""
+        waits = [c.metrics.queue_s for c in self._choices if c.metrics is not None and c.metrics.queue_s is not None]
+        if len(waits) == len(self._choices):
+            self.state.admission.compare(self.reservation.predicted_s, max(waits), targeted)
 
     def _ended(self, index: int, request: GenerateRequest, chunk: OutputChunk) -> EndedChoice:
         assert chunk.finish_reason is not None

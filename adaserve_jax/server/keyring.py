@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.keys import digest_of
+from adaserve_jax.server.keys import KeySettings, digest_of
 from adaserve_jax.server.limits import Account
 from adaserve_jax.server.settings import ServerSettings
 
@@ -36,22 +36,25 @@ class Keyring:
         return bool(self._accounts)
 
     def replace(self, settings: ServerSettings) -> None:
-        """Take the keys of `settings` from now on; one that is as before goes on with what it has used.
+        """Take the keys of `settings` from now on; one that was there goes on with what it has in flight and has used,
+        under its limits now.
 
         Raises ConfigError, and then nothing changes.
         """
-        accounts: dict[bytes, Account] = {}
+        keys: dict[bytes, KeySettings] = {}
         for limits in settings.all_keys():
             digest = limits.digest(self._environ)
-            if digest in accounts:
+            if digest in keys:
                 raise ConfigError(
-                    f"every API key must be another secret, got one secret for {accounts[digest].name!r} "
+                    f"every API key must be another secret, got one secret for {keys[digest].name!r} "
                     f"and {limits.name!r}"
                 )
-            known = self._accounts.get(digest)
-            if known is None or known.limits != limits:
-                known = Account(limits, digest, self._clock)
-            accounts[digest] = known
+            keys[digest] = limits
+        accounts: dict[bytes, Account] = {}
+        for digest, limits in keys.items():
+            accounts[digest] = self._accounts.get(digest) or Account(limits, digest, self._clock)
+            if accounts[digest].limits != limits:
+                accounts[digest].limit(limits)
         self._accounts = accounts
 
     def find(self, secret: bytes) -> Account | None:

@@ -37,8 +37,10 @@ class KeySettings:
     tokens_per_minute: float = 0.0
     burst_s: float = 60.0
     min_slo_tpot_ms: float = 0.0
+    min_slo_ttft_ms: float = 0.0
     slo_classes: tuple[str, ...] = ()
     min_priority: int | None = None
+    operator: bool = False
 
     def __post_init__(self) -> None:
         self._check(bool(_NAME.fullmatch(self.name)), "name", "1 to 64 letters, digits, '.', '_' or '-'")
@@ -50,7 +52,7 @@ class KeySettings:
         if self.key_sha256 is not None and not _SHA256.fullmatch(self.key_sha256):
             raise ConfigError("key_sha256 must be 64 digits from 0-9a-f, as `printf %s KEY | sha256sum` prints them")
         self._check(self.max_inflight >= 0, "max_inflight", "an integer >= 0")
-        for name in ("requests_per_minute", "tokens_per_minute", "min_slo_tpot_ms"):
+        for name in ("requests_per_minute", "tokens_per_minute", "min_slo_tpot_ms", "min_slo_ttft_ms"):
             self._check(0 <= getattr(self, name) < math.inf, name, "a finite number >= 0")
         self._check(0 < self.burst_s < math.inf, "burst_s", "a finite number of seconds above 0")
 
@@ -84,6 +86,8 @@ KEY_HELP: dict[str, str] = {
     "generated is given back; 0: no limit",
     "burst_s": "seconds of its rates that an unused key saves up",
     "min_slo_tpot_ms": "tightest TPOT target, milliseconds per token; tighter ones are raised to it; 0: the server's",
+    "min_slo_ttft_ms": "tightest TTFT target, milliseconds; tighter ones are raised to it; 0: the server's",
     "slo_classes": "classes that it may use; the first is that of requests which name none; empty: all",
     "min_priority": "least priority value (lower is sooner); lower ones are raised to it; none: any",
+    "operator": "may see what all clients do: /metrics and /dashboard",
 }

@@ -28,12 +28,14 @@ class RateLimited(ApiError):
 
 
 class TokenBucket:
-    """Fills at a rate, up to what `burst_s` seconds bring (at least 1), and is full at first."""
+    """Fills at a rate, up to what `burst_s` seconds bring (at least 1), and is full at first but for what is `used`."""
 
-    def __init__(self, per_minute: float, burst_s: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, per_minute: float, burst_s: float, clock: Callable[[], float] = time.monotonic, used: float = 0.0
+    ):
         self._rate = per_minute / 60.0
         self._capacity = max(1.0, self._rate * burst_s)
-        self._level = self._capacity
+        self._level = self._capacity - used
         self._clock = clock
         self._filled_s = clock()
 
@@ -54,6 +56,12 @@ class TokenBucket:
         self._fill()
         self._level = min(self._capacity, self._level + amount)
 
+    @property
+    def used(self) -> float:
+        """What is missing until it is full."""
+        self._fill()
+        return self._capacity - self._level
+
     def _fill(self) -> None:
         now = self._clock()
         self._level = min(self._capacity, self._level + (now - self._filled_s) * self._rate)
@@ -69,18 +77,26 @@ class Account:
     def __init__(
         self, limits: KeySettings | None = None, salt_key: bytes = b"", clock: Callable[[], float] = time.monotonic
     ):
-        self.name = "" if limits is None else limits.name
-        self.limits = limits
-        self.most_choices: float = math.inf
         self.in_flight = 0
         self._salt_key = salt_key
+        self._clock = clock
         self._requests = self._tokens = None
+        self.limit(limits)
+
+    def limit(self, limits: KeySettings | None) -> None:
+        """Have these limits from now on. What is in flight stays so, and what was used of a rate is used of the new."""
+        self.limits = limits
+        self.name = "" if limits is None else limits.name
+        self.is_operator = limits is None or limits.operator
+        self.most_choices: float = math.inf if limits is None else limits.max_inflight or math.inf
         if limits is not None:
-            self.most_choices = limits.max_inflight or math.inf
-            if limits.requests_per_minute:
-                self._requests = TokenBucket(limits.requests_per_minute, limits.burst_s, clock)
-            if limits.tokens_per_minute:
-                self._tokens = TokenBucket(limits.tokens_per_minute, limits.burst_s, clock)
+            self._requests = self._bucket(limits.requests_per_minute, limits.burst_s, self._requests)
+            self._tokens = self._bucket(limits.tokens_per_minute, limits.burst_s, self._tokens)
+
+    def _bucket(self, per_minute: float, burst_s: float, before: TokenBucket | None) -> TokenBucket | None:
+        if not per_minute:
+            return None
+        return TokenBucket(per_minute, burst_s, self._clock, 0.0 if before is None else before.used)
 
     def begin_request(self) -> None:
         """Count one request. Raises RateLimited."""
@@ -130,9 +146,9 @@ class Hold:
         """One choice has ended; it was allowed so many tokens more than it generated."""
         self._release(min(1, self._choices), unused_tokens)
 
-    def drop(self, unused_tokens: int = 0) -> None:
-        """None of the choices that are left begins; so many tokens were charged for those that never will."""
-        self._release(self._choices, unused_tokens)
+    def drop(self, choices: int | None = None, unused_tokens: int = 0) -> None:
+        """So many choices, or all that are left, never begin; so many tokens were charged for them."""
+        self._release(self._choices if choices is None else min(choices, self._choices), unused_tokens)
 
     def _release(self, choices: int, tokens: int) -> None:
         self._choices -= choices

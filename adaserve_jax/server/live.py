@@ -36,7 +36,6 @@ class LastRequest:
     ended_unix_s: float
     request_id: str
     index: int
-    key: str
     slo_class: str
     ending: str
     error_code: str | None
@@ -121,8 +120,8 @@ class Live:
         metrics = choice.metrics
         self._last.append(LastRequest(
             ended_unix_s=round(choice.ended_unix_s, 3), request_id=choice.request_id, index=choice.index,
-            key=choice.key, slo_class=choice.slo_class, ending=choice.ending, error_code=choice.error_code,
-            cause=cause, met=record.slo_met, prompt_tokens=record.prompt_tokens,
+            slo_class=choice.slo_class, ending=choice.ending, error_code=choice.error_code, cause=cause,
+            met=record.slo_met, prompt_tokens=record.prompt_tokens,
             cached_tokens=metrics.cached_tokens if metrics is not None else 0, output_tokens=record.output_tokens,
             queue_ms=_ms(record.queue_s), ttft_ms=_ms(record.ttft_s), ttft_target_ms=_ms(record.ttft_slo_s),
             tpot_ms=_ms(record.tpot_s), tpot_target_ms=_ms(record.tpot_slo_s),

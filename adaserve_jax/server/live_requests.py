@@ -13,22 +13,15 @@ from typing import get_args
 import numpy as np
 
 from adaserve_jax.results.causes import Cause, violation_cause
-from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.served import status_of, unbegun
 from adaserve_jax.server.metrics import RATIO_EDGES
-from adaserve_jax.server.observers import EndedChoice, Ending
-from adaserve_jax.types import RequestMetrics
+from adaserve_jax.server.observers import EndedChoice
 
 CAPACITY = 2**15
 """Choices kept at least, and twice as many at most; where more end within a window, it says that it covers less."""
 ALL = "all"
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-STATUSES: dict[Ending, Status] = {
-    "stop": "finished",
-    "length": "finished",
-    "rejected": "rejected",
-    "error": "failed",
-    "abort": "unfinished",
-}
 _NONE = -1
 _COLUMNS = {
     "ended_s": "f8", "slo_class": "i2", "met": "i1", "cause": "i1", "output": "i4", "verify": "i4", "accepted": "i4",
@@ -77,13 +70,10 @@ def record_of(choice: EndedChoice) -> RequestRecord:
     """The choice as results judge it: one that did not finish has met no target that it carried."""
     metrics = choice.metrics
     if metrics is None:
-        metrics = RequestMetrics(
-            0.0, tpot_slo_s=choice.tpot_slo_s, ttft_slo_s=choice.ttft_slo_s, slo_class=choice.slo_class,
-            slo_feasible=False if choice.error_code == "slo_infeasible" else None,
-        )  # fmt: skip
+        metrics = unbegun(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
     return RequestRecord.of(
-        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id, status=STATUSES[choice.ending],
-        error_code=choice.error_code,
+        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id,
+        status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
     )  # fmt: skip
 
 

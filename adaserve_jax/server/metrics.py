@@ -13,7 +13,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient, EngineStats
-from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.results.served import status_of
 from adaserve_jax.server.observers import EndedChoice
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -76,16 +76,15 @@ class ServerMetrics:
         self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
-        """One choice ended, for whatever reason; one that the engine never began has met no target."""
-        metrics = choice.metrics
+        """One choice ended, for whatever reason; one that did not finish has met no target."""
+        status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
+        met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None and status == "finished" else (False, False)
+        for kind, target_s, kept in zip(("tpot", "ttft"), (choice.tpot_slo_s, choice.ttft_slo_s), met, strict=True):
+            if target_s is not None:
+                outcome = "rejected" if status == "rejected" else "met" if kept else "missed"
+                self._slo.labels(choice.slo_class, kind, outcome).inc()
         if metrics is None:
-            for kind, target_s in (("tpot", choice.tpot_slo_s), ("ttft", choice.ttft_slo_s)):
-                if target_s is not None:
-                    self._slo.labels(choice.slo_class, kind, "rejected").inc()
             return
-        for kind, met in (("tpot", metrics.tpot_met), ("ttft", metrics.ttft_met)):
-            if met is not None:
-                self._slo.labels(metrics.slo_class, kind, "met" if met else "missed").inc()
         if metrics.tpot_slo_s and metrics.tpot_s is not None:
             self._over.observe(metrics.tpot_s / metrics.tpot_slo_s)
         spans = (
@@ -101,16 +100,13 @@ class ServerMetrics:
 
 
 class EngineCollector(Collector):
-    """Reads `EngineClient.stats()` at each scrape; empty while there is no engine."""
+    """Reads `EngineClient.stats()` at each scrape."""
 
     def __init__(self, client: EngineClient):
         self._client = client
 
     def collect(self) -> Iterator[Metric]:
-        try:
-            stats = self._client.stats()
-        except EngineDeadError:
-            return
+        stats = self._client.stats()
         up = "1 while the engine can serve; 0 while it starts, is started again, or is dead."
         yield GaugeMetricFamily("adaserve_engine_up", up, int(self._client.is_alive()))
         yield from _gauges(stats)

@@ -16,6 +16,8 @@ from adaserve_jax.server.metrics import ServerMetrics
 
 REQUEST_ID = b"x-request-id"
 OPEN_ROUTES = ("/health",)
+OPERATOR_ROUTES = ("/metrics", "/dashboard")
+"""Show what all clients do: for operators' keys only, with all that is below them."""
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -72,7 +74,8 @@ class Boundary:
 
 
 class ApiKeys:
-    """Asks for `Authorization: Bearer KEY` on every route but the open ones, and counts the requests of each key.
+    """Asks for `Authorization: Bearer KEY` on every route but the open ones, an operator's on some, and counts the
+    requests of each key.
 
     What is no HTTP request is refused too. A request that passes has its account in `state.account` and the key's name
     in `state.key`.
@@ -102,6 +105,8 @@ class ApiKeys:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        if not account.is_operator and any(_is_at(scope["path"], route) for route in OPERATOR_ROUTES):
+            return ApiError(403, "this route needs an API key of an operator of this server", code="not_allowed")
         scope.setdefault("state", {}).update(account=account, key=account.name)
         if scope["method"] == "POST":
             try:
@@ -117,6 +122,10 @@ class ApiKeys:
         scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         account = self._keyring.find(secret.strip(b" "))
         return account if scheme.lower() == b"bearer" else None
+
+
+def _is_at(path: str, route: str) -> bool:
+    return path == route or path.startswith(f"{route}/")
 
 
 class HeadLimit:

@@ -36,6 +36,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {
         400: "A field is wrong, missing or not implemented.",
         401: "The API key is missing or wrong.",
+        403: "The API key is not an operator's.",
         404: "Another model is served.",
         413: "The body is too large.",
         429: "No room, a turn that comes too late, or an API key over a limit; see Retry-After.",
@@ -143,26 +144,28 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
         refused(state, origin, targets, count, error)
         raise
     try:
-        info, tokenizer, requests = state.info, state.tokenizer, []
-        for prompt in prompts:
-            if isinstance(body, ChatBody):
-                ids = await encode_chat(tokenizer, body.messages)
-            else:
-                ids = await encode(tokenizer, prompt, info.vocab_size)
-            fitting = fit(body, sampling, len(ids), info.max_context)
-            requests.append(GenerateRequest(
-                uuid.uuid4().hex, ids, fitting, targets.slo, targets.priority, targets.slo_class, salt
-            ))  # fmt: skip
-        account.charge(tokens_of(requests))
+        info, tokenizer = state.info, state.tokenizer
+        if isinstance(body, ChatBody):
+            encoded = [await encode_chat(tokenizer, body.messages)]
+        else:
+            encoded = await encode(tokenizer, prompts, info.vocab_size)
+        requests = [
+            GenerateRequest(
+                uuid.uuid4().hex, ids, fit(body, sampling, len(ids), info.max_context), targets.slo, targets.priority,
+                targets.slo_class, salt,
+            )
+            for ids in encoded
+        ]  # fmt: skip
         pieces = pieces_of(body, prompts, sampling, tokenizer)
-        generation = Generation(state, requests, reservation, hold, origin, pieces)
-        generation.start()
+        account.charge(tokens_of(requests))
     except BaseException as error:
         reservation.release()
         hold.drop()
         if isinstance(error, RateLimited):
             refused(state, origin, targets, count, error)
         raise
+    generation = Generation(state, requests, reservation, hold, origin, pieces)
+    generation.start()  # gives back by itself what does not begin
     return generation
 
 
@@ -193,7 +196,7 @@ def refused(
     """Note that the choices of a request got no room."""
     if isinstance(error, RateLimited):
         state.metrics.observe_rate_limited(error.limit)
-    state.rejected(origin, targets.slo, targets.slo_class, count, error)
+    state.rejected(origin, targets.slo, targets.slo_class, range(count), error)
 
 
 async def answer(

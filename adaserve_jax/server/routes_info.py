@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 import adaserve_jax
 from adaserve_jax.errors import EngineDeadError
@@ -15,7 +17,7 @@ from adaserve_jax.server.protocol import DetokenizeBody, TokenizeBody
 from adaserve_jax.server.responses import Health, ModelCard, ModelList, SloTargets, Text, Tokens, Version
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.translate import check_ids, encode, encode_chat
+from adaserve_jax.server.translate import apart, check_ids, encode, encode_chat
 
 
 def router(state: ServerState) -> APIRouter:
@@ -61,28 +63,43 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
 
     @routes.post(
         "/tokenize", tags=["tokens"], operation_id="tokenize", summary="Token ids of a text or conversation",
-        responses=errors, response_model_exclude_none=True,
+        responses=errors, response_model=Tokens,
     )  # fmt: skip
-    async def tokenize(body: TokenizeBody, http: Request, response: Response) -> Tokens:
+    async def tokenize(body: TokenizeBody, http: Request) -> Response:
         state.require_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("either prompt or messages must be given, and not both", "prompt")
         if body.messages is not None:
             ids = await encode_chat(state.tokenizer, body.messages)
         else:
-            ids = await encode(state.tokenizer, body.prompt or "", state.info.vocab_size)
-        response.headers.update(warning_headers(body, http.query_params))
-        strings = [shown(state.tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
-        return Tokens(tokens=ids, count=len(ids), max_model_len=state.info.max_context, token_strs=strings)
+            (ids,) = await encode(state.tokenizer, [body.prompt or ""], state.info.vocab_size)
+        tokenizer, most = state.tokenizer, state.info.max_context
+
+        def answer() -> Response:
+            strings = [shown(tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
+            found = Tokens(tokens=ids, count=len(ids), max_model_len=most, token_strs=strings)
+            return _answer(found, warning_headers(body, http.query_params))
+
+        return await apart(len(ids), answer)
 
     @routes.post(
-        "/detokenize", tags=["tokens"], operation_id="detokenize", summary="Text of token ids", responses=errors
-    )
-    async def detokenize(body: DetokenizeBody, http: Request, response: Response) -> Text:
+        "/detokenize", tags=["tokens"], operation_id="detokenize", summary="Text of token ids", responses=errors,
+        response_model=Text,
+    )  # fmt: skip
+    async def detokenize(body: DetokenizeBody, http: Request) -> Response:
         state.require_model(body.model)
-        check_ids(body.tokens, state.info.vocab_size, "tokens")
-        response.headers.update(warning_headers(body, http.query_params))
-        return Text(prompt=state.tokenizer.decode(body.tokens))
+        tokenizer, size = state.tokenizer, state.info.vocab_size
+
+        def answer() -> Response:
+            check_ids(body.tokens, size, "tokens")
+            return _answer(Text(prompt=tokenizer.decode(body.tokens)), warning_headers(body, http.query_params))
+
+        return await apart(len(body.tokens), answer)
+
+
+def _answer(content: BaseModel, headers: Mapping[str, str]) -> Response:
+    """The response with this body, which is not written on the event loop, as FastAPI would."""
+    return Response(content.model_dump_json(exclude_none=True), headers=headers, media_type="application/json")
 
 
 def _add_operations(routes: APIRouter, state: ServerState) -> None:
@@ -107,7 +124,7 @@ def _add_operations(routes: APIRouter, state: ServerState) -> None:
 
     @routes.get(
         "/metrics", tags=["operations"], operation_id="metrics", summary="Prometheus metrics", response_class=Response,
-        responses=error_responses(401) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        responses=error_responses(401, 403) | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
     )  # fmt: skip
     async def metrics() -> Response:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)

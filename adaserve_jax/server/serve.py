@@ -30,14 +30,17 @@ from adaserve_jax.server.warm_up import WarmUpBar
 from adaserve_jax.server.watchers import Watchers
 
 BACKLOG = 2048
+DEAD_STATUS = 70
+"""Exit status of a server that ended because its engine did (EX_SOFTWARE)."""
+DEAD_POLL_S = 0.5
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def run(
     settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False, reread: Reread | None = None
-) -> None:
-    """Serve until SIGTERM or SIGINT, then drain and return.
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain and return 0; DEAD_STATUS when the engine's end was the reason.
 
     in_process: run the engine in a thread of this process, which cannot be started again. reread: where new API keys
     come from on SIGHUP. Raises ConfigError (keys, certificates, the port is taken) and what loading the engine raises.
@@ -53,7 +56,7 @@ def run(
             max_restarts=settings.max_restarts,
             window_s=settings.restart_window,
         )
-    serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
+    return serve(settings, client, lambda: load_tokenizer(engine_config.target), bar, reread)
 
 
 def load_tokenizer(target: str) -> TextCodec:
@@ -69,16 +72,16 @@ def serve(
     tokenizer: Callable[[], TextCodec],
     bar: WarmUpBar,
     reread: Reread | None = None,
-) -> None:
-    """Start `client` behind an open port and serve it until a signal; closes it in any case."""
+) -> int:
+    """Start `client` behind an open port and serve it until a signal; closes it in any case. Returns as `run`."""
     with Watchers(settings) as watchers:
-        _serve_watched(settings, client, tokenizer, bar, reread, watchers)
+        return _serve_watched(settings, client, tokenizer, bar, reread, watchers)
 
 
 def _serve_watched(
     settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar,
     reread: Reread | None, watchers: Watchers,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     app = create_app(client, None, settings)
     watchers.attach(app.state.server)
     config = http_config(app, settings, lifespan="on", timeout_graceful_shutdown=int(ABORT_GRACE_S))
@@ -86,7 +89,7 @@ def _serve_watched(
     warn_if_open(app.state.server, listener)
     try:
         server = DrainingServer(config, app.state.server)
-        asyncio.run(_serve(server, listener, tokenizer, bar, reread))
+        return asyncio.run(_serve(server, listener, tokenizer, bar, reread))
     finally:
         client.close()
         listener.close()
@@ -125,8 +128,8 @@ async def _serve(
     tokenizer: Callable[[], TextCodec],
     bar: WarmUpBar,
     reread: Reread | None,
-) -> None:
-    """Run the HTTP server and the engine's start together. Raises what the start raised."""
+) -> int:
+    """Run the HTTP server and the engine's start together. Returns what `run` does; raises what the start raised."""
     state = server.state
     if reread is not None:
         reload_on_hangup(state, reread)
@@ -135,7 +138,7 @@ async def _serve(
     await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         await serving  # stopped while loading
-        return
+        return 0
     error = loading.exception()
     if error is None:
         state.become_ready(loading.result())
@@ -143,9 +146,21 @@ async def _serve(
         _announce(state, listener)
     else:
         server.should_exit = True
+    ending = asyncio.ensure_future(_end_with_engine(server)) if state.settings.exit_when_dead else None
     await serving
     if error is not None and state.phase == "starting":
         raise error
+    if ending is None:
+        return 0
+    return DEAD_STATUS if not ending.cancel() else 0
+
+
+async def _end_with_engine(server: DrainingServer) -> None:
+    """Wait for the engine's end while the server serves, then stop that as a signal does; returns when it has begun."""
+    while server.state.phase != "ok" or server.state.health().status != "dead":
+        await asyncio.sleep(DEAD_POLL_S)
+    _log.error("the engine ended and is not started again: the server ends too")
+    server.begin_drain()
 
 
 def _load(client: EngineClient, tokenizer: Callable[[], TextCodec]) -> TextCodec:

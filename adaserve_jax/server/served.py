@@ -38,7 +38,7 @@ class Notes:
 
     def __init__(self, state: ServerState):
         self._state = state
-        self._info: EngineInfo | None = None
+        self._engine: tuple[EngineInfo, int] | None = None  # of the run: and how many were there before
         self._run: ServerRun | None = None
 
     def of(self, ended: EndedChoice) -> Noted:
@@ -54,8 +54,9 @@ class Notes:
             if self._run is None:
                 raise
             return self._run
-        if self._run is None or info != self._info:
-            self._info = info
+        engine = info, self._state.stats().restarts
+        if self._run is None or engine != self._engine:
+            self._engine = engine
             self._run = ServerRun(
                 uuid.uuid4().hex, now_unix_s, adaserve_jax.__version__, info.jax_version, info.device, info.policy,
                 self._state.model_name, info.target, info.draft, info.baseline_s,

@@ -56,6 +56,7 @@ class ServerSettings:
     max_restarts: int = 1
     restart_window: float = 600.0
     max_queue_wait: float = 5.0
+    exit_when_dead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("slo_classes", "cors_origins", "classes", "keys"):
@@ -137,10 +138,11 @@ class ServerSettings:
         return tiers_of(self.classes)
 
     def all_keys(self) -> tuple[KeySettings, ...]:
-        """The keys of `api_key`, which have no limits, and those of the file. None: the server asks for no key."""
+        """The keys of `api_key`, operators' and without limits, and those of the file. None: the server asks for no
+        key."""
         plain = _parts(self.api_key or "")
         names = ["api-key"] if len(plain) == 1 else [f"api-key-{number}" for number in range(1, len(plain) + 1)]
-        return (*(KeySettings(name, key) for name, key in zip(names, plain, strict=True)), *self.keys)
+        return (*(KeySettings(name, key, operator=True) for name, key in zip(names, plain, strict=True)), *self.keys)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ServerSettings:
@@ -194,4 +196,5 @@ FIELD_HELP: dict[str, str] = {
     "restart_window": "seconds in which restarts are counted",
     "max_queue_wait": "longest predicted wait for a turn, seconds; what would wait longer, or longer than its "
     "TTFT target allows, is refused with 429; 0: none is",
+    "exit_when_dead": "end the server, with status 70, when its engine ended and is not started again",
 }

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats
-from adaserve_jax.errors import AdaServeError, EngineDeadError
+from adaserve_jax.errors import AdaServeError
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.server.admission import Admission, Reservation, Slots
 from adaserve_jax.server.errors import ApiError, of_code
@@ -18,7 +18,6 @@ from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
 from adaserve_jax.server.responses import Health
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
 
 Phase = Literal["starting", "ok", "draining"]
@@ -74,10 +73,11 @@ class ServerState:
 
     def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
         """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
-        steps, slots = self.client.stats().scheduler, self.slots
+        steps, slots = self.stats().scheduler, self.slots
         due = due_s(time.monotonic(), priority, slo.ttft_s)
         self.admission.see(steps.running, steps.waiting, self.info.max_requests)
-        wait_s = self.admission.wait_s(slots.ahead(due), slots.used - len(slots.waiting), slo.ttft_s is not None)
+        ahead = slots.ahead(due) + choices - 1  # of the last of them
+        wait_s = self.admission.wait_s(ahead, slots.used - len(slots.waiting), slo.ttft_s is not None)
         self.admission.check(wait_s, slo.ttft_s)
         return slots.reserve(choices, due, wait_s)
 
@@ -88,10 +88,12 @@ class ServerState:
         self.metrics.observe_end(choice)
         tell(self.observers, choice)
 
-    def rejected(self, origin: Origin, slo: SLO, slo_class: str, choices: int, error: AdaServeError | ApiError) -> None:
-        """So many choices of one request got no room, or the engine would not take them."""
+    def rejected(
+        self, origin: Origin, slo: SLO, slo_class: str, choices: range, error: AdaServeError | ApiError
+    ) -> None:
+        """These choices of one request, by index, got no room, or the engine would not take them."""
         tpot_s = slo.tpot_s(self.info.baseline_s)
-        for index in range(choices):
+        for index in choices:
             self.ended(EndedChoice(
                 origin.request_id, index, "rejected", error.code, origin.key, slo_class, time.time(), tpot_s,
                 slo.ttft_s, None, origin.operation, origin.traceparent,
@@ -127,17 +129,14 @@ class ServerState:
         return self.settings.served_model_name or PurePath(self.info.target).name
 
     def stats(self) -> EngineStats:
-        """Of the engine; zeros while there is none."""
-        try:
-            return self.client.stats()
-        except EngineDeadError:
-            return EngineStats(StepStats())
+        return self.client.stats()
 
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
+        alive = self.client.is_alive()  # first: an engine that ends now is then known to come back, or not
         stats, limit_s = self.stats(), self.settings.watchdog
-        if not self.client.is_alive() and stats.back_in_s is None:
+        if stats.back_in_s is None and not (alive or self.client.is_alive()):
             return Health(status="dead", detail="the engine ended; restart the server")
         if self.phase == "draining":
             return Health(status="draining", detail="the server finishes what it has and takes nothing new")

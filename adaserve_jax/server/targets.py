@@ -45,11 +45,12 @@ def targets_of(
     if ttft_ms is None:
         ttft_ms = default.ttft_ms
     low, high = settings.min_slo_tpot_ms, settings.max_slo_tpot_ms
+    ttft_low = settings.min_slo_ttft_ms
     if limits is not None:
-        low = max(low, limits.min_slo_tpot_ms)
+        low, ttft_low = max(low, limits.min_slo_tpot_ms), max(ttft_low, limits.min_slo_ttft_ms)
     if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
         tpot_ms, relative = relative * baseline_s * 1e3, None
-    slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, settings.min_slo_ttft_ms, settings.max_slo_ttft_ms), relative)
+    slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms), relative)
     return Targets(slo, default.name, _priority(body, default, limits))
 
 

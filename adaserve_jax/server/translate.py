@@ -6,7 +6,8 @@ Raises RequestError and ApiError that name the field. Knows no engine and no HTT
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.server.errors import invalid
@@ -14,6 +15,8 @@ from adaserve_jax.server.protocol import CompletionBody, GenerationBody, Message
 from adaserve_jax.server.state import TextCodec
 
 LONG_TEXT = 8192
+"""Characters or tokens, of one HTTP request together, above which work on them leaves the event loop to others."""
+T = TypeVar("T")
 
 
 def check_supported(body: GenerationBody) -> None:
@@ -63,11 +66,19 @@ def _content(message: Message, index: int) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-async def encode(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
-    """Token ids of one prompt; a long text is tokenised off the event loop. Raises RequestError."""
+async def apart(size: int, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, done off the event loop when it is about more than LONG_TEXT."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+async def encode(tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt; where these are long together, off the event loop. Raises RequestError."""
+    size = sum(map(len, prompts))
+    return await apart(size, lambda: [_encoded(tokenizer, prompt, vocab_size) for prompt in prompts])
+
+
+def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
-        if len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, prompt)
         return tokenizer.encode(prompt)
     check_ids(prompt, vocab_size, "prompt")
     return prompt
@@ -76,9 +87,7 @@ async def encode(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int)
 async def encode_chat(tokenizer: TextCodec, messages: list[Message]) -> list[int]:
     """Token ids of a conversation. Raises RequestError."""
     plain = chat_messages(messages)
-    if sum(len(m["content"]) for m in plain) > LONG_TEXT:
-        return await asyncio.to_thread(tokenizer.apply_chat_template, plain)
-    return tokenizer.apply_chat_template(plain)
+    return await apart(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
 
 
 def check_ids(ids: list[int], vocab_size: int, param: str) -> None:

@@ -102,6 +102,33 @@ def test_new_keys_are_read_from_the_file_and_nothing_else_is(served, path):
     assert (again.port, again.classes) == (9003, settings.classes)
 
 
+def test_the_plain_key_of_the_file_is_read_again_unless_another_was_given_beside_it(served, path):
+    with open(path, "w") as file:
+        file.write(FILE.replace("[server]", "[server]\napi_key = 'old'"))
+    for arguments, expected in ((), "new"), (("--api-key", "own"), "own"):
+        with open(path, "w") as file:
+            file.write(FILE.replace("[server]", "[server]\napi_key = 'old'"))
+        *_, reread = served("--config", path, *arguments)
+        with open(path, "w") as file:
+            file.write(FILE.replace("[server]", "[server]\napi_key = 'new'"))
+        assert reread().api_key == expected
+
+
+def test_an_empty_key_in_the_environment_opens_no_server(served, monkeypatch, capsys, path):
+    monkeypatch.setenv("ADASERVE_API_KEY", "")
+    for arguments in ((), ("--config", path)):
+        assert main(monkeypatch, "serve", *arguments) == 2
+        assert "ADASERVE_API_KEY must be a key, got an empty text; unset it" in capsys.readouterr().err
+    assert served("--api-key", "x")[0].api_key == "x"
+    monkeypatch.delenv("ADASERVE_API_KEY")
+    assert served()[0].api_key is None
+
+
+def test_the_status_of_a_server_that_ended_with_its_engine_is_the_programs(monkeypatch):
+    monkeypatch.setattr(serve_module, "run", lambda *_: serve_module.DEAD_STATUS)
+    assert main(monkeypatch, "serve") == 70
+
+
 def test_a_wrong_file_is_one_line(monkeypatch, capsys, path, tmp_path):
     (tmp_path / "wrong.toml").write_text("[server]\nprot = 1\n")
     assert main(monkeypatch, "serve", "--config", str(tmp_path / "wrong.toml")) == 2

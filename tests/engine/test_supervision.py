@@ -163,6 +163,37 @@ def test_a_start_that_fails_is_tried_again_while_there_are_restarts_left():
         assert world.engine.stats().back_in_s is None
 
 
+def test_counts_stay_when_no_new_engine_could_be_started():
+    with World(failing=(1,), max_restarts=1) as world:
+        world.fakes[0].counts = StepStats(steps=7, finished={"stop": 2})
+        world.fakes[0].die()
+        wait_until(lambda: refusal(world.engine).code == "engine_dead")
+        after = world.engine.stats()
+        assert (after.scheduler.steps, after.scheduler.finished, after.compiles_after_ready) == (7, {"stop": 2}, 7)
+
+
+def test_a_start_that_hangs_is_given_up():
+    with World(max_restarts=1, least_start_limit_s=0.05) as world:
+        world.gate.clear()
+        world.fakes[0].die()
+        wait_until(lambda: refusal(world.engine).code == "engine_dead")
+        assert "could not be started again: it was not ready within 0.05 s" in str(refusal(world.engine))
+        assert world.fakes[1].closed and not world.engine.is_alive()
+
+
+def test_a_start_may_take_as_long_as_the_first_one_and_more():
+    world = World(least_start_limit_s=2.0)
+    world.gate.clear()
+    thread = threading.Thread(target=world.engine.start)
+    thread.start()
+    wait_until(lambda: bool(world.fakes))
+    world.now += 30.0
+    world.gate.set()
+    thread.join()
+    assert world.engine._start_limit_s == 150.0
+    world.engine.close()
+
+
 def test_the_first_start_is_not_tried_again():
     world = World(failing=(0,))
     with pytest.raises(EngineDeadError, match="start 0 failed"):

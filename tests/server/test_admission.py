@@ -98,6 +98,9 @@ def test_a_request_is_refused_when_its_turn_comes_too_late():
         admission.check(allowed + 0.2, 1.0)
     assert caught.value.retry_after_s == pytest.approx(0.2)
     admission.check(2.9, 100.0)
+    admission.check(2.9, 0.05)  # the first token alone takes 0.1 s: out of reach, so that max_wait_s alone counts
+    with pytest.raises(OverloadedError, match="longer than the 3 s that this server lets"):
+        admission.check(3.5, 0.05)
     admission.check(0.0, 0.01)  # on a free server even a target that will be missed is served
     Admission(0.0).check(1e9, 0.01)
 
@@ -182,6 +185,9 @@ def test_a_full_server_says_429_and_when_to_come_again(start_server):
         assert 'adaserve_slo_requests_total{class="interactive",metric="tpot",outcome="rejected"} 1.0' in text
         server.state.slots.used, server.state.slots.waiting = 65, [0.0]
         assert server.post(prompt="x").status_code == 200
+        assert (
+            server.post(prompt="x", n=2).status_code == 429
+        )  # the second would begin after the one ahead and the first
         assert server.post(prompt="x", slo_ttft_ms=3000).status_code == 429
         server.state.slots.used, server.state.slots.waiting = 0, []
         assert server.post(prompt="x", slo_ttft_ms=1).status_code == 200

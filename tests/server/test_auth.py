@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
 
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.app import create_app
+from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.middleware import OPEN_ROUTES
 from adaserve_jax.server.serve import listen, warn_if_open
 from adaserve_jax.server.settings import ServerSettings
@@ -195,3 +197,46 @@ def test_a_server_that_is_open_to_others_says_so(guarded, caplog, host, api_key,
     assert [message.endswith("may use this server: it asks for no API key") for message in caplog.messages] == [
         True
     ] * warned
+
+
+OPERATORS = ["/metrics", "/dashboard", "/dashboard/data", "/dashboard/charts.js"]
+
+
+@pytest.fixture(scope="module")
+def tenants(start_server):
+    """An operator by --api-key, one by the file, and a tenant."""
+    keys = (KeySettings("tenant", "tenant"), KeySettings("watcher", "watcher", operator=True))
+    with start_server(ServerSettings(api_key=KEY, keys=keys, dashboard=True)) as server:
+        yield server
+
+
+def get(server, path: str, secret: str, method: str = "GET"):
+    return server.http.request(method, path, headers={"authorization": f"Bearer {secret}"})
+
+
+@pytest.mark.parametrize("path", OPERATORS)
+def test_what_all_clients_do_is_for_operators(tenants, path):
+    for secret in (KEY, "watcher"):
+        assert get(tenants, path, secret).status_code == 200
+    refused = get(tenants, path, "tenant")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+    for method in ("HEAD", "OPTIONS", "POST"):
+        assert get(tenants, path, "tenant", method).status_code == 403
+    basic = base64.b64encode(b"any:tenant")
+    expected = 401 if path == "/metrics" else 403
+    assert tenants.http.get(path, headers={"authorization": b"Basic " + basic}).status_code == expected
+
+
+def test_a_tenant_sees_everything_else(tenants):
+    for path in ("/v1/models", "/ready", "/version", "/openapi.json", "/docs"):
+        assert get(tenants, path, "tenant").status_code == 200
+    for path in ("/metrics/", "/dashboard/nothing"):
+        assert get(tenants, path, "tenant").status_code == 403
+    for path in ("//metrics", "/Metrics", "/metrics%2f", "/./dashboard", "/dashboards"):
+        assert get(tenants, path, "tenant").status_code in (403, 404)
+
+
+def test_the_dashboard_names_no_key(tenants):
+    body = {"prompt": "x", "max_tokens": 2}
+    tenants.http.post("/v1/completions", json=body, headers={"authorization": "Bearer tenant"})
+    assert "tenant" not in get(tenants, "/dashboard/data", KEY).text

@@ -159,6 +159,7 @@ def test_one_secret_under_two_names_is_refused():
         ({"key_sha256": "topsecret"}, "key_sha256 must be 64 digits from 0-9a-f"),
         ({"key": "topsecret", "max_inflight": -1}, "max_inflight must be an integer >= 0, got -1"),
         ({"key": "topsecret", "tokens_per_minute": float("inf")}, "tokens_per_minute must be a finite number >= 0"),
+        ({"key": "topsecret", "min_slo_ttft_ms": -1.0}, "min_slo_ttft_ms must be a finite number >= 0, got -1.0"),
         ({"key": "topsecret", "burst_s": 0}, "burst_s must be a finite number of seconds above 0, got 0"),
     ],
 )
@@ -174,7 +175,9 @@ KEYS = (
     KeySettings("one-at-a-time", "solo", max_inflight=1),
     KeySettings("few-requests", "req", requests_per_minute=6, burst_s=20),
     KeySettings("few-tokens", "tok", tokens_per_minute=60, burst_s=60),
-    KeySettings("bounded", "slow", min_slo_tpot_ms=50, slo_classes=("batch", "bulk"), min_priority=5),
+    KeySettings(
+        "bounded", "slow", min_slo_tpot_ms=50, min_slo_ttft_ms=80, slo_classes=("batch", "bulk"), min_priority=5
+    ),
     KeySettings("free", "free"),
 )
 CLASSES = (SloClass("bulk", tpot_ms=20, priority=9, service_tiers=("flex",)), SloClass("vip", priority=-3))
@@ -207,7 +210,7 @@ def test_requests_are_counted_before_their_bodies_are_read(keyed):
     assert post(keyed, "free").status_code == 200
     assert (
         'adaserve_rate_limited_total{limit="requests"} 2.0'
-        in keyed.http.get("/metrics", headers={"authorization": "Bearer free"}).text
+        in keyed.http.get("/metrics", headers={"authorization": "Bearer plain"}).text
     )
 
 
@@ -219,7 +222,7 @@ def test_tokens_are_charged_and_what_was_not_generated_is_given_back(keyed):
     check_limited(post(keyed, "tok", prompt="abcd", max_tokens=400), 46)
     assert post(keyed, "tok", prompt="abcd", max_tokens=9).status_code == 200
     assert keyed.state.slots.used == 0
-    text = keyed.http.get("/metrics", headers={"authorization": "Bearer free"}).text
+    text = keyed.http.get("/metrics", headers={"authorization": "Bearer plain"}).text
     assert 'adaserve_rate_limited_total{limit="tokens"} 2.0' in text
 
 
@@ -259,6 +262,12 @@ def test_a_key_bounds_targets_classes_and_priorities(keyed, body, tpot_ms, slo_c
     assert post(keyed, "slow", **body).json()["metrics"]["slo"]["tpot_target_ms"] == tpot_ms
     asked = keyed.engine.submitted[-1]
     assert (asked.slo_class, asked.priority) == (slo_class, priority)
+
+
+@pytest.mark.parametrize(("asked_ms", "given_ms"), [(10, 80.0), (80, 80.0), (90, 90.0)])
+def test_a_key_bounds_the_time_to_the_first_token(keyed, asked_ms, given_ms):
+    assert post(keyed, "slow", slo_ttft_ms=asked_ms).json()["metrics"]["slo"]["ttft_target_ms"] == given_ms
+    assert post(keyed, "free", slo_ttft_ms=asked_ms).json()["metrics"]["slo"]["ttft_target_ms"] == asked_ms
 
 
 def test_a_class_that_the_key_may_not_use_is_refused(keyed):

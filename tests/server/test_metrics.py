@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
-from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.stats import StepStats
@@ -106,11 +105,29 @@ def test_requests_are_observed_as_they_end():
 def test_without_an_engine_there_are_still_metrics():
     engine = ScriptedEngine(EngineConfig())
 
-    def dead() -> EngineStats:
-        raise EngineDeadError("not started")
+    found = samples(ServerMetrics(engine))
+    assert found[("adaserve_e2e_seconds_count",)] == 0 and found[("adaserve_engine_up",)] == 0
 
-    engine.stats = dead
-    assert ("adaserve_e2e_seconds_count",) in samples(ServerMetrics(engine))
+
+@pytest.mark.parametrize(
+    ("ending", "error_code", "began", "outcome"),
+    [
+        ("rejected", "queue_full", False, "rejected"),
+        ("rejected", "slo_infeasible", False, "rejected"),
+        ("rejected", "engine_restarting", False, "missed"),
+        ("error", "engine_dead", True, "missed"),
+        ("error", None, True, "missed"),
+        ("abort", None, True, "missed"),
+        ("length", None, True, "met"),
+    ],
+)
+def test_only_what_finished_met_a_target_and_only_what_was_refused_is_rejected(ending, error_code, began, outcome):
+    metrics = ServerMetrics(ScriptedEngine(EngineConfig()))
+    in_time = RequestMetrics(1.0, 1.0, 2.0, 3.0, output_tokens=11, tpot_slo_s=0.2, ttft_slo_s=5.0, slo_class="chat")
+    metrics.observe_end(EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.2, 5.0, in_time if began else None))
+    counted = {key[1:]: count for key, count in samples(metrics).items() if key[0] == "adaserve_slo_requests_total"}
+    kinds = ("tpot", "ttft")
+    assert counted == {(("class", "chat"), ("metric", kind), ("outcome", outcome)): 1 for kind in kinds}
 
 
 def test_the_route_serves_what_requests_did(server):

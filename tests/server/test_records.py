@@ -24,8 +24,9 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.record_reader import read_choices
 from adaserve_jax.results.record_store import RecordStore
-from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.results.served import ServedChoice, served_choice, unbegun
 from adaserve_jax.server import serve as serve_module
+from adaserve_jax.server.live_requests import record_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
@@ -272,11 +273,38 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
         recorder.observe(ended)
         server.engine.config = replace(server.engine.config, draft="other/draft")
         recorder.observe(ended)
+        stats = server.engine.stats()
+        server.engine.stats = lambda: replace(stats, restarts=1)  # the same engine once more
+        recorder.observe(ended)
         server.engine.dead = True
-        recorder.observe(replace(ended, ending="rejected", error_code="engine_dead", metrics=None))
+        recorder.observe(ended)
         recorder.close()
     found = read(path)
-    assert [each.run.draft for each in found] == [found[0].run.draft, "other/draft", "other/draft"]
-    assert len({each.run.run_id for each in found}) == 2
-    assert [each.record.status for each in found] == ["finished", "finished", "failed"]
+    assert [each.run.draft for each in found] == [found[0].run.draft, *["other/draft"] * 3]
+    runs = [each.run.run_id for each in found]
+    assert len(set(runs)) == 3 and runs[2] == runs[3]
     assert found[0].key == "team" and found[0].arrival_unix_s == pytest.approx(time.time() - 1.0, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("ending", "error_code", "status"),
+    [
+        ("rejected", "engine_dead", "failed"),
+        ("rejected", "engine_restarting", "failed"),
+        ("rejected", "engine_error", "failed"),
+        ("rejected", "overloaded", "rejected"),
+        ("rejected", "slo_infeasible", "rejected"),
+        ("error", None, "failed"),
+        ("abort", None, "failed"),
+        ("stop", None, "finished"),
+    ],
+)
+def test_records_and_dashboard_say_the_same_of_an_ending(ending, error_code, status):
+    """An engine's loss is no refusal, and whoever goes away cuts off its own choice only."""
+    ended = EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.1, None, None)
+    metrics = unbegun(0.1, None, "chat", error_code)
+    kept = served_choice(
+        metrics, run=made()[0].run, request_id="r", choice=0, key="", ending=ending, error_code=error_code,
+        arrival_unix_s=0.0, ended_unix_s=0.0, acceptance_rate=0.0,
+    )  # fmt: skip
+    assert kept.record.status == record_of(ended).status == status

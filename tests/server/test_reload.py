@@ -12,6 +12,7 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.keys import KeySettings
+from adaserve_jax.server.limits import RateLimited
 from adaserve_jax.server.reload import reload_keys, reload_on_hangup
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
@@ -36,8 +37,17 @@ def test_keys_come_and_go_and_those_that_stay_keep_what_they_used(caplog):
     account.begin_request()
     reload_keys(state, lambda: replace(SETTINGS, keys=(OLD, NEW)))
     assert names(state) == ["old", "new"] and state.keyring.find(b"one") is account
-    reload_keys(state, lambda: replace(SETTINGS, keys=(replace(OLD, requests_per_minute=60.0), NEW)))
-    assert state.keyring.find(b"one") is not account, "other limits, another account"
+    held = account.hold(2)
+    changed = replace(OLD, requests_per_minute=12.0, burst_s=10, max_inflight=2, name="renamed", operator=True)
+    reload_keys(state, lambda: replace(SETTINGS, keys=(changed, NEW)))
+    assert state.keyring.find(b"one") is account and account.name == "renamed" and account.is_operator
+    account.begin_request()  # two within 10 s, of which one was taken before
+    with pytest.raises(RateLimited, match="12 requests per minute"):
+        account.begin_request()
+    with pytest.raises(RateLimited, match="2 choices in flight, has 2 and asks for 1"):
+        account.hold(1)
+    held.drop()
+    account.hold(2)
     reload_keys(state, lambda: replace(SETTINGS, keys=(NEW,)))
     assert names(state) == [None, "new"]
     assert caplog.messages == [f"the server has {count} API keys now" for count in (2, 2, 1)]

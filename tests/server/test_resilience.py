@@ -8,11 +8,13 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.engine.supervision import SupervisedEngine
 from adaserve_jax.server.settings import ServerSettings
@@ -207,3 +209,25 @@ def texts(response, stream: bool) -> list[str]:
         for choice in json.loads(event)["choices"]:
             found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
     return [found[index] for index in sorted(found)]
+
+
+def test_an_engine_that_ends_or_comes_back_in_the_midst_of_a_look_is_not_called_dead(start_server):
+    """It is asked whether it lives, and how it is, one after the other."""
+    with start_server() as server:
+        engine, own = server.engine, server.engine.stats()
+
+        def ends() -> EngineStats:
+            engine.is_alive, engine.stats = lambda: False, lambda: replace(own, back_in_s=3.0)
+            return own
+
+        def comes_back() -> EngineStats:
+            engine.is_alive, engine.stats = lambda: True, lambda: own
+            return own
+
+        engine.stats = ends
+        assert server.state.health().status == "ok"
+        assert server.state.health().status == "restarting"
+        engine.stats = comes_back
+        assert server.state.health().status == "ok"
+        engine.is_alive = lambda: False
+        assert server.state.health().status == "dead"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -18,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.server.draining import ABORT_GRACE_S
 from adaserve_jax.server.serve import example, listen, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
@@ -31,14 +34,14 @@ from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.server.serve import serve
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
-from adaserve_jax.server.warm_up import WarmUpBar
 from tests.server.scripted import ByteTokenizer
 bar = WarmUpBar(Console(stderr=True))
 config = EngineConfig(target=sys.argv[1], policy="process")
 engine = ProcessEngine(config, bar.update, factory="tests.server.scripted:ScriptedEngine")
-settings = ServerSettings(port=int(sys.argv[2]), shutdown_timeout=float(sys.argv[3]))
-serve(settings, engine, ByteTokenizer, bar)
+settings = ServerSettings(port=int(sys.argv[2]), shutdown_timeout=float(sys.argv[3]), exit_when_dead=len(sys.argv) > 4)
+status = serve(settings, engine, ByteTokenizer, bar)
 assert "jax" not in sys.modules, "the front end imported jax"
+sys.exit(status)
 """
 
 
@@ -50,11 +53,11 @@ def wait_until(condition, seconds: float = 10.0) -> None:
 
 
 class Program:
-    def __init__(self, target: str = "scripted", timeout: float = 10.0):
+    def __init__(self, target: str = "scripted", timeout: float = 10.0, *options: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-c", PROGRAM, target, str(self.port), str(timeout)]
+        command = [sys.executable, "-c", PROGRAM, target, str(self.port), str(timeout), *options]
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         self.http = self.client()
@@ -114,6 +117,61 @@ def test_a_drain_that_takes_too_long_ends_the_requests():
         assert '"code": "aborted"' in streaming.read().decode()
         code, _, err = program.end()
     assert code == 0, err
+
+
+def read_slowly(program: Program, seconds: float) -> bytes:
+    """An answer of about 7 MB to a client that takes none of it until `seconds` after the server was told to stop."""
+    body = json.dumps({"prompt": "a" * 1_000_000, "return_token_strs": True}).encode()
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", program.port))
+        connection.sendall(head.encode() + body)
+        answer = connection.recv(1)
+        program.process.send_signal(signal.SIGTERM)
+        time.sleep(seconds)
+        connection.settimeout(10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        with contextlib.suppress(ConnectionResetError):
+            while part := connection.recv(2**20):
+                answer += part
+    return answer
+
+
+@pytest.mark.slow
+def test_a_client_that_pauses_reading_gets_all_of_its_answer():
+    with Program() as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        answer = read_slowly(program, ABORT_GRACE_S + 1.0)
+        _, _, content = answer.partition(b"\r\n\r\n")
+        assert json.loads(content)["count"] == 1_000_000 and len(content) > 6e6
+        code, _, err = program.end()
+    assert code == 0, err
+
+
+@pytest.mark.slow
+def test_a_client_that_never_reads_holds_up_no_stop():
+    with Program(timeout=0.2) as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        assert len(read_slowly(program, 4.0)) < 6e6
+        code, _, err = program.end()
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(("options", "status"), [((), None), (("exit",), 70)])
+def test_a_server_can_end_with_its_engine(options, status):
+    with Program("scripted", 10.0, *options) as program:
+        wait_until(lambda: program.status("/ready") == 200)
+        lost = program.http.post("/v1/completions", json={"prompt": "die"})
+        assert lost.json()["error"]["code"] == "engine_dead"
+        if status is None:
+            time.sleep(1.0)
+            assert program.status("/health") == 503
+        else:
+            code, _, err = program.end()
+            assert code == status and "the server ends too" in err
 
 
 def test_it_answers_while_the_engine_starts_and_can_be_stopped_then():

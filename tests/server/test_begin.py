@@ -1,0 +1,130 @@
+"""What a request leaves behind that begins in part, or not at all, and where long texts are worked on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from adaserve_jax.engine.client import EngineStats
+from adaserve_jax.server.keys import KeySettings
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.translate import LONG_TEXT
+from adaserve_jax.stats import StepStats
+from tests.server.scripted import ByteTokenizer
+from tests.server.test_operations import wait_until
+
+KEY = KeySettings("team", "team", tokens_per_minute=60_000)
+HEADERS = {"authorization": "Bearer team"}
+
+
+@pytest.fixture
+def keyed(start_server):
+    with start_server(ServerSettings(keys=(KEY,))) as server:
+        yield server
+
+
+def post(server, **body):
+    return server.http.post("/v1/completions", json=body, headers=HEADERS)
+
+
+def check_all_given_back(server) -> None:
+    account = server.state.keyring.find(b"team")
+    wait_until(lambda: server.state.slots.used == 0 and account.in_flight == 0 and not server.state.in_flight)
+    assert server.state.slots.waiting == []
+    assert account._tokens.take(60_000 - 60) == 0, "what was charged is there again, but for prompts that began"
+
+
+@pytest.mark.parametrize(("word", "status"), [("refuse", 400), ("full", 429), ("bug", 500)])
+def test_each_choice_is_told_once_when_a_later_prompt_cannot_begin(keyed, word, status):
+    told = []
+    keyed.state.observers.append(told.append)
+    answer = post(keyed, prompt=["slow a", "slow b", f"{word} c", "slow d"], n=2, max_tokens=300)
+    assert answer.status_code == status
+    check_all_given_back(keyed)
+    rejected = [] if word == "bug" else [4, 5, 6, 7]
+    assert sorted((each.index, each.ending) for each in told) == [
+        *((index, "abort") for index in range(4)), *((index, "rejected") for index in rejected),
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_shown_costs_no_tokens(keyed, monkeypatch):
+    def fails(*_) -> str:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keyed.state._tokenizer, "decode", fails)
+        assert post(keyed, prompt=[65, 66], echo=True, max_tokens=100).status_code == 500
+    check_all_given_back(keyed)
+
+
+def test_a_failure_to_count_keeps_no_answer_from_its_client(keyed, monkeypatch):
+    def fails(*_) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(keyed.state.metrics, "observe_tokens", fails)
+        patch.setattr(keyed.state.metrics, "observe_end", fails)
+        assert post(keyed, prompt="ab", max_tokens=9).json()["choices"][0]["text"] == "ababababa"
+    wait_until(lambda: keyed.state.slots.used == 0)
+
+
+def test_admission_learns_from_the_choice_that_waited_longest(keyed):
+    compared = []
+    keyed.state.admission.compare = lambda *seen: compared.append(seen)
+    keyed.engine.stats = lambda: EngineStats(StepStats(running=64))
+    post(keyed, prompt=["one", "two"], n=3, max_tokens=3, slo_ttft_ms=500)
+    ((predicted_s, waited_s, targeted),) = compared
+    assert predicted_s == 0.0 and waited_s == pytest.approx(0.001) and targeted
+
+
+class Noting(ByteTokenizer):
+    """Which threads worked."""
+
+    def __init__(self):
+        self.threads: list[threading.Thread] = []
+
+    def note(self) -> None:
+        self.threads.append(threading.current_thread())
+
+    def encode(self, text: str) -> list[int]:
+        self.note()
+        return super().encode(text)
+
+    def decode(self, ids: list[int]) -> str:
+        self.note()
+        return super().decode(ids)
+
+    def spelled(self, token_id: int) -> bytes:
+        self.note()
+        return super().spelled(token_id)
+
+
+@pytest.mark.parametrize(
+    ("path", "short", "long"),
+    [
+        ("/v1/completions", {"prompt": ["a" * 100] * 3}, {"prompt": ["a" * 100] * (LONG_TEXT // 100 + 1)}),
+        ("/tokenize", {"prompt": "a"}, {"prompt": "a" * (LONG_TEXT + 1)}),
+        ("/tokenize", {"prompt": "a", "return_token_strs": True},
+         {"prompt": "a" * (LONG_TEXT + 1), "return_token_strs": True}),
+        ("/detokenize", {"tokens": [65]}, {"tokens": [65] * (LONG_TEXT + 1)}),
+    ],
+)  # fmt: skip
+def test_long_texts_are_worked_on_apart(start_server, path, short, long):
+    with start_server() as server:
+        tokenizer = server.state._tokenizer = Noting()
+        assert server.post(path, **short).status_code == 200
+        (loop,) = set(tokenizer.threads)
+        tokenizer.threads.clear()
+        assert server.post(path, **long).status_code == 200
+        assert tokenizer.threads and loop not in tokenizer.threads
+
+
+def test_answers_about_tokens_are_as_before(server):
+    assert server.post("/tokenize", prompt="hé", return_token_strs=True).json() == {
+        "tokens": [104, 195, 169], "count": 3, "max_model_len": 512, "token_strs": ["h", "\\xc3", "\\xa9"],
+    }  # fmt: skip
+    refused = server.post("/detokenize", tokens=[65] * (LONG_TEXT + 1) + [256])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    answer = server.post("/detokenize", tokens=[65], colour=1)
+    assert answer.headers["content-type"] == "application/json" and "colour" in answer.headers["x-adaserve-warning"]
