@@ -26,7 +26,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from http_load import FEW_PROGRAMS, HOST, Answer, adaserve, quantile, request, served
+from http_load import FEW_PROGRAMS, HOST, Answer, adaserve, command_line, quantile, request, served
 from rich.console import Console
 from rich.table import Table
 
@@ -164,7 +164,7 @@ def main(
     report = {
         "commit": commit,
         "machine": machine_name(),
-        "command": f"python benchmarks/front_end.py {' '.join(sys.argv[1:])}",
+        "command": command_line(out),
         "latency": latency,
         "throughput": throughput,
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -221,3 +222,9 @@ def quantile(values: Sequence[float], share: float) -> float:
     """The least value that is no smaller than `share` of them."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def command_line(out: Path) -> str:
+    """How this run was started, its file without a folder."""
+    script = Path(sys.argv[0]).name
+    return shlex.join(["python", f"benchmarks/{script}", *(w.replace(str(out), out.name) for w in sys.argv[1:])])

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from http_load import Answer, adaserve, parse_samples, quantile, request, served
+from http_load import Answer, adaserve, command_line, parse_samples, quantile, request, served
 from rich.console import Console
 from rich.table import Table
 
@@ -156,7 +155,7 @@ def main(
     report = {
         "commit": commit,
         "machine": machine_name(),
-        "command": f"python benchmarks/overload.py {' '.join(sys.argv[1:])}",
+        "command": command_line(out),
         "capacity_requests_per_s": rate,
         "offered_requests_per_s": factor * rate,
         "slo_tpot_ms": tpot_ms,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from http_load import Connection, Served, adaserve, parse_samples, request, rss_mib, served
+from http_load import Connection, Served, adaserve, command_line, parse_samples, request, rss_mib, served
 from rich.console import Console
 
 from adaserve_jax.results.provenance import machine_name, source_commit
@@ -251,7 +250,7 @@ def main(
     report = {
         "commit": commit,
         "machine": machine_name(),
-        "command": f"python benchmarks/soak.py {' '.join(sys.argv[1:])}",
+        "command": command_line(out),
         "minutes": minutes,
         "streams": streams,
         "did": dict(soak.counts),
