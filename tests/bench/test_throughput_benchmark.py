@@ -32,6 +32,7 @@ def measured(modules, tmp_path_factory):
     return out, plan, modules["main"].run(CONFIG, plan, out, target_name="demo", skip_transformers=True)
 
 
+@pytest.mark.slow
 def test_every_policy_has_a_row_at_every_point(measured):
     _, _, rows = measured
     assert [(row.requests, row.temperature, row.system) for row in rows] == [
@@ -45,6 +46,7 @@ def test_every_policy_has_a_row_at_every_point(measured):
         assert row.step_ms >= row.draft_ms + row.verify_ms + row.deciding_ms > 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text_under_every_policy(measured):
     _, _, rows = measured
     assert [row.differing for row in rows] == [0] * 6
@@ -52,6 +54,7 @@ def test_the_same_seed_gives_the_same_text_under_every_policy(measured):
     assert {row.equal_tokens for row in rows} == {None, 12}
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_the_policy(measured):
     _, _, rows = measured
     plain, chain, adaptive = rows[:3]
@@ -74,6 +77,7 @@ def test_points_that_were_measured_are_not_measured_again(measured, modules, mon
         modules["main"].run(CONFIG, plan, out, target_name="another", skip_transformers=True)
 
 
+@pytest.mark.slow
 def test_more_requests_than_the_engine_runs_at_once_are_refused(modules, tmp_path):
     plan = modules["main"].Plan((17,), (0.0,), ("ar",))
     with pytest.raises(ConfigError, match="--requests up to 17 need --max-requests of at least as many"):

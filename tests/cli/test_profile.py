@@ -42,6 +42,7 @@ def no_timing(*_: object, **__: object) -> None:
     raise AssertionError("a profile was given: nothing is to be timed")
 
 
+@pytest.mark.slow
 def test_a_measured_profile_is_what_an_engine_starts_from(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

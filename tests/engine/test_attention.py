@@ -15,6 +15,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_text_is_that_of_xla(demo_engine: LocalEngine) -> None:
     """Trees of several depths, a prompt longer than a chunk and than a page, three rows at once, greedy and not."""
     samplings = [SamplingParams(max_tokens=20, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.8, 0.0)]

@@ -66,6 +66,7 @@ def check_f(candidates: CandidateTrees, log_chance: np.ndarray) -> int:
     return len(rows)
 
 
+@pytest.mark.slow
 def test_a_wrong_table_is_mended_while_the_text_stays(tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     shipped = read_chances(SHIPPED)

@@ -285,11 +285,11 @@ def seeds_that_draw(token: int, position: int, llm: LLM) -> list[int]:
 
 
 def test_seeds_that_the_engine_draws_survive_preemption(llm: LLM) -> None:
-    """10 requests that grow to 132 tokens each and share none, in a pool of 1,024: some are preempted, and go on with
+    """10 requests that grow to 160 tokens each and share none, in a pool of 1,024: some are preempted, and go on with
     their seed. A new policy starts the engine's draw of seeds again."""
     prompt = (llm.tokenizer.encode(TEXT) * 10)[:60]
     prompts = [prompt[first:] + prompt[:first] for first in range(10)]
-    cases = [Case(each, replace(PLAIN, temperature=20.0, max_tokens=72)) for each in prompts]
+    cases = [Case(each, replace(PLAIN, temperature=20.0, max_tokens=100)) for each in prompts]
     plain = run(llm, "ar", cases)
     assert len({tuple(choice.token_ids) for (choice,) in plain}) == len(cases)
     for policy in SPECULATIVE:

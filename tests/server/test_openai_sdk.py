@@ -189,7 +189,7 @@ def test_parsing_into_a_model(client, server, beta):
     assert made.choices[0].message.parsed == Answer(name="ü", sizes=[1, 2])
     assert made.choices[0].finish_reason == "stop"
     schema = server.engine.submitted[-1].sampling.json_schema
-    assert '"sizes"' in schema and '"additionalProperties": false' in schema
+    assert '"sizes"' in schema and '"additionalProperties":false' in schema
 
 
 def test_parsing_a_stream(client):
