@@ -147,6 +147,7 @@ def test_the_bootstrap_leaves_out_what_is_rarer_than_one_in_forty():
     assert (five.median, five.low, five.high) == (3.0, 1.0, 5.0)
 
 
+@pytest.mark.slow
 def test_aims_compare_with_the_best_of_the_others_and_hide_no_miss(measured):
     _, _, rows = measured
     made = {row.system: row for row in rows[:3]}
