@@ -91,7 +91,7 @@ def router(state: ServerState) -> APIRouter:
         summary="Continue a text",
     )
     async def completions(body: CompletionBody, http: Request) -> Response:
-        return await generate(state, body, http, CompletionDialect(state.model_name))
+        return await generate(state, body, http, CompletionDialect)
 
     @routes.post(
         "/v1/chat/completions",
@@ -101,18 +101,19 @@ def router(state: ServerState) -> APIRouter:
         summary="Answer a conversation",
     )
     async def chat(body: ChatBody, http: Request) -> Response:
-        return await generate(state, body, http, ChatDialect(state.model_name))
+        return await generate(state, body, http, ChatDialect)
 
     return routes
 
 
 async def generate(
-    state: ServerState, body: CompletionBody | ChatBody, http: Request, dialect: CompletionDialect | ChatDialect
-) -> Response:
+    state: ServerState, body: CompletionBody | ChatBody, http: Request,
+    dialect: type[CompletionDialect] | type[ChatDialect],
+) -> Response:  # fmt: skip
     """Targets of a trusted gateway, then the whole way of a request. Raises ApiError and AdaServeError."""
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
     generation = await begin(state, body, origin_of(http), account_of(state, http))
-    return await answer(body, http, generation, dialect, warning)
+    return await answer(body, http, generation, dialect(state.model_name), warning)
 
 
 def origin_of(http: Request) -> Origin:

@@ -10,7 +10,9 @@ import time
 import openai
 import pytest
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.settings import ServerSettings
+from tests.server.scripted import ScriptedEngine
 
 
 def wait_until(condition, seconds: float = 5.0) -> None:
@@ -171,3 +173,14 @@ def test_a_bug_in_a_route_is_a_500_and_the_server_goes_on(start_server):
         server.state._tokenizer = good
         assert server.post(prompt="x").status_code == 200
         assert server.state.slots.used == 0
+
+
+def test_before_the_engine_has_started_requests_are_told_so(serve_engine):
+    engine = ScriptedEngine(EngineConfig(target="models/scripted"))  # never started, so that it has no info
+    with serve_engine(engine, None, ServerSettings()) as server:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            response = server.http.post(path, json=body)
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
