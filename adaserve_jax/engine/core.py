@@ -131,16 +131,15 @@ class EngineCore:
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, self.clock())
         request_ids: list[str] = []
-        edits = None
+        edits, stop_check = None, self._tracker.stop_check
         if self._constraints.active:
+            stop_check = self._stop_check
             request_ids = scheduler.request_ids(plan)
             edits = self._constraints.edits(plan, trees, request_ids)
         outcome, stuck = executor.verify(plan, trees, edits), []
         if edits is not None:
             outcome, stuck = without_dead_ends(outcome, edits, plan, trees, request_ids)
-        updates: Iterable[RequestUpdate] = scheduler.commit(
-            plan, trees, candidates, outcome, self.clock(), self._stop_check
-        )
+        updates: Iterable[RequestUpdate] = scheduler.commit(plan, trees, candidates, outcome, self.clock(), stop_check)
         if edits is not None and outcome.logprobs is not None:
             updates = with_logprobs(updates, request_ids, edits, outcome.logprobs)
         chunks = [self._tracker.chunk(update) for update in updates]

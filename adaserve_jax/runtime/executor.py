@@ -149,12 +149,13 @@ class ModelExecutor:
         bucket = self.target.buckets.pick(total, plan.num_rows)
         max_pages = self.target.programs.max_pages
         with self._counter:
-            amend, walked = None, bucket
+            step, amend, walked = pack_verify(bucket, max_pages, plan, trees), None, bucket
             if edits is not None:
                 resampler = self._edits_with()
                 walked = resampler.bucket(bucket)
-                amend = resampler.amendment(pack_verify(walked, max_pages, plan, trees), edits)
-            result = self.target.run(pack_verify(bucket, max_pages, plan, trees), amend).outcome
+                again = step if walked == bucket else pack_verify(walked, max_pages, plan, trees)
+                amend = resampler.amendment(again, edits)
+            result = self.target.run(step, amend).outcome
             result.copy_to_host_async()
             dispatched = time.perf_counter()
             host = np.asarray(result)

@@ -162,7 +162,7 @@ class Live:
             minute.attainment[0].attainment, minute.goodput_tps,
             None if ttft_ms is None else ttft_ms.p50, None if ttft_ms is None else ttft_ms.p99,
         )  # fmt: skip
-        self._looks.add(now_s, self._wall(), self._state.stats().scheduler, rolling)
+        self._looks.add(now_s, self._wall(), self._state.client.stats().scheduler, rolling)
 
     def snapshot(self, since: int = 0) -> Snapshot:
         """Now, with the looks after number `since`; windows are worked out at most once a second."""
@@ -173,7 +173,7 @@ class Live:
                 for window_s in WINDOWS_S
             ]
             self._windows_at_s = now_s
-        state, health, info, stats = self._state, self._state.health(), self._info(), self._state.stats()
+        state, health, info, stats = self._state, self._state.health(), self._info(), self._state.client.stats()
         steps = stats.scheduler
         return Snapshot(
             started_unix_s=self._started_unix_s, now_unix_s=self._wall(), status=health.status, detail=health.detail,

@@ -54,7 +54,7 @@ class Notes:
             if self._run is None:
                 raise
             return self._run
-        engine = info, self._state.stats().restarts
+        engine = info, self._state.client.stats().restarts
         if self._run is None or engine != self._engine:
             self._engine = engine
             self._run = ServerRun(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
-from adaserve_jax.engine.client import EngineClient, EngineInfo, EngineStats
+from adaserve_jax.engine.client import EngineClient, EngineInfo
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.server.admission import Admission, Reservation, Slots
@@ -73,7 +73,7 @@ class ServerState:
 
     def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
         """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
-        steps, slots = self.stats().scheduler, self.slots
+        steps, slots = self.client.stats().scheduler, self.slots
         due = due_s(time.monotonic(), priority, slo.ttft_s)
         self.admission.see(steps.running, steps.waiting, self.info.max_requests)
         ahead = slots.ahead(due) + choices - 1  # of the last of them
@@ -128,14 +128,11 @@ class ServerState:
     def model_name(self) -> str:
         return self.settings.served_model_name or PurePath(self.info.target).name
 
-    def stats(self) -> EngineStats:
-        return self.client.stats()
-
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
         alive = self.client.is_alive()  # first: an engine that ends now is then known to come back, or not
-        stats, limit_s = self.stats(), self.settings.watchdog
+        stats, limit_s = self.client.stats(), self.settings.watchdog
         if stats.back_in_s is None and not (alive or self.client.is_alive()):
             return Health(status="dead", detail="the engine ended; restart the server")
         if self.phase == "draining":
@@ -153,7 +150,7 @@ class ServerState:
         """Raises the 503 that fits when no request can be served."""
         health = self.health()
         if health.status != "ok":
-            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.stats().back_in_s)
+            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.client.stats().back_in_s)
 
     def require_model(self, name: str | None) -> None:
         """Raises 503 when nothing is served, 404 when `name` is another model."""
