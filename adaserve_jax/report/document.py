@@ -1,4 +1,4 @@
-"""What a report says, apart from how it is written: sections of texts, tables and figures. Knows no results, no HTML."""
+"""What a report says, apart from how it is written: sections of texts, tables, figures. Knows no results, no HTML."""
 
 from __future__ import annotations
 
