@@ -104,6 +104,11 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "offered": len(answers),
         "admitted": len(served_ones),
         "attainment": attainment(served_ones),
+        "missed_tpot": sum(m["slo"]["tpot_ms"] > m["slo"]["tpot_target_ms"] for m in found),
+        "missed_ttft": sum(
+            m["slo"]["ttft_target_ms"] is not None and m["time_to_first_token_ms"] > m["slo"]["ttft_target_ms"]
+            for m in found
+        ),
         "tpot_ms_p50": median(m["slo"]["tpot_ms"] for m in found),
         "ttft_ms_p50": median(m["time_to_first_token_ms"] for m in found),
         "ttft_ms_p99": quantile([m["time_to_first_token_ms"] for m in found], 0.99),

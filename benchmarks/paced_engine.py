@@ -3,7 +3,7 @@
     python benchmarks/paced_engine.py STEPS_PER_SECOND PORT
 
 Each step gives every open choice one token whose text is the time of the step's end, by CLOCK_MONOTONIC, which all
-processes of a machine share. All else is what `adaserve serve` runs: an engine process, its messages, the server.
+processes of a machine share; it is handed out then, and a timer that is late counts as the front end's. All else is what `adaserve serve` runs: an engine process, its messages, the server.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics
 
 VOCAB = 256
+READY_BEFORE_S = 0.003
+"""What a step has for its requests is made this long before its end: making it is the engine's work."""
 
 
 class Bytes:
@@ -83,22 +85,28 @@ class PacedEngine:
     def _run(self) -> None:
         due = time.monotonic()
         while self._alive:
-            due += 1 / self._config.seed
-            time.sleep(max(due - time.monotonic(), 0.0))
+            due = max(due + 1 / self._config.seed, time.monotonic() + READY_BEFORE_S)
+            time.sleep(max(due - READY_BEFORE_S - time.monotonic(), 0.0))
             with self._lock:
-                self._step(time.monotonic())
+                ready = self._step(due)
+                time.sleep(max(due - time.monotonic(), 0.0))
+                for sink, chunk in ready:
+                    sink(chunk)
 
-    def _step(self, now: float) -> None:
+    def _step(self, end: float) -> list[tuple[Sink, OutputChunk]]:
+        """What a step that ends then has for whom."""
+        ready: list[tuple[Sink, OutputChunk]] = []
         self._steps += bool(self._open)
         for name, (sink, request, sent, arrival_s) in list(self._open.items()):
             done = sent + 1 == request.sampling.max_tokens
             metrics = None
             if done:
                 del self._open[name]
-                metrics = RequestMetrics(arrival_s, arrival_s, arrival_s, now, output_tokens=sent + 1)
+                metrics = RequestMetrics(arrival_s, arrival_s, arrival_s, end, output_tokens=sent + 1)
             else:
                 self._open[name] = (sink, request, sent + 1, arrival_s)
-            sink(OutputChunk(name, 0, f"{now:.6f} ", [65], "length" if done else None, metrics))
+            ready.append((sink, OutputChunk(name, 0, f"{end:.6f} ", [65], "length" if done else None, metrics)))
+        return ready
 
 
 def main(steps_per_s: int, port: int) -> None:

@@ -35,7 +35,7 @@ class GenerateRequest:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class OutputChunk:
     """New text of one choice. The last chunk of a choice, and only it, has a finish_reason, and metrics unless the
     choice was refused before it began, or lost with its engine.

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -227,8 +228,7 @@ class ProcessEngine:
                     if chunks or stats.scheduler.steps != self._stats.scheduler.steps:
                         self._stepped_s = time.monotonic()
                     self._stats, self._received = stats, received
-                for chunk in chunks:
-                    self._deliver(chunk)
+                self._deliver(chunks)
             case wire.Refused(request_id, fault):
                 self._fail(request_id, fault)
             case wire.Loading(what, done, total):
@@ -240,34 +240,38 @@ class ProcessEngine:
             case wire.Failed(fault):
                 self._error = wire.to_error(fault)
 
-    def _deliver(self, chunk: OutputChunk) -> None:
-        if chunk.error_code == EngineDeadError.code and self._error is None:
-            if self._last_words is None:  # the process ends now, and then all are told the same
-                self._last_words = time.monotonic(), chunk.error or "the engine died"
-            return
-        with self._lock:
-            entry = self._open.get(chunk.request_id)
-            if entry is None or chunk.choice not in entry.choices:
-                return
-            if chunk.finish_reason is not None:
-                entry.choices.discard(chunk.choice)
-                if not entry.choices:
-                    del self._open[chunk.request_id]
-        try:
-            entry.sink(chunk)
-        except Exception:  # a reader's bug must not stop the other requests
-            _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
-            self.abort(chunk.request_id)
+    def _deliver(self, chunks: Iterable[OutputChunk]) -> None:
+        known: list[tuple[Sink, OutputChunk]] = []
+        with self._lock:  # once for a whole step
+            for chunk in chunks:
+                if chunk.error_code == EngineDeadError.code and self._error is None:
+                    if self._last_words is None:  # the process ends now, and then all are told the same
+                        self._last_words = time.monotonic(), chunk.error or "the engine died"
+                    continue
+                entry = self._open.get(chunk.request_id)
+                if entry is None or chunk.choice not in entry.choices:
+                    continue
+                if chunk.finish_reason is not None:
+                    entry.choices.discard(chunk.choice)
+                    if not entry.choices:
+                        del self._open[chunk.request_id]
+                known.append((entry.sink, chunk))
+        for sink, chunk in known:
+            try:
+                sink(chunk)
+            except Exception:  # a reader's bug must not stop the other requests
+                _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
+                self.abort(chunk.request_id)
 
     def _fail(self, request_id: str, fault: wire.Fault) -> None:
         """End every open choice of a request with finish_reason "error"."""
         with self._lock:
             entry = self._open.get(request_id)
             choices = sorted(entry.choices) if entry is not None else []
-        for choice in choices:
-            self._deliver(
-                OutputChunk(request_id, choice, "", [], "error", None, fault.message, fault.code, fault.param)
-            )
+        self._deliver(
+            OutputChunk(request_id, choice, "", [], "error", None, fault.message, fault.code, fault.param)
+            for choice in choices
+        )
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""

@@ -16,7 +16,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 
@@ -26,6 +28,7 @@ from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 
 HEARTBEAT_S = 0.25
 CLOSE_LIMIT_S = 10.0
+T = TypeVar("T")
 
 
 def load_factory(path: str) -> Callable[..., EngineClient]:
@@ -56,7 +59,7 @@ def _read(pipe: int, size: int) -> bytes:
 class Outbox:
     """Collects what the engine's threads produce; one thread sends it, everything of one moment as one `Step`.
 
-    Lock rule: `_changed` guards the list of chunks and the counters; the socket belongs to `_run` alone.
+    The socket belongs to `_run` alone, which takes from the left what others put in on the right.
     """
 
     def __init__(self, context: zmq.Context, address: str):
@@ -64,9 +67,9 @@ class Outbox:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
-        self._changed = threading.Condition()
-        self._messages: list[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = []
-        self._chunks: list[OutputChunk] = []
+        self._woken = threading.Event()
+        self._messages: deque[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = deque()
+        self._chunks: deque[OutputChunk] = deque()
         self._engine: EngineClient | None = None
         self._received = 0
         self._closing = False
@@ -74,47 +77,47 @@ class Outbox:
         self._thread.start()
 
     def post(self, message: wire.Loading | wire.Ready | wire.Failed | wire.Refused) -> None:
-        with self._changed:
-            self._messages.append(message)
-            self._changed.notify()
+        self._messages.append(message)
+        self._woken.set()
 
     def sink(self, chunk: OutputChunk) -> None:
         """The sink of every request."""
-        with self._changed:
-            self._chunks.append(chunk)
-            self._changed.notify()
+        self._chunks.append(chunk)
+        if not self._woken.is_set():  # once for a whole step
+            self._woken.set()
 
     def count_received(self, choices: int) -> None:
         self._received += choices
 
     def start_steps(self, engine: EngineClient) -> None:
         """From now on send the engine's numbers with each step, and alone when nothing happens."""
-        with self._changed:
-            self._engine = engine
+        self._engine = engine
 
     def close(self) -> None:
         """Send what is left, then close the socket."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._closing = True
+        self._woken.set()
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                if not (self._chunks or self._messages or self._closing):
-                    self._changed.wait(HEARTBEAT_S)
-                messages, self._messages = self._messages, []
-                chunks, self._chunks = self._chunks, []
-                engine, closing = self._engine, self._closing
-            for message in messages:
+            self._woken.wait(HEARTBEAT_S)
+            self._woken.clear()  # first: what is put in from here on wakes this thread again, or is seen below
+            engine, closing = self._engine, self._closing
+            for message in _taken(self._messages):
                 self._socket.send(wire.encode(message))
+            chunks = _taken(self._chunks)
             if engine is not None:
                 received = self._received  # read before the engine's numbers, which then include these requests
                 self._socket.send(wire.encode(wire.Step(chunks, engine.stats(), received)))
             if closing:
                 self._socket.close()
                 return
+
+
+def _taken(items: deque[T]) -> list[T]:
+    """What is there now, taken out."""
+    return [items.popleft() for _ in range(len(items))]
 
 
 class Inbox:

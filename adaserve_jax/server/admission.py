@@ -3,13 +3,14 @@ too long. A queue that nobody bounds makes every request late and none of them s
 
 The prediction is Little's law: choices leave `slots` at a rate of slots / (seconds that one holds its slot), both as
 lately seen, so the k-th in the queue waits k times the inverse. Who is before whom is what the scheduler's `deadline`
-order says; what that leaves out, those who overtake above all, is learned as the ratio of waits to predictions. Knows
-no engine, no HTTP, and no clock but the times that it is given.
+order says, of those who come later and are due sooner too: they are expected as lately. What that leaves out is learned
+as the ratio of waits to predictions. Knows no engine, no HTTP, and no clock but the times that it is given.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 
 from adaserve_jax.errors import OverloadedError, QueueFullError
 from adaserve_jax.types import RequestMetrics
@@ -20,6 +21,8 @@ SHRINK = 0.02
 """How fast the number of slots in use is believed to have become smaller: a dip between two steps is no evidence."""
 MAX_RATIO = 4.0
 """Of a wait to its prediction, and its inverse: neither one choice nor all of them teach more."""
+LATELY_S = 10.0
+"""How far back arrivals tell of those to come."""
 TTFT_SHARE = 0.5
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for what is not foreseen."""
 
@@ -76,6 +79,27 @@ class Reservation:
             self.begin()
 
 
+class Overtakers:
+    """The choices that were let in lately, and how many of those to come will go before one that waits."""
+
+    def __init__(self) -> None:
+        self._lately: deque[tuple[float, float, int]] = deque()
+
+    def add(self, now: float, due_s: float, count: int) -> None:
+        """`count` choices were let in that are due then."""
+        self._lately.append((now, due_s - now, count))
+
+    def expected(self, now: float, due_s: float) -> tuple[float, float]:
+        """Choices per second that will overtake one that is due then, and for how many seconds: a later one with less
+        patience is due sooner only if it comes before the difference has passed."""
+        while self._lately and self._lately[0][0] < now - LATELY_S:
+            self._lately.popleft()
+        patience_s = due_s - now
+        sooner = [(patience_s - other_s, count) for _, other_s, count in self._lately if other_s < patience_s]
+        total = sum(count for _, count in sooner)
+        return total / LATELY_S, sum(ahead_s * count for ahead_s, count in sooner) / max(total, 1)
+
+
 class Admission:
     """What ended choices taught about waiting. Used from the event loop only.
 
@@ -86,6 +110,7 @@ class Admission:
         self.max_wait_s = max_wait_s
         self.hold_s: float | None = None
         """Seconds that a choice holds its slot; None: none has ended yet."""
+        self.overtakers = Overtakers()
         self.first_s = 0.0
         """Seconds from the slot to the first token."""
         self.bias = {True: 1.0, False: 1.0}
@@ -116,14 +141,22 @@ class Admission:
             slots += SHRINK * (running - slots)
         self._slots = min(max(slots, 1.0), max_running)
 
-    def wait_s(self, ahead: int, begun: int, targeted: bool) -> float:
+    def wait_s(self, ahead: int, begun: int, targeted: bool, overtakers: tuple[float, float] = (0.0, 0.0)) -> float:
         """Predicted seconds until one more choice gets a slot; 0 while one is free or nothing is known.
 
-        ahead: choices that come before it; begun: those that have a slot now; targeted: it has a TTFT target.
+        ahead: choices that come before it; begun: those that have a slot now; targeted: it has a TTFT target;
+        overtakers: as of `Overtakers.expected`. With q choices to end first, of u per second, and o overtakers per
+        second for d seconds, the wait is q / (u - o) where that is at most d, else (q + o d) / u.
         """
         if self.hold_s is None or self._slots is None:
             return 0.0
-        return self.bias[targeted] * max(ahead + 1 + begun - self._slots, 0.0) * self.hold_s / self._slots
+        queue, rate = max(ahead + 1 + begun - self._slots, 0.0), self._slots / max(self.hold_s, 1e-9)
+        overtaking, during_s = overtakers
+        if queue <= (rate - overtaking) * during_s:
+            rate -= overtaking
+        elif queue:
+            queue += overtaking * during_s
+        return self.bias[targeted] * queue / rate
 
     def check(self, wait_s: float, ttft_slo_s: float | None) -> None:
         """Raise OverloadedError when a request would wait longer than it may, by `max_wait_s` or its own target.

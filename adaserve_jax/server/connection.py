@@ -1,4 +1,5 @@
-"""How connections are kept: uvicorn's HTTP protocol with a limit on the time that a client takes to send a request."""
+"""How connections are kept: uvicorn's HTTP protocol with a limit on the time that a client takes to send a request, and
+with a short way for the parts of a stream."""
 
 from __future__ import annotations
 
@@ -9,10 +10,41 @@ from typing import Any
 import h11
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tls import tls_options
+
+DIRECT = "adaserve.direct_body"
+
+
+class DirectBody:
+    """Writes parts of a chunked body (RFC 9112, 7.1) to the connection at once: `send` takes a task switch, every layer
+    of the application, and an HTTP state machine that has nothing to say about them.
+
+    Only between a response's head and its end, both of which go through `send`.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl):
+        self._transport = transport
+        self._flow = flow
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client reads as fast as it is written to; if not, `send` waits for it."""
+        return not self._flow.write_paused and not self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """data: not empty, which would end the body."""
+        self._transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+
+
+def direct_body(scope: Scope) -> DirectBody | None:
+    """Of this response, when its body is sent in chunks because nothing says its length."""
+    direct = scope.get("extensions", {}).get(DIRECT)
+    return direct if scope["http_version"] == "1.1" and scope["method"] != "HEAD" else None
 
 
 class PatientProtocol(H11Protocol):
@@ -24,6 +56,11 @@ class PatientProtocol(H11Protocol):
         self._receive_timeout = receive_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: object = None
+        self._served, self.app = self.app, self._with_direct_body
+
+    async def _with_direct_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope.setdefault("extensions", {})[DIRECT] = DirectBody(self.transport, self.flow)
+        await self._served(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
@@ -17,6 +19,10 @@ from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
+
+_log = logging.getLogger(__name__)
+Taker = Callable[[int, OutputChunk], bool]
+"""taker(index, chunk): whether it took the chunk at once."""
 
 
 @dataclass
@@ -49,8 +55,9 @@ class Generation:
     pieces: Pieces = field(default_factory=Pieces)
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
+    _taker: Taker | None = None
 
-    @property
+    @cached_property
     def choices_per_prompt(self) -> int:
         return self.requests[0].sampling.n
 
@@ -87,7 +94,18 @@ class Generation:
             self._settle(position, self._choices[index], chunk)
             self._observe(index, self.requests[position], chunk, now)
         finally:  # whoever waits gets it, whatever counting it made of it
-            self._queue.put_nowait((index, chunk))
+            if not self._taken(index, chunk):
+                self._queue.put_nowait((index, chunk))
+
+    def _taken(self, index: int, chunk: OutputChunk) -> bool:
+        """Whether the taker took it; one that overtakes none, and ends nothing, since ends are for `chunks`."""
+        if self._taker is None or chunk.finish_reason is not None or not self._queue.empty():
+            return False
+        try:
+            return self._taker(index, chunk)
+        except Exception:  # it is tried again by whoever waits, who tells the client when that fails too
+            _log.exception("a chunk could not be written at once")
+            return False
 
     def _settle(self, position: int, choice: _Choice, chunk: OutputChunk) -> None:
         """Note what came, and give back the room of a choice that ended."""
@@ -146,19 +164,26 @@ class Generation:
         first = position * self.choices_per_prompt
         return all(choice.ended for choice in self._choices[first : first + self.choices_per_prompt])
 
+    def offer_to(self, taker: Taker) -> None:
+        """From now on until `chunks` ends, offer what comes to `taker` first, on the event loop."""
+        self._taker = taker
+
     async def chunks(self) -> AsyncIterator[tuple[int, OutputChunk]]:
-        """(index, chunk) as they come, until every choice has ended.
+        """(index, chunk) as they come, until every choice has ended, but for those that a taker took.
 
         Raises ApiError when a choice ends with an error or is stopped by the server; the others are then stopped.
         """
         left = len(self._choices)
-        while left:
-            index, chunk = await self._queue.get()
-            if chunk.finish_reason in ("error", "abort"):
-                self.abort()
-                raise self._failure(chunk)
-            left -= chunk.finish_reason is not None
-            yield index, chunk
+        try:
+            while left:
+                index, chunk = await self._queue.get()
+                if chunk.finish_reason in ("error", "abort"):
+                    self.abort()
+                    raise self._failure(chunk)
+                left -= chunk.finish_reason is not None
+                yield index, chunk
+        finally:
+            self._taker = None
 
     def _failure(self, chunk: OutputChunk) -> ApiError:
         if chunk.finish_reason == "abort":

@@ -91,6 +91,12 @@ class Pieces:
         """No chunk of this choice has come yet."""
         return index not in self._held
 
+    def shows_as_is(self, index: int, chunk: OutputChunk) -> bool:
+        """Whether this chunk is a plain piece by itself, as most are: then `take` would only say its text."""
+        held = self._held.get(index)
+        as_is = self.spelled is None and held is not None and not held.text
+        return as_is and bool(chunk.text) and chunk.finish_reason is None
+
     def take(self, index: int, chunk: OutputChunk) -> Piece | None:
         """What to show now: this chunk, and with it what was held back before. None: its tokens end inside a
         character, and it is held back."""

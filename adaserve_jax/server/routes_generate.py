@@ -21,7 +21,7 @@ from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, Generat
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
 from adaserve_jax.server.sampling_fields import fit, sampling_of
 from adaserve_jax.server.state import Reservation, ServerState, TextCodec
-from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, UsageReports, collect, events
+from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, EventWriter, UsageReports, collect
 from adaserve_jax.server.targets import Targets, targets_of
 from adaserve_jax.server.translate import check_supported, encode, encode_chat, prompts_of
 from adaserve_jax.types import SamplingParams
@@ -218,4 +218,4 @@ async def answer(
         at_end=options is not None and bool(options.include_usage),
         throughout=options is not None and bool(options.continuous_usage_stats),
     )
-    return EventStream(events(generation, dialect, reports), generation.abort, headers)
+    return EventStream(EventWriter(generation, dialect, reports), headers)

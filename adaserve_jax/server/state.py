@@ -74,12 +74,16 @@ class ServerState:
     def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
         """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
         steps, slots = self.client.stats().scheduler, self.slots
-        due = due_s(time.monotonic(), priority, slo.ttft_s)
+        now = time.monotonic()
+        due = due_s(now, priority, slo.ttft_s)
         self.admission.see(steps.running, steps.waiting, self.info.max_requests)
         ahead = slots.ahead(due) + choices - 1  # of the last of them
-        wait_s = self.admission.wait_s(ahead, slots.used - len(slots.waiting), slo.ttft_s is not None)
+        begun, overtakers = slots.used - len(slots.waiting), self.admission.overtakers.expected(now, due)
+        wait_s = self.admission.wait_s(ahead, begun, slo.ttft_s is not None, overtakers)
         self.admission.check(wait_s, slo.ttft_s)
-        return slots.reserve(choices, due, wait_s)
+        reservation = slots.reserve(choices, due, wait_s)
+        self.admission.overtakers.add(now, due, choices)
+        return reservation
 
     def ended(self, choice: EndedChoice) -> None:
         """One choice has ended: count it, learn from it, and tell whoever watches."""
