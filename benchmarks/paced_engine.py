@@ -3,7 +3,8 @@
     python benchmarks/paced_engine.py STEPS_PER_SECOND PORT
 
 Each step gives every open choice one token whose text is the time of the step's end, by CLOCK_MONOTONIC, which all
-processes of a machine share; it is handed out then, and a timer that is late counts as the front end's. All else is what `adaserve serve` runs: an engine process, its messages, the server.
+processes of a machine share; it is handed out then, and a timer that is late counts as the front end's. All else is
+what `adaserve serve` runs: an engine process, its messages, the server.
 """
 
 from __future__ import annotations
