@@ -21,7 +21,7 @@ SHRINK = 0.02
 """How fast the number of slots in use is believed to have become smaller: a dip between two steps is no evidence."""
 MAX_RATIO = 4.0
 """Of a wait to its prediction, and its inverse: neither one choice nor all of them teach more."""
-LATELY_S = 10.0
+LATELY_S = 4.0
 """How far back arrivals tell of those to come."""
 TTFT_SHARE = 0.5
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for what is not foreseen."""

@@ -65,7 +65,8 @@ def test_latencies_are_of_each_stamp_and_none_may_be_missing(modules):
 
 
 def made(load, status: int, took_s: float, *, met: bool = True, headers: dict | None = None):
-    metrics = {"slo": {"met": met, "tpot_ms": 5.0}, "time_to_first_token_ms": 9.0, "queue_time_ms": 1.0}
+    slo = {"met": met, "tpot_ms": 5.0, "tpot_target_ms": 6.0, "ttft_target_ms": None}
+    metrics = {"slo": slo, "time_to_first_token_ms": 9.0, "queue_time_ms": 1.0}
     body = {"metrics": metrics} if status == 200 else {"error": {"code": "overloaded"}}
     return load.Answer(status, headers or {}, 1.0, 1.0, 1.0 + took_s, body)
 

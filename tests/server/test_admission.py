@@ -66,12 +66,12 @@ def test_those_who_will_overtake_are_waited_for():
 def test_arrivals_tell_of_those_to_come():
     overtakers = Overtakers()
     assert overtakers.expected(0.0, 10.0) == (0.0, 0.0)
-    overtakers.add(0.0, 2.0, 1)
+    overtakers.add(3.0, 5.0, 1)
     overtakers.add(4.0, 7.0, 3)
     overtakers.add(5.0, 15.0, 9)
     assert overtakers.expected(6.0, 16.0) == (pytest.approx(4 / LATELY_S), pytest.approx((8.0 + 3 * 7.0) / 4))
     assert overtakers.expected(6.0, 8.0) == (0.0, 0.0)  # the equally patient come behind
-    assert overtakers.expected(4.0 + LATELY_S, 24.0) == (pytest.approx(3 / LATELY_S), pytest.approx(7.0))
+    assert overtakers.expected(4.0 + LATELY_S, 14.0 + LATELY_S) == (pytest.approx(3 / LATELY_S), pytest.approx(7.0))
 
 
 def test_slots_that_pages_do_not_allow_are_unlearned_and_a_dip_is_not_believed():
