@@ -23,6 +23,8 @@ MAX_RATIO = 4.0
 """Of a wait to its prediction, and its inverse: neither one choice nor all of them teach more."""
 LATELY_S = 4.0
 """How far back arrivals tell of those to come."""
+JUST_NOW_S = 1.0
+"""The same where more come than before: a crowd is believed at once."""
 TTFT_SHARE = 0.5
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for what is not foreseen."""
 
@@ -95,9 +97,11 @@ class Overtakers:
         while self._lately and self._lately[0][0] < now - LATELY_S:
             self._lately.popleft()
         patience_s = due_s - now
-        sooner = [(patience_s - other_s, count) for _, other_s, count in self._lately if other_s < patience_s]
-        total = sum(count for _, count in sooner)
-        return total / LATELY_S, sum(ahead_s * count for ahead_s, count in sooner) / max(total, 1)
+        sooner = [(at, patience_s - other_s, count) for at, other_s, count in self._lately if other_s < patience_s]
+        total = sum(count for _, _, count in sooner)
+        newest = sum(count for at, _, count in sooner if at >= now - JUST_NOW_S)
+        during_s = sum(ahead_s * count for _, ahead_s, count in sooner) / max(total, 1)
+        return max(total / LATELY_S, newest / JUST_NOW_S), during_s
 
 
 class Admission:

@@ -10,7 +10,7 @@ import pytest
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import OverloadedError, QueueFullError
 from adaserve_jax.scheduler.queue import due_s
-from adaserve_jax.server.admission import LATELY_S, TTFT_SHARE, Admission, Overtakers, Reservation, Slots
+from adaserve_jax.server.admission import JUST_NOW_S, LATELY_S, TTFT_SHARE, Admission, Overtakers, Reservation, Slots
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics
@@ -70,6 +70,7 @@ def test_arrivals_tell_of_those_to_come():
     overtakers.add(4.0, 7.0, 3)
     overtakers.add(5.0, 15.0, 9)
     assert overtakers.expected(6.0, 16.0) == (pytest.approx(4 / LATELY_S), pytest.approx((8.0 + 3 * 7.0) / 4))
+    assert overtakers.expected(4.5, 14.5) == (pytest.approx(3 / JUST_NOW_S), pytest.approx((8.0 + 3 * 7.0) / 4))
     assert overtakers.expected(6.0, 8.0) == (0.0, 0.0)  # the equally patient come behind
     assert overtakers.expected(4.0 + LATELY_S, 14.0 + LATELY_S) == (pytest.approx(3 / LATELY_S), pytest.approx(7.0))
 
