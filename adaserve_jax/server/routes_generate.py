@@ -112,8 +112,10 @@ async def generate(
 ) -> Response:  # fmt: skip
     """Targets of a trusted gateway, then the whole way of a request. Raises ApiError and AdaServeError."""
     body, warning = with_header_targets(body, http.headers, trusted=state.settings.trust_gateway)
+    state.require_model(body.model)
+    spelling = dialect(state.model_name)  # before anything runs: the engine may end at any time, and then has no name
     generation = await begin(state, body, origin_of(http), account_of(state, http))
-    return await answer(body, http, generation, dialect(state.model_name), warning)
+    return await answer(body, http, generation, spelling, warning)
 
 
 def origin_of(http: Request) -> Origin:
@@ -130,7 +132,6 @@ def account_of(state: ServerState, http: Request) -> Account:
 
 async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Origin, account: Account) -> Generation:
     """Check everything that needs no tokens, reserve room, tokenise, submit. Raises ApiError and AdaServeError."""
-    state.require_model(body.model)
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
     targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits)

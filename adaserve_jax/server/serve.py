@@ -131,8 +131,8 @@ async def _serve(
 ) -> int:
     """Run the HTTP server and the engine's start together. Returns what `run` does; raises what the start raised."""
     state = server.state
-    if reread is not None:
-        reload_on_hangup(state, reread)
+    if reread is not None or state.settings.tls_cert is not None:
+        reload_on_hangup(state, reread, lambda: server.config.ssl)
     loading = in_thread(lambda: _load(state.client, tokenizer))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await asyncio.wait({loading, serving}, return_when=asyncio.FIRST_COMPLETED)

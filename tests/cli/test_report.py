@@ -12,19 +12,14 @@ from typer.testing import CliRunner
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.report import parse_time
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.record_store import RecordStore
-from tests.results.made import made
+from tests.results.made import records_file
 
 NOW = 1_700_000_000.0
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("records") / "records.sqlite"
-    store = RecordStore.open(path)
-    store.add(made())
-    store.close()
-    return path
+    return records_file(tmp_path_factory.mktemp("records"))
 
 
 def run(path: Path, *arguments: str) -> str:

@@ -67,6 +67,16 @@ class World:
         self.fakes.append(Fake(on_death, number, number in self.failing, self.gate))
         return self.fakes[-1]
 
+    def start_within(self, seconds: float) -> None:
+        """Start, which takes so long."""
+        self.gate.clear()
+        thread = threading.Thread(target=self.engine.start)
+        thread.start()
+        wait_until(lambda: bool(self.fakes))
+        self.now += seconds
+        self.gate.set()
+        thread.join()
+
     def __enter__(self) -> World:
         self.engine.start()
         return self
@@ -183,13 +193,7 @@ def test_a_start_that_hangs_is_given_up():
 
 def test_a_start_may_take_as_long_as_the_first_one_and_more():
     world = World(least_start_limit_s=2.0)
-    world.gate.clear()
-    thread = threading.Thread(target=world.engine.start)
-    thread.start()
-    wait_until(lambda: bool(world.fakes))
-    world.now += 30.0
-    world.gate.set()
-    thread.join()
+    world.start_within(30.0)
     assert world.engine._start_limit_s == 150.0
     world.engine.close()
 
@@ -206,13 +210,7 @@ def test_the_first_start_is_not_tried_again():
 
 def test_the_time_until_it_is_back_is_that_of_the_last_start():
     world = World()
-    world.gate.clear()
-    thread = threading.Thread(target=world.engine.start)
-    thread.start()
-    wait_until(lambda: bool(world.fakes))
-    world.now += 4.0
-    world.gate.set()
-    thread.join()
+    world.start_within(4.0)
     world.gate.clear()
     world.fakes[0].die()
     wait_until(lambda: len(world.fakes) == 2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.results.served import ServedChoice, ServerRun, served_choice, unbegun
 from adaserve_jax.types import RequestMetrics
 
@@ -63,3 +66,12 @@ def made() -> list[ServedChoice]:
         begun("e", 1006.0, ended=1007.0, ttft=0.5, last=0.75, tokens=2, ttft_slo=0.25, ending="abort", run=OTHER_RUN),
         refused("f", 1008.0, "slo_infeasible", OTHER_RUN),
     ]  # fmt: skip
+
+
+def records_file(folder: Path) -> Path:
+    """A file with those of `made`."""
+    path = folder / "records.sqlite"
+    store = RecordStore.open(path)
+    store.add(made())
+    store.close()
+    return path

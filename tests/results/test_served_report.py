@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.results.served_report import ServedReport, report_of
-from tests.results.made import OTHER_RUN, RUN, made
+from tests.results.made import OTHER_RUN, RUN, records_file
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("records") / "records.sqlite"
-    store = RecordStore.open(path)
-    store.add(made())
-    store.close()
-    return path
+    return records_file(tmp_path_factory.mktemp("records"))
 
 
 def report(path: Path, since: float = 0.0, until: float = 1e12, **which: str) -> ServedReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.server.reload import reload_certificate
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tls import tls_options
 
@@ -119,3 +121,34 @@ def test_wrong_files_are_told_by_name(files, names, text):
 
 def test_without_a_certificate_there_is_no_tls():
     assert tls_options(ServerSettings()) == {}
+
+
+def test_a_new_certificate_is_taken_whole_or_not_at_all(files, tmp_path, caplog):
+    for name in ("server.pem", "server.key"):
+        shutil.copy(files / name, tmp_path / name)
+    given = settings(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(given.tls_cert, given.tls_key)
+
+    def shown() -> bytes:
+        """The certificate of a handshake in memory."""
+        client, server = (ssl.MemoryBIO(), ssl.MemoryBIO()), (ssl.MemoryBIO(), ssl.MemoryBIO())
+        asking = trusting(files)
+        asking.check_hostname = False
+        asking.verify_mode = ssl.CERT_NONE
+        ends = asking.wrap_bio(*client), context.wrap_bio(*server, server_side=True)
+        for _ in range(4):
+            for end in ends:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+            server[0].write(client[1].read())
+            client[0].write(server[1].read())
+        return ends[0].getpeercert(binary_form=True)
+
+    first = shown()
+    shutil.copy(files / "client.pem", tmp_path / "server.pem")  # the key of another
+    reload_certificate(context, given)
+    assert shown() == first and "the certificate is as before: tls_cert and tls_key must be" in caplog.text
+    shutil.copy(files / "client.key", tmp_path / "server.key")
+    reload_certificate(context, given)
+    assert shown() == ssl.PEM_cert_to_DER_cert((files / "client.pem").read_text()) != first
