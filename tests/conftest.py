@@ -41,7 +41,7 @@ COSTLY = ("demo_engine", "deterministic")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several workers (`make test`), all tests of one costly engine run in one of them, and those of a file too."""
+    """With several workers, as of `make test`, one of them runs all tests of a costly engine, and all of a file."""
     shared = [name for name in COSTLY if name in getattr(item, "fixturenames", ())]
     item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
 
