@@ -34,13 +34,15 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. y_range: fixed, or as the values want it; y_percent: values are shares, shown in percent."""
+    """One pair of axes. y_range: fixed, or as the values want it; y_percent: values are shares, shown in percent.
+    log_y: a logarithmic axis; every y is above 0."""
 
     title: str
     series: tuple[Series, ...]
     y_label: str
     y_range: tuple[float, float] | None = None
     y_percent: bool = False
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,9 @@ class Document:
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
+
+    @property
+    def headline(self) -> Section | None:
+        """The section that says what matters most: the one with key "headline", else the first."""
+        named = (section for section in self.sections if section.key == "headline")
+        return next(named, self.sections[0] if self.sections else None)
