@@ -41,7 +41,9 @@ def report(
     title: Annotated[str | None, typer.Option(help="title of the report; without: made from the folders")] = None,
     timeline: Annotated[
         str | None,
-        typer.Option(help="point to show over time and to write with --perfetto, such as adaserve@2/s; without: chosen"),
+        typer.Option(
+            help="point to show over time and to write with --perfetto, such as adaserve@2/s; without: chosen"
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option(help="requests per second that the tables of one rate show; without: the middle one")

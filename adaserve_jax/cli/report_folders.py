@@ -34,10 +34,10 @@ class FolderReport:
 
 
 def write_report(asked: FolderReport) -> None:
-    """Write all that is asked for; without a file to write, print the headline. Raises ConfigError naming what is wrong."""
+    """Write all that is asked for; without a file to write, print the headline. Raises ConfigError: what is wrong."""
+    render = None if asked.out is None else renderer(asked.out)
     from adaserve_jax.report.build import build, load_folders
 
-    render = None if asked.out is None else renderer(asked.out)
     loaded = load_folders(asked.folders)
     against = None if asked.against is None else load_folders([asked.against])[0]
     document = build(loaded, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
@@ -77,7 +77,7 @@ def renderer(out: Path) -> Callable[[Document], str]:
 
 
 def print_summary(document: Document) -> None:
-    """Title, every warning, and texts and tables of the headline, to stdout; a pipe or a file gets the tables' full width."""
+    """Title, every warning, and texts and tables of the headline, to stdout; a pipe or file gets whole tables."""
     console = Console(highlight=False)
     headline = document.headline
     shown = headline.items if headline else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from textwrap import wrap
 from typing import Any
 
@@ -76,7 +77,9 @@ def decorate(
         axes.set_xlabel(figure.x_label, fontsize=letter, color=stand_in("muted"), labelpad=2)
         below += letter + 5.0
     start = top + 10.0 + rows * (letter + 2)
-    axes.set_position((left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height))
+    axes.set_position(
+        (left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height)
+    )
     if any(series.labels for series in panel.series):
         _label_points(axes, panel, lanes)
 
@@ -108,7 +111,9 @@ def _value_range(axes: Any, figure: Figure, panel: Panel, *, lying: bool) -> Non
 def _value_ticks(axis: Any, panel: Panel) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8) if panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_locator(
+        LogLocator(subs=(1, 2, 5), numticks=8) if panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+    )
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda y, _: f"{number(100 * y)}%" if panel.y_percent else number(_tidy(y))))
 
@@ -152,7 +157,7 @@ def _x_ticks(axes: Any, figure: Figure, xs: list[float], room: float, letter: fl
     low, high = (float(scale(edge)) for edge in axes.get_xlim())
     at = (scale(np.array(xs)) - low) / (high - low) * room
     names = [number(x) for x in xs]
-    needed = [0.31 * letter * (len(a) + len(b)) + 6 for a, b in zip(names, names[1:], strict=False)]
+    needed = [0.31 * letter * (len(a) + len(b)) + 6 for a, b in pairwise(names)]
     axes.xaxis.set_minor_locator(NullLocator())
     if len(xs) <= MOST_TICKED and all(np.diff(at) >= needed):
         axes.set_xticks(xs, names)
@@ -201,7 +206,7 @@ def _label_points(axes: Any, panel: Panel, lanes: Lanes) -> None:
         width, tall = 0.6 * SMALL * len(label), SMALL
         for dx, dy in ((7, -4), (-7 - width, -4), (-width / 2, 8), (-width / 2, -8 - tall)):
             box = (x + dx, y + dy, x + dx + width, y + dy + tall)
-            inside = box[0] >= 0 and box[2] <= _width(axes)
+            inside = axes.bbox.x0 - 4 <= box[0] and box[2] <= _width(axes)
             if label and inside and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 size = sheet.get_size_inches() * 72

@@ -1,4 +1,4 @@
-"""What a report says, apart from how it is written: sections of texts, tables and figures. Knows no results and no HTML."""
+"""What a report says, apart from how it is written: sections of texts, tables, figures. Knows no results, no HTML."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ areas over x."""
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or one colour of bars. x, y: as many of each; y None: a gap. low, high: an interval per point, or empty.
-    labels: of single points, or empty. colour: which of the report's colours, the same for a policy in all figures."""
+    """One line, or one colour of bars. x, y: as many of each; y None: a gap. low, high: an interval per point or
+    empty. labels: likewise. colour: which of the report's colours, the same for a policy in all figures."""
 
     name: str
     x: tuple[float | str, ...]
@@ -62,7 +62,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are texts as they are shown. numeric: columns that hold numbers. strong: (row, column) of cells that win."""
+    """Cells are texts as they are shown. numeric: columns that hold numbers. strong: (row, column) of best cells."""
 
     key: str
     title: str

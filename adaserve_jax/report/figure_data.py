@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import floor, isfinite, log10
 
 from adaserve_jax.report.document import Figure, Panel, Series, Table
@@ -106,7 +107,7 @@ def thinned(points: list[Point], most: int) -> list[Point]:
 
 
 def averaged(xs: list[float], columns: list[list[float]], most: int) -> tuple[list[float], list[list[float]]]:
-    """At most `most` points: the first x of each stretch and the mean of each column over it. Sums of columns stay sums."""
+    """At most `most` points: the first x of each stretch, the mean of each column over it; sums stay sums."""
     if len(xs) <= most:
         return xs, columns
     stretches = _stretches(len(xs), most)
@@ -116,7 +117,7 @@ def averaged(xs: list[float], columns: list[list[float]], most: int) -> tuple[li
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:
     bounds = [length * i // count for i in range(count + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))
 
 
 def _even(length: int, count: int) -> list[int]:

@@ -17,14 +17,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import adaserve_jax
+from adaserve_jax.report.characters import printable
 from adaserve_jax.report.document import Document, Figure, Section, Table, Text
 from adaserve_jax.report.figure_data import tables_of
 from adaserve_jax.report.palette import css_variables
 from adaserve_jax.report.svg import draw, need_matplotlib
 
-POLICY = (
-    "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
-)  # frame-ancestors would be ignored in a meta element
+POLICY = "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 MOST_ROWS = 200
 """Rows of the tables of numbers below figures."""
 MANY_PANELS = 7
@@ -77,7 +76,7 @@ def render_html(document: Document) -> str:
     )
     digest = b64encode(sha256(css.encode()).digest()).decode()
     warned = [(part, len([1 for kind, item in part.items if kind == "warning"])) for part in parts]
-    return environment.get_template("report.html.jinja").render(
+    text = environment.get_template("report.html.jinja").render(
         document=document,
         parts=parts,
         warned=[(part, count) for part, count in warned if count],
@@ -85,6 +84,7 @@ def render_html(document: Document) -> str:
         policy=POLICY.format(digest=digest),
         version=adaserve_jax.__version__,
     )
+    return printable(text)
 
 
 def _part(section: Section, anchors: Anchors, *, first: bool) -> Part:

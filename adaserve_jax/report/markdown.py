@@ -6,17 +6,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from adaserve_jax.report.characters import printable
 from adaserve_jax.report.document import Document, Figure, Section, Table, Text
 from adaserve_jax.report.figure_data import tables_of
 
 MOST_ROWS = 24
 _MARKUP = re.compile(r"([\\`*\[\]<>|~])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9])|&(?=#?\w+;)")
-_LINE_START = re.compile(r"^([#+-]|\d+[.)])")
+_LINE_START = re.compile(r"^([#+-]+|\d+[.)])(?=\s|$)")
 
 
 def render_markdown(document: Document) -> str:
     """The file's content, ending in a line break."""
-    return "\n".join([f"# {_inline(document.title)}", "", *_body(document)]).rstrip() + "\n"
+    text = "\n".join([f"# {_inline(document.title)}", "", *_body(document)])
+    return printable(text.rstrip() + "\n")
 
 
 def _body(document: Document) -> Iterator[str]:
@@ -88,7 +90,9 @@ def _prose(text: str) -> str:
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2 == 0:
         return _inline(text)
-    return "".join(f"`{part.replace('|', chr(92) + '|')}`" if i % 2 else _inline(part, keep=True) for i, part in enumerate(parts))
+    return "".join(
+        f"`{part.replace('|', chr(92) + '|')}`" if i % 2 else _inline(part, keep=True) for i, part in enumerate(parts)
+    )
 
 
 def _inline(text: str, *, keep: bool = False) -> str:

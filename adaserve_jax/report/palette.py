@@ -7,6 +7,7 @@ figure is drawn with `stand_in(name)`, which becomes the CSS variable of that na
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 from adaserve_jax.report.document import Figure
 
@@ -50,25 +51,28 @@ class Style:
 
 
 def styles_of(figure: Figure) -> dict[str, Style]:
-    """A style by name of series, the same in all panels. Names that share a colour differ in dashes and fillings."""
-    colours: dict[str, int] = {}
+    """A style by name of series, the same in all panels. Names that share a colour and a panel differ in dashes and
+    fillings."""
+    looks: dict[str, tuple[int, int]] = {}
+    beside: dict[str, set[str]] = {}
+    for panel in figure.panels:
+        names = {series.name for series in panel.series}
+        for series in panel.series:
+            beside.setdefault(series.name, set()).update(names)
     for panel in figure.panels:
         for series in panel.series:
-            colours.setdefault(series.name, series.colour)
-    styles: dict[str, Style] = {}
-    earlier: dict[int, int] = {}
-    for name, colour in colours.items():
-        again = earlier.get(colour, 0)
-        earlier[colour] = again + 1
-        kind, lap = colour % len(SERIES_COLOURS), colour // len(SERIES_COLOURS)
-        styles[name] = Style(
-            SERIES_COLOURS[kind],
-            MARKERS[kind],
-            DASHES[(kind + lap + 2 * again) % len(DASHES)],
-            HATCHES[(kind + lap + 2 * again) % len(HATCHES)],
-            again % 2 == 1,
-        )
-    return styles
+            if series.name not in looks:
+                taken = {looks[name] for name in beside[series.name] & looks.keys()}
+                looks[series.name] = next((series.colour, n) for n in count() if (series.colour, n) not in taken)
+    return {name: _style(colour, again) for name, (colour, again) in looks.items()}
+
+
+def _style(colour: int, again: int) -> Style:
+    """again: how many others beside it have the colour already."""
+    lap, kind = divmod(colour, len(SERIES_COLOURS))
+    turn = kind + lap + 2 * again
+    hatch = HATCHES[turn % len(HATCHES)]
+    return Style(SERIES_COLOURS[kind], MARKERS[kind], DASHES[turn % len(DASHES)], hatch, again % 2 == 1)
 
 
 def stand_in(name: str) -> str:

@@ -14,10 +14,10 @@ import numpy as np
 
 from adaserve_jax.report.axes import Lanes, decorate
 from adaserve_jax.report.document import Figure, Panel, Series
-from adaserve_jax.report.figure_data import averaged, number, points_of, thinned
+from adaserve_jax.report.figure_data import averaged, points_of, thinned
 from adaserve_jax.report.palette import Style, stand_in
 
-WIDTH, HEIGHT = 440.0, 250.0
+WIDTH, HEIGHT = 400.0, 250.0
 LETTER = 12.0
 LETTER_WIDTH = 0.6 * LETTER
 """Of the usual letter; fonts of most machines are narrower."""
@@ -26,7 +26,7 @@ RIGHT, GAP = 14.0, 8.0
 MOST_POINTS = 400
 MOST_AREAS = 160
 MOST_MARKERS = 24
-TITLE_LETTERS, LABEL_LETTERS = 52, 60
+TITLE_LETTERS, LABEL_LETTERS = 46, 54
 LEAST_BAR, LEAST_SLOT = 9.0, 22.0
 
 
@@ -50,12 +50,13 @@ def plotted(figure: Figure, panel: Panel, styles: Mapping[str, Style]) -> Any:
         bold = line < len(titles)
         sheet.text(
             0, 1 - (line * LINE + LETTER) / height, text, fontsize=LETTER, va="baseline",
-            weight=600 if bold else 400, color=stand_in("ink" if bold else "muted"),
+            weight=700 if bold else 400, color=stand_in("ink" if bold else "muted"),
         )  # fmt: skip
-    if any(y is not None for series in panel.series for y in series.y):
-        _DRAW[figure.kind](axes, figure, panel, styles, lanes)
-    else:
+    if all(y is None for series in panel.series for y in series.y):
+        axes.set_axis_off()
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=stand_in("muted"))
+        return sheet
+    _DRAW[figure.kind](axes, figure, panel, styles, lanes)
     place = (LINE * (len(titles) + len(labels)), height, WIDTH - RIGHT)
     decorate(axes, figure, panel, lanes, renderer, place=place, letter=LETTER)
     return sheet
@@ -67,7 +68,9 @@ def _lines(axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style],
         x, y, low, high = _arrays(points, lanes)
         steps = figure.kind == "step"
         marked = len(points) <= MOST_MARKERS and not steps
-        look = _look(style, markers=marked) | {"zorder": 3 + order}
+        look = _look(style, markers=not steps) | {"zorder": 3 + order}
+        if not marked and not steps:
+            look["markevery"] = (0.04 * order, 0.25)
         axes.plot(x, y, drawstyle="steps-post" if steps else "default", **look)
         known = np.isfinite(y)
         alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -18,13 +18,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.characters import printable
 from adaserve_jax.report.document import Figure, Panel, Series
 from adaserve_jax.report.figure_data import written
 from adaserve_jax.report.palette import VARIABLES, Style, styles_of
 from adaserve_jax.report.plotting import plotted, swatch
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', sans-serif"
-NOT_XML = re.compile("[\x00-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 WORDS = {"step": "Line", "stack": "Stacked bars", "area": "Stacked areas", "scatter": "Points"}
 _DROPPED = {"font-family", "stroke-dashoffset"}
 
@@ -33,30 +33,46 @@ def need_matplotlib() -> None:
     """Raise ConfigError unless figures can be drawn here."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
-            "figures are drawn with matplotlib, which is not installed; install it with `pip install adaserve-jax[plot]`, "
-            "or write the report as Markdown, which has their numbers: -o report.md"
+            "figures are drawn with matplotlib, which is not installed; install it with "
+            "`pip install adaserve-jax[plot]`, or write the report as Markdown, which has their numbers: -o report.md"
         )
 
 
 def draw(figure: Figure) -> str:
-    """HTML of a figure: a list that is its legend, where it has several series, and an SVG per panel.
+    """HTML of a figure: an SVG per panel, and lists that are legends: one for all panels, or one for each
+    where panels have nobody in common.
 
     Raises ConfigError without matplotlib; ValueError for values that a logarithmic axis cannot show.
     """
     need_matplotlib()
     figure = _cleaned(figure)
     styles = styles_of(figure)
+    names = [tuple(dict.fromkeys(series.name for series in panel.series)) for panel in figure.panels]
+    everyone = tuple(dict.fromkeys(name for each in names for name in each))
+    common = len(names) < 2 or len(everyone) < sum(map(len, names))
     with _settings():
-        panels = "\n".join(_panel(figure, panel, styles, index) for index, panel in enumerate(figure.panels))
-        entries = [
-            f"<li>{_swatch(figure, style, index)}{escape(name)}</li>"
-            for index, (name, style) in enumerate(styles.items())
-        ]
-    legend = f'<ul class="legend">{"".join(entries)}</ul>\n' if len(styles) > 1 else ""
-    return f'{legend}<div class="plots">\n{panels}\n</div>'
+        panels = [_panel(figure, panel, styles, index) for index, panel in enumerate(figure.panels)]
+        if common:
+            head = _legend(figure, everyone, styles, "all")
+        else:
+            head = ""
+            legends = [_legend(figure, each, styles, str(index)) for index, each in enumerate(names)]
+            panels = [f"<div>{legend}{panel}</div>" for legend, panel in zip(legends, panels, strict=True)]
+    drawn = "\n".join(panels)
+    return f'{head}<div class="plots">\n{drawn}\n</div>'
 
 
-def _panel(figure: Figure, panel: Panel, styles: dict[str, Style], index: int) -> str:
+def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style], key: str) -> str:
+    """A list of names with what they look like; nothing for a name that stands alone."""
+    if len(names) < 2:
+        return ""
+    entries = "".join(
+        f"<li>{_swatch(figure, styles[name], f'{key}-{index}')}{escape(name)}</li>" for index, name in enumerate(names)
+    )
+    return f'<ul class="legend">{entries}</ul>\n'
+
+
+def _panel(figure: Figure, panel: Panel, styles: Mapping[str, Style], index: int) -> str:
     name = f"{figure.key}-{index}"
     root = _svg(plotted(figure, panel, styles), salt=name)
     title, description = ElementTree.Element("title"), ElementTree.Element("desc")
@@ -68,8 +84,8 @@ def _panel(figure: Figure, panel: Panel, styles: dict[str, Style], index: int) -
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _swatch(figure: Figure, style: Style, index: int) -> str:
-    root = _svg(swatch(figure, style), salt=f"{figure.key}-swatch-{index}")
+def _swatch(figure: Figure, style: Style, key: str) -> str:
+    root = _svg(swatch(figure, style), salt=f"{figure.key}-swatch-{key}")
     root.attrib |= {"class": "swatch", "aria-hidden": "true", "width": "30", "height": "12"}
     return ElementTree.tostring(root, encoding="unicode")
 
@@ -107,11 +123,11 @@ def _svg(sheet: Any, salt: str) -> ElementTree.Element:
     sheet.patch.set_visible(False)
     for axes in sheet.axes:
         axes.patch.set_visible(False)
-    written_svg = io.StringIO()
+    file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": salt}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        sheet.savefig(written_svg, format="svg", metadata=nothing, dpi=72)
-    root = ElementTree.fromstring(written_svg.getvalue())
+        sheet.savefig(file, format="svg", metadata=nothing, dpi=72)
+    root = ElementTree.fromstring(file.getvalue())
     box = root.attrib["viewBox"]
     _clean(root)
     root.attrib.clear()
@@ -155,10 +171,10 @@ def _rounded(numbers: str) -> str:
 
 
 def _cleaned(figure: Figure) -> Figure:
-    """Without characters that XML does not allow."""
+    """Its texts on one line each, without characters that XML does not allow."""
 
     def text(value: str) -> str:
-        return NOT_XML.sub(lambda found: " " if found[0].isspace() else "\ufffd", value)
+        return printable(" ".join(value.split()))
 
     def series(one: Series) -> Series:
         xs = tuple(text(x) if isinstance(x, str) else x for x in one.x)

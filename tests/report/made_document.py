@@ -9,6 +9,10 @@ from adaserve_jax.report.document import Document, Figure, Panel, Section, Serie
 HOSTILE = '<script>alert("x")</script>&amp; $x_1$'
 POLICIES = ("ar", "spec:4", "nightjar", "adaserve")
 RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
+COLUMNS = (
+    "policy", "rate, 1/s", "attainment", "TPOT only", "goodput, tokens/s", "throughput, tokens/s", "TPOT p50, ms",
+    "TPOT p99, ms", "TTFT p99, ms", "accepted",
+)  # fmt: skip
 CAPTION = "workload packaged (a1b2c3d4), machine 2 x cpu, target 110M, draft 3M, jax 0.10.2, commit 0123abc"
 
 
@@ -61,7 +65,17 @@ def bars() -> Figure:
 
 
 def stack() -> Figure:
-    causes = ("rejected", "queueing", "prefill", "infeasible", "preemption", "low acceptance", "budget", "unfinished", "failed")
+    causes = (
+        "rejected",
+        "queueing",
+        "prefill",
+        "infeasible",
+        "preemption",
+        "low acceptance",
+        "budget",
+        "unfinished",
+        "failed",
+    )
     points = tuple(f"{policy} @ {rate:g}/s" for policy in POLICIES for rate in RATES)
     made = tuple(
         Series(cause, points, tuple(float((7 * i + 3 * j) % 11) for j in range(len(points))), colour=i)
@@ -72,15 +86,26 @@ def stack() -> Figure:
 
 def steps() -> Figure:
     times = tuple(i / 10 for i in range(1200))
+
     def gauge(name: str, value, colour: int = 0) -> Series:
-        return Series(name, times, tuple(None if 400 <= i < 480 else float(value(i)) for i in range(1200)), colour=colour)
+        return Series(
+            name, times, tuple(None if 400 <= i < 480 else float(value(i)) for i in range(1200)), colour=colour
+        )
 
     panels = (
-        Panel("Speculation", (gauge("depth", lambda i: i // 37 % 5), gauge("width", lambda i: 1 + i // 53 % 3, 1)), "tokens"),
+        Panel(
+            "Speculation",
+            (gauge("depth", lambda i: i // 37 % 5), gauge("width", lambda i: 1 + i // 53 % 3, 1)),
+            "tokens",
+        ),
         Panel("Draft", (gauge("draft", lambda i: i // 300 % 2, 2),), "resident", (0.0, 1.0)),
-        Panel("Requests", (gauge("running", lambda i: i * 7 % 16), gauge("waiting", lambda i: i // 11 % 9, 3)), "requests"),
+        Panel(
+            "Requests", (gauge("running", lambda i: i * 7 % 16), gauge("waiting", lambda i: i // 11 % 9, 3)), "requests"
+        ),
     )
-    return Figure("timeline", "One run over time", CAPTION, "step", "s", panels, marks=((12.0, "draft away"), (14.0, "back")))
+    return Figure(
+        "timeline", "One run over time", CAPTION, "step", "s", panels, marks=((12.0, "draft away"), (14.0, "back"))
+    )
 
 
 def areas() -> Figure:
@@ -101,12 +126,30 @@ def hostile() -> Figure:
 
 
 def document() -> Document:
-    columns = ("policy", "rate, 1/s", "attainment", "TPOT only", "goodput, tokens/s", "throughput, tokens/s", "TPOT p50, ms", "TPOT p99, ms", "TTFT p99, ms", "accepted")
     rows = tuple(
-        (policy, "2", f"{attainment(i, 2):.1%} (80.1 to 99.0)", "92.0%", f"{100 + 9 * i}.0", "120.5", "41.0", "88.2", "412.0", f"{1 + i / 2:.2f}")
+        (
+            policy,
+            "2",
+            f"{attainment(i, 2):.1%} (80.1 to 99.0)",
+            "92.0%",
+            f"{100 + 9 * i}.0",
+            "120.5",
+            "41.0",
+            "88.2",
+            "412.0",
+            f"{1 + i / 2:.2f}",
+        )
         for i, policy in enumerate(POLICIES)
     )
-    head = Table("headline-table", "Policies at 2 requests/s", "95 % intervals by bootstrap.", columns, rows, frozenset(range(1, 10)), frozenset({(3, 2), (3, 4)}))
+    head = Table(
+        "headline-table",
+        "Policies at 2 requests/s",
+        "95 % intervals by bootstrap.",
+        COLUMNS,
+        rows,
+        frozenset(range(1, 10)),
+        frozenset({(3, 2), (3, 4)}),
+    )
     odd = Table("headline-table", "Odd names", HOSTILE, ("class", HOSTILE), ((HOSTILE, "1|2"), ("`code`", "_x_ *y*")))
     return Document(
         f"Four policies on 110M {HOSTILE}",

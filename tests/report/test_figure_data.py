@@ -12,8 +12,8 @@ from adaserve_jax.report.figure_data import averaged, number, tables_of, thinned
     ("value", "text"),
     [
         (None, ""), ("chat", "chat"), (0.0, "0"), (-0.25, "-0.25"), (3, "3"), (12345.0, "12345"), (0.1 + 0.2, "0.3"),
-        (1234.5678, "1235"), (0.000123456, "0.0001235"), (1e-9, "0.000000001"), (1e20, "1" + 20 * "0"), (float("inf"), "inf"),
-        (9.9999, "10"), (99.96, "99.96"),
+        (1234.5678, "1235"), (0.000123456, "0.0001235"), (1e-9, "0.000000001"), (1e20, "1" + 20 * "0"),
+        (float("inf"), "inf"),        (9.9999, "10"), (99.96, "99.96"),
     ],
 )  # fmt: skip
 def test_numbers_have_four_digits_and_no_exponent(value, text):
@@ -59,7 +59,11 @@ def test_long_tables_are_cut_evenly_and_say_so():
 
 def test_thinning_keeps_extremes_ends_and_gaps():
     points = [(float(i), 1.0, None, None) for i in range(10_000)]
-    points[4321], points[7654], points[5555] = (4321.0, 9.0, None, None), (7654.0, -9.0, None, None), (5555.0, None, None, None)
+    points[4321], points[7654], points[5555] = (
+        (4321.0, 9.0, None, None),
+        (7654.0, -9.0, None, None),
+        (5555.0, None, None, None),
+    )
     kept = thinned(points, 400)
     assert len(kept) <= 500
     assert {points[0], points[-1], points[4321], points[7654], points[5555]} <= set(kept)

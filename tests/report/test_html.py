@@ -79,7 +79,9 @@ def test_the_policy_allows_this_style_sheet_and_nothing_else(text, page):
     policy = next(a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
     (css,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     digest = b64encode(sha256(css.encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    assert (
+        policy == f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
     assert not [attributes for _, attributes in page.tags if "style" in attributes]
 
 
@@ -94,7 +96,10 @@ def test_identifiers_are_unique_and_links_lead_somewhere(page):
 
 
 def test_the_headline_comes_first_and_warnings_are_named_at_the_top(text):
-    order = [text.index(part) for part in ('class="warned"', 'id="headline"', 'id="conditions"', 'id="notices"', 'id="curves"')]
+    order = [
+        text.index(part)
+        for part in ('class="warned"', 'id="headline"', 'id="conditions"', 'id="notices"', 'id="curves"')
+    ]
     assert order == sorted(order)
     assert re.search(r"1 warning in <a href=\"#notices\">Notices</a>\.", text)
     assert text.count('class="warning"') == 1
@@ -102,7 +107,7 @@ def test_the_headline_comes_first_and_warnings_are_named_at_the_top(text):
 
 
 def test_tables_mark_numbers_and_winners(text):
-    assert re.search(r"<strong>94\.\d% \(80\.1 to 99\.0\)</strong>", text) is not None
+    assert "<strong>88.9% <small>(80.1 to 99.0)</small></strong>" in text
     assert '<td class="num">41.0</td>' in text and '<th scope="row">adaserve</th>' in text
 
 

@@ -16,8 +16,18 @@ def rendered(*items) -> str:
 
 
 def test_a_small_document_is_written_so():
-    table = Table("t", "Table", "A caption.", ("policy", "met"), (("ar", "10%"), ("adaserve", "90%")), frozenset({1}), frozenset({(1, 1)}))
-    assert rendered(Text("Use `adaserve bench`."), Text("1 point is invalid", warns=True), table) == """# Title
+    table = Table(
+        "t",
+        "Table",
+        "A caption.",
+        ("policy", "met"),
+        (("ar", "10%"), ("adaserve", "90%")),
+        frozenset({1}),
+        frozenset({(1, 1)}),
+    )
+    assert (
+        rendered(Text("Use `adaserve bench`."), Text("1 point is invalid", warns=True), table)
+        == """# Title
 
 ## Section
 
@@ -40,6 +50,7 @@ A caption.
 | --- | --- |
 | machine | m\\|n |
 """
+    )
 
 
 @pytest.mark.parametrize(
