@@ -12,8 +12,8 @@ from adaserve_jax.report.words import cell, percent
 
 
 def acceptance(view: View) -> Section | None:
-    """None: nobody verified a draft."""
-    if not any(_sums(group)[0] for group in view.measured.groups.values()):
+    """None: nobody drafted."""
+    if not any(_sums(group)[1] for group in view.measured.groups.values()):
         return None
     drawn = figures(view, (MEAN_ACCEPTED,))
     if view.measured.varied:
@@ -27,8 +27,8 @@ def _table(view: View) -> Table:
     for setting in view.line:
         for group in view.measured.at(setting):
             steps, drafted, accepted = _sums(group)
-            if steps:
-                rate = percent(accepted / drafted if drafted else None)
+            if drafted:
+                rate = percent(accepted / drafted)
                 counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
                 per_verification = cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))
                 rows.append((*(setting.cell(axis) for axis in axes), group.who, *counts, per_verification))

@@ -18,6 +18,7 @@ from adaserve_jax.report.pareto import pareto
 from adaserve_jax.report.phases import phases
 from adaserve_jax.report.points import Measured, find_point, measured
 from adaserve_jax.report.timeline import over_time
+from adaserve_jax.report.versus import versus
 from adaserve_jax.report.view import View
 from adaserve_jax.report.violations import violations
 from adaserve_jax.report.words import listed
@@ -69,6 +70,7 @@ def _sections(
     sections = (
         Section(first.key, first.title, (*invalid, *first.items)),
         notices,
+        versus(view),
         comparison(view, measured([against])) if against is not None else None,
         curves(view),
         latency(view),

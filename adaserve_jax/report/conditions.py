@@ -42,7 +42,8 @@ MOST_VALUES = 4
 
 def condition_line(points: Sequence[Point]) -> str:
     """One sentence for captions: workload, machine, models and their size, jax, commit, date, seed."""
-    return "; ".join(f"{name} {_values(points, told)}" for name, told in _TOLD) + "."
+    line = "; ".join(f"{name} {_values(points, told)}" for name, told in _TOLD)
+    return f"{line[0].upper()}{line[1:]}."
 
 
 def point_facts(point: Point) -> tuple[tuple[str, str], ...]:

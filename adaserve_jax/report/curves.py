@@ -16,7 +16,7 @@ from adaserve_jax.report.measures import (
 )
 from adaserve_jax.report.setting import AXES, AXIS_LABELS, Setting
 from adaserve_jax.report.view import View, series_of
-from adaserve_jax.report.words import heading
+from adaserve_jax.report.words import heading, titled
 from adaserve_jax.results.schema import ALL_CLASSES
 
 JOINT = (ATTAINMENT, GOODPUT)
@@ -68,7 +68,7 @@ def _figure(view: View, axis: str, settings: Sequence[Setting], held: str, measu
     intervals = "Bands: 95% intervals." if any(group.has_records for group in view.measured.groups.values()) else ""
     return Figure(
         key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-{key}",
-        title=f"{_capital(measure.title)} against {AXES[axis][0]}" + (f", at {held}" if held else ""),
+        title=f"{titled(measure)} against {AXES[axis][0]}" + (f", at {held}" if held else ""),
         caption=view.caption(f"{_said(measure)} {intervals}".strip()),
         kind="line",
         x_label=AXIS_LABELS[axis],
@@ -100,7 +100,7 @@ def by_class(view: View, measure: Measure) -> Figure:
     ]
     return Figure(
         key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-class",
-        title=f"{_capital(measure.title)} by class",
+        title=f"{titled(measure)} by class",
         caption=view.caption(f"{_said(measure)} {view.at_focus} Whiskers: 95% intervals."),
         kind="bars",
         x_label="SLO class",
@@ -122,7 +122,3 @@ def _said(measure: Measure) -> str:
         THROUGHPUT: "All output tokens per second.",
         MEAN_ACCEPTED: "Accepted draft tokens per verification of a request; the bonus token is not counted.",
     }[measure]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -10,7 +10,7 @@ from adaserve_jax.report.measures import ATTAINMENT, GOODPUT, HEADLINE, MEAN_ACC
 from adaserve_jax.report.points import Group
 from adaserve_jax.report.setting import AXES, Setting
 from adaserve_jax.report.view import View
-from adaserve_jax.report.words import amount, cell, heading, listed, number
+from adaserve_jax.report.words import amount, cell, heading, listed, number, titled
 
 MOST_ROWS = 48
 NOT_JUDGED = (MEAN_ACCEPTED,)
@@ -39,9 +39,11 @@ def verdict(view: View, measure: Measure, settings: Sequence[Setting]) -> str:
     """Who is ahead in a measure, at how many settings and by how much, who else is ahead elsewhere, and where nobody
     is: only differences whose interval excludes 0 count."""
     compared = [s for s in settings if len(_known(view, measure, s)) > 1]
-    name = f"{measure.title[0].upper()}{measure.title[1:]}"
+    name = titled(measure)
     if not compared:
         return f"{name}: nothing to compare, there is one policy at each setting."
+    if not any(group.has_records for s in compared for group in view.measured.at(s)):
+        return f"{name}: without request records nothing tells a difference from chance."
     leads = [lead for s in compared if (lead := leader(view, measure, s)) is not None]
     axes = view.measured.varied
     if not leads:

@@ -30,6 +30,11 @@ def difference_cell(measure: Measure, estimate: Estimate) -> str:
     return f"{text} {'better' if measure.better(estimate.value, 0.0) else 'worse'}"
 
 
+def titled(measure: Measure) -> str:
+    """The title at the beginning of a sentence."""
+    return measure.title[0].upper() + measure.title[1:]
+
+
 def amount(measure: Measure, value: float) -> str:
     """A difference without its sign, in words: "4.2 percentage points", "12.0 tokens/s", "3.1 ms"."""
     names: dict[Unit, str] = {"share": " percentage points", "tokens/s": " tokens/s", "s": " ms", "tokens": " tokens"}

@@ -12,7 +12,8 @@ from adaserve_jax.results.jsonl import append_rows
 from tests.report.made import PROVENANCE, folder, point, random_requests, request, samples_over
 
 SECTIONS = (
-    "headline", "comparison", "curves", "latency", "mlperf", "pareto", "acceptance", "violations", "phases", "timeline"
+    "headline", "versus", "comparison", "curves", "latency", "mlperf", "pareto", "acceptance", "violations", "phases",
+    "timeline",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from adaserve_jax.report.compare import comparison
 from adaserve_jax.report.document import Table, Text
 from adaserve_jax.report.points import measured
+from adaserve_jax.report.versus import versus
 from adaserve_jax.report.view import View
 from tests.report.made import PROVENANCE, folder, point, request
 
@@ -35,8 +36,8 @@ def test_differences_by_hand():
     assert row[8].startswith("5.00 (")  # half of them against a tenth
     assert {(0, 2), (0, 4)} <= table.strong and (0, 7) not in table.strong
     assert texts == [
-        "Attainment, joint: better at 1 of 1 points, worse at 0, and at 0 not told apart (95% intervals).",
-        "Goodput: better at 1 of 1 points, worse at 0, and at 0 not told apart (95% intervals).",
+        "Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at 0 not told apart.",
+        "Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart.",
     ]
 
 
@@ -86,3 +87,25 @@ def test_classes_have_rows_of_their_own():
     _, table, _ = compare([point(mixed)], [point(mixed)])
     assert [row[1] for row in table.rows] == ["all", "chat", "code"]
     assert table.rows[1][2] == "+0.0 (+0.0 to +0.0)"
+
+
+def test_one_policy_against_each_of_the_others():
+    view = View.of(measured([folder(
+        point(requests(20), policy="ar"), point(requests(4), policy="adaserve"), point(requests(4), policy="spec:4"),
+        point(requests(30), policy="adaserve", rate=2.0), point(requests(0), policy="spec:4", rate=2.0),
+    )]))  # fmt: skip
+    section = versus(view)
+    assert section.title == "adaserve against the others"
+    first, second, table = section.items
+    assert first.text == (
+        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at "
+        "0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
+    )
+    assert second.text.startswith(
+        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), and "
+        "at 1 not told apart."
+    )
+    assert [(row[0], row[1], row[2].split(" ")[0], row[-1].split(" ")[0]) for row in table.rows] == [
+        ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")
+    ]  # fmt: skip
+    assert versus(View.of(measured([folder(point(requests(0)))]))) is None
