@@ -1,0 +1,109 @@
+"""Figures of groups of requests with their intervals, and differences between two groups, paired where they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve_jax.report.measures import MEASURES, VIOLATIONS, Measure
+from adaserve_jax.report.points import Group
+from adaserve_jax.results.bootstrap import between, distributions, resamples_for, sure_share
+from adaserve_jax.results.schema import ALL_CLASSES
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and its 95 % interval; None: not known."""
+
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_not_zero(self) -> bool:
+        """Of a difference: whether the interval excludes 0."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+UNKNOWN = Estimate(None)
+
+
+class Estimates:
+    """Draws each group once and keeps what was drawn: 2,000 resamples or fewer of each measure and class asked for."""
+
+    def __init__(self, seed: int = 0):
+        self._seed = seed
+        self._drawn: dict[tuple[Group, str], dict[str, np.ndarray]] = {}
+
+    def of(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> Estimate:
+        """Over all repeats of the group, their requests pooled. Without request records: the mean of the rows of the
+        repeats, and no interval."""
+        value = self.value(group, measure, slo_class)
+        if value is None or not group.has_records:
+            return Estimate(value)
+        found = between(self._distribution(group, measure, slo_class))
+        low, high = found.low, found.high
+        if measure.outcome is not None and value in (0.0, 1.0):
+            outcomes = group.columns.mask(slo_class) & ~np.isnan(getattr(group.columns, measure.outcome))
+            bound = sure_share(int(outcomes.sum()))
+            low, high = (bound, 1.0) if value else (0.0, 1 - bound)
+        return Estimate(value, low, high)
+
+    def value(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> float | None:
+        """The figure without its interval."""
+        if not group.has_records:
+            return _mean_of_rows(group, measure, slo_class)
+        columns = group.columns
+        (value,) = measure.of(columns, columns.mask(slo_class))(np.ones((1, len(columns.due_s))))
+        return None if np.isnan(value) else float(value)
+
+    def difference(self, one: Group, other: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> Estimate:
+        """one - other. Where both were given the same requests, each request is drawn for both or for none, so that
+        what is hard for both falls away."""
+        return self._compare(one, other, measure, slo_class, np.subtract)
+
+    def violation_ratio(self, theirs: Group, ours: Group, slo_class: str = ALL_CLASSES) -> Estimate:
+        """Violations of `theirs` over those of `ours`; unknown where ours are none."""
+        return self._compare(theirs, ours, VIOLATIONS, slo_class, _over)
+
+    def _compare(
+        self, one: Group, other: Group, measure: Measure, slo_class: str,
+        combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    ) -> Estimate:  # fmt: skip
+        left, right = (self.value(group, measure, slo_class) for group in (one, other))
+        if left is None or right is None:
+            return UNKNOWN
+        value = combine(np.array([left]), np.array([right])).item()
+        if np.isnan(value):
+            return UNKNOWN
+        if not (one.has_records and other.has_records):
+            return Estimate(value)
+        ours, theirs = (self._distribution(group, measure, slo_class) for group in (one, other))
+        if not one.columns.same_requests(other.columns):
+            theirs = np.random.default_rng(self._seed + 1).permutation(theirs)
+        drawn = min(len(ours), len(theirs))
+        found = between(combine(ours[:drawn], theirs[:drawn]))
+        return Estimate(value, found.low, found.high)
+
+    def _distribution(self, group: Group, measure: Measure, slo_class: str) -> np.ndarray:
+        """f64[S]. All measures of a class are drawn together, and each class of a group on the same draws."""
+        key = group, slo_class
+        if key not in self._drawn:
+            columns = group.columns
+            mask = columns.mask(slo_class)
+            statistics = [each.of(columns, mask) for each in MEASURES]
+            drawn = distributions(statistics, columns.sizes, samples=resamples_for(sum(columns.sizes)), seed=self._seed)
+            self._drawn[key] = {each.name: row for each, row in zip(MEASURES, drawn, strict=True)}
+        return self._drawn[key][measure.name]
+
+
+def _mean_of_rows(group: Group, measure: Measure, slo_class: str) -> float | None:
+    values = [getattr(point.rows[slo_class], measure.name) for point in group.points if slo_class in point.rows]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return np.divide(one, other, out=np.full(np.shape(one), np.nan), where=np.asarray(other) > 0)

@@ -1,0 +1,73 @@
+"""One line of samples.jsonl: what an engine had done by a moment of a measured point, and how it was then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaserve_jax.stats import StepStats
+
+SAMPLE_S = 0.1
+"""Seconds from one sample to the next."""
+COUNTERS = (
+    "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "plan_s", "draft_s",
+    "select_s", "verify_s", "commit_s", "wait_s",
+)  # fmt: skip
+"""Columns that are counters of StepStats by the same name; `swaps` is the sum over its kinds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """t_s: since the start of the point; what was counted is counted from there too. docs/metrics.md has the columns.
+
+    depth, width, budget: of the latest step, the budget being its verified tree nodes. Of several replicas counts,
+    requests, pages and budgets are added up, depth and width the greatest, and the draft is resident where all have it.
+    """
+
+    run_id: str
+    point: str
+    t_s: float
+    steps: int
+    spec_steps: int
+    generation_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    swaps: int
+    plan_s: float
+    draft_s: float
+    select_s: float
+    verify_s: float
+    commit_s: float
+    wait_s: float
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+    extension_used: int
+    extension_total: int
+    depth: int
+    width: int
+    budget: int
+    draft_resident: bool
+
+    @classmethod
+    def of(cls, stats: StepStats, since: StepStats, *, run_id: str, point: str, t_s: float) -> Sample:
+        """The sample of `stats`, which were read t_s after a start at which they were `since`."""
+        counted = {name: getattr(stats, name) - getattr(since, name) for name in COUNTERS}
+        return cls(
+            run_id=run_id,
+            point=point,
+            t_s=round(t_s, 6),
+            swaps=sum(stats.swaps.values()) - sum(since.swaps.values()),
+            running=stats.running,
+            waiting=stats.waiting,
+            pages_used=stats.pages_used,
+            pages_total=stats.pages_total,
+            extension_used=stats.extension_used,
+            extension_total=stats.extension_total,
+            depth=stats.last_depth,
+            width=stats.last_width,
+            budget=stats.last_budget,
+            draft_resident=stats.draft_resident,
+            **{name: round(value, 6) if isinstance(value, float) else value for name, value in counted.items()},
+        )
