@@ -28,6 +28,7 @@ MOST_ROWS = 200
 """Rows of the tables of numbers below figures."""
 MANY_PANELS = 7
 """So many do not fit on one printed page."""
+_WITH_INTERVAL = re.compile(r"([-+]?[\d.,]+%?(?: \w+)?) \(([^()]+ to [^()]+)\)")
 Keyed = TypeVar("Keyed", Section, Table, Figure)
 
 
@@ -128,8 +129,9 @@ def prose(text: str) -> Markup:
 
 
 def cell(text: str) -> Markup:
-    """Escaped; an interval in brackets after a value is smaller, on a line of its own."""
-    value, _, interval = text.partition(" (")
-    if not (interval.endswith(")") and value[-1:] in "0123456789%"):
+    """Escaped; an interval in brackets after a value is smaller, on a line of its own: +4.1 better (0.9 to 7.2)."""
+    found = _WITH_INTERVAL.fullmatch(text)
+    if found is None:
         return Markup(escape(text))
-    return Markup(f"{escape(value)} <small>({escape(interval)}</small>")
+    value, interval = found.groups()
+    return Markup(f"{escape(value)} <small>({escape(interval)})</small>")

@@ -29,7 +29,7 @@ COLOURS = {
     "s4": ("#3b4754", "#c9d2dc"),
     "s5": ("#8a6a00", "#e9d758"),
     "s6": ("#5b4bb5", "#b3a6ff"),
-    "s7": ("#2b8fc4", "#3f86d6"),
+    "s7": ("#9c1c38", "#ff9c9c"),
 }
 """Name -> light, dark."""
 SERIES_COLOURS = tuple(name for name in COLOURS if name[0] == "s" and name[1:].isdecimal())

@@ -141,11 +141,14 @@ def _clean(element: ElementTree.Element) -> None:
     element.tail = None
     if element.tag != "text":
         element.text = None
+    kept: list[ElementTree.Element] = []
     for child in list(element):
         _clean(child)
-        empty = child.tag in ("g", "defs") and not len(child)
-        if empty or child.tag in ("style", "metadata"):
-            element.remove(child)
+        if child.tag == "g" and not child.attrib:
+            kept += child
+        elif child.tag not in ("style", "metadata") and (len(child) or child.tag not in ("g", "defs")):
+            kept.append(child)
+    element[:] = kept
     style = element.attrib.pop("style", "")
     pairs = [part.split(":", 1) for part in style.split(";") if ":" in part]
     attributes = {name.strip(): value.strip() for name, value in pairs}
