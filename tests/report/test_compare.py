@@ -98,12 +98,12 @@ def test_one_policy_against_each_of_the_others():
     assert section.title == "adaserve against the others"
     first, second, table = section.items
     assert first.text == (
-        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at "
-        "0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
+        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and "
+        "at 0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
     )
     assert second.text.startswith(
-        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), and "
-        "at 1 not told apart."
+        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), "
+        "and at 1 not told apart."
     )
     assert [(row[0], row[1], row[2].split(" ")[0], row[-1].split(" ")[0]) for row in table.rows] == [
         ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")
