@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, VIOLATIONS, Measure
+from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure
 from adaserve_jax.report.points import Group
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
 from adaserve_jax.results.schema import ALL_CLASSES
@@ -45,12 +45,15 @@ class Estimates:
         if value is None or not _can_be_drawn(group, measure):
             return Estimate(value)
         found = between(self._distribution(group, measure, slo_class))
-        low, high = found.low, found.high
-        if measure.outcome is not None and value in (0.0, 1.0):
-            outcomes = group.columns.mask(slo_class) & ~np.isnan(getattr(group.columns, measure.outcome))
-            bound = sure_share(int(outcomes.sum()))
-            low, high = (bound, 1.0) if value else (0.0, 1 - bound)
-        return Estimate(value, low, high)
+        if measure.outcome is not None:
+            met = getattr(group.columns, measure.outcome)[group.columns.mask(slo_class)]
+            met = met[~np.isnan(met)]
+            if len(met) and met.all():  # no resample has another outcome: what is known is how many there were
+                return Estimate(value, value * sure_share(len(met)), value)
+            if len(met) and not met.any():
+                most = 1.0 if measure.unit == "share" else self.value(group, THROUGHPUT, slo_class) or 0.0
+                return Estimate(value, 0.0, most * (1 - sure_share(len(met))))
+        return Estimate(value, found.low, found.high)
 
     def value(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> float | None:
         """The figure without its interval; None: nothing was measured that it is of."""

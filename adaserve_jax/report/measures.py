@@ -18,9 +18,9 @@ Unit = Literal["share", "tokens/s", "s", "tokens"]
 class Measure:
     """name: the column whose value it is over one repeat. title: as figures say it. more_is_better: which end wins.
 
-    of: the statistic of the requests where the mask, bool[N], holds, given all requests' columns. outcome: of a share,
-    the column that says which requests have it. needs: a column of rows that must be above 0 for the figure to say
-    anything. of_run: only repeats tell how it varies, not which requests there were.
+    of: the statistic of the requests where the mask, bool[N], holds, given all requests' columns. outcome: the column
+    that says which requests count, of those that have it. needs: a column of rows that must be above 0 for the figure
+    to say anything. of_run: only repeats tell how it varies, not which requests there were.
     """
 
     name: str
@@ -81,9 +81,9 @@ def _where(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 ATTAINMENT = Measure("attainment", "attainment, joint", "share", True, _share("slo_met"), "slo_met")
 ATTAINMENT_TPOT = Measure("attainment_tpot", "attainment, TPOT only", "share", True, _share("tpot_met"), "tpot_met")
-VIOLATIONS = Measure("violations", "violations", "share", False, _violations, "slo_met")
-GOODPUT = Measure("goodput_tps", "goodput", "tokens/s", True, _rate("slo_met"))
-GOODPUT_TPOT = Measure("goodput_tpot_tps", "goodput, TPOT only", "tokens/s", True, _rate("tpot_met"))
+VIOLATIONS = Measure("violations", "violations", "share", False, _violations)
+GOODPUT = Measure("goodput_tps", "goodput", "tokens/s", True, _rate("slo_met"), "slo_met")
+GOODPUT_TPOT = Measure("goodput_tpot_tps", "goodput, TPOT only", "tokens/s", True, _rate("tpot_met"), "tpot_met")
 THROUGHPUT = Measure("throughput_tps", "throughput", "tokens/s", True, _rate(None), of_run=True)
 TTFT_P50 = Measure("ttft_p50_s", "TTFT p50", "s", False, _percentile("ttft_s", 50))
 TTFT_P90 = Measure("ttft_p90_s", "TTFT p90", "s", False, _percentile("ttft_s", 90))

@@ -67,6 +67,23 @@ def test_interval_holds_the_value_and_widens_a_sure_share():
     assert sure.low**40 == pytest.approx(0.025)
 
 
+def test_goodput_of_requests_that_all_met_or_all_missed():
+    met, missed = (only_group(point([request(i, tpot=tpot) for i in range(40)])) for tpot in (0.125, 0.5))
+    found = Estimates().of(met, GOODPUT)
+    assert (found.value, found.high) == (20.0, 20.0)
+    assert (found.low / 20) ** 40 == pytest.approx(0.025)
+    found = Estimates().of(missed, GOODPUT)
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert (1 - found.high / 20) ** 40 == pytest.approx(0.025)
+
+
+def test_no_request_with_a_target_has_no_attainment():
+    group = only_group(point([request(i, tpot_slo=None) for i in range(4)]))
+    assert Estimates().of(group, ATTAINMENT).value is None
+    found = Estimates().of(group, GOODPUT)
+    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
+
+
 def test_without_requests_figures_are_the_rows_mean_and_have_no_interval():
     one, other = point([request(0)], repeat=0), point([request(0, tpot=0.5)], repeat=1)
     group = only_group((one[0], [], []), (other[0], [], []))
