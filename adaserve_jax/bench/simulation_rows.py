@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import adaserve_jax
 from adaserve_jax.bench.machines import Machine
+from adaserve_jax.bench.reshaping import Shape
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
@@ -18,22 +21,56 @@ if TYPE_CHECKING:
     from adaserve_jax.bench.simulation import SimulationPlan
 
 
+def trace_tags(traces: Sequence[Trace]) -> list[str]:
+    """What names each trace in its points: its rate, and where rates are alike its name, and its number where those
+    are."""
+    tags = [f"{trace.rate_rps:.4g}/s" for trace in traces]
+    for more in ([trace.name for trace in traces], [f"#{number}" for number in range(len(traces))]):
+        counts = Counter(tags)
+        tags = [f"{tag} {told}" if counts[tag] > 1 else tag for tag, told in zip(tags, more, strict=True)]
+    return tags
+
+
+def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -> str:
+    """Of all that is to be simulated: the same for the same plan, machine and traces."""
+    described = repr((plan, machine, [(trace.name, trace.sha256) for trace in traces]))
+    return hashlib.sha256(described.encode()).hexdigest()
+
+
+def urgent_share(trace: Trace, shape: Shape, baseline_s: float) -> float | None:
+    """Share of the class with the tightest TPOT target in the mix that was asked for; None where none was."""
+    if shape.mix is None:
+        return None
+    targets: dict[str, float] = {}
+    for request in trace.requests:
+        target_s = request.slo.tpot_s(baseline_s)
+        if target_s is not None:
+            targets[request.slo_class] = min(target_s, targets.get(request.slo_class, target_s))
+    if not targets:
+        return None
+    return shape.mix.get(min(targets, key=targets.__getitem__), 0.0) / sum(shape.mix.values())
+
+
 def result_rows(
     policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, records: Sequence[RequestRecord], *,
-    wall_s: float, run_id: str, replicas: int = 1, label: str | None = None,
+    wall_s: float, run_id: str, replicas: int = 1, label: str | None = None, point: str = "",
+    shape: Shape | None = None, plan_hash: str = "",
 ) -> list[ResultRow]:  # fmt: skip
-    """The rows of one simulated point, over all classes and by class. label: what is said of how it was chosen."""
-    provenance = _provenance(plan, machine, trace, run_id)
+    """The rows of one simulated point, over all classes and by class. label: what is said of how it was chosen. point:
+    its name. shape: how the trace was changed."""
+    provenance = _provenance(plan, machine, trace, run_id, plan_hash)
+    shape = shape or Shape()
     conditions = Conditions(
         policy=policy, arrival_process="trace", rate_rps=trace.rate_rps, duration_s=trace.duration_s,
         wall_s=wall_s, compiles_after_ready=0, client_late_max_s=0.0, client_late_p99_s=0.0, valid=True,
         invalid_reason=None, replicas=replicas, router=plan.router if replicas > 1 else None, label=label,
+        point=point, urgent_share=urgent_share(trace, shape, machine.baseline_s), slo_scale=shape.slo_scale,
     )  # fmt: skip
     summaries = summarize(records, wall_s=wall_s)
     return [ResultRow.join(provenance, conditions, summary) for summary in summaries]
 
 
-def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str) -> Provenance:
+def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str, plan_hash: str) -> Provenance:
     limits = plan.limits(machine)
     return Provenance(
         run_id=run_id,
@@ -58,4 +95,5 @@ def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: st
         num_pages=limits.num_pages,
         extension_pages=limits.extension_pages,
         elastic=plan.elastic,
+        plan_hash=plan_hash,
     )

@@ -135,4 +135,5 @@ def _values(points: Sequence[Point], told: Callable[[ResultRow], str]) -> str:
 def _model(name: str, parameters: int | None) -> str:
     """Name and size; of a whole path only its end."""
     path = PurePath(name)
-    return f"{path.name if path.is_absolute() else name} ({size(parameters)} parameters)"
+    told = "size unknown" if parameters is None else f"{size(parameters)} parameters"
+    return f"{path.name if path.is_absolute() else name} ({told})"

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.report.measures import MEASURES, VIOLATIONS, Measure
+from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure
 from adaserve_jax.report.points import Group
-from adaserve_jax.results.bootstrap import between, distributions, resamples_for, sure_share
+from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
 from adaserve_jax.results.schema import ALL_CLASSES
 
 
@@ -31,33 +31,36 @@ UNKNOWN = Estimate(None)
 
 
 class Estimates:
-    """Draws each group once and keeps what was drawn: 2,000 resamples or fewer of each measure and class asked for."""
+    """Computes each figure once and keeps what was drawn for it: 2,000 resamples, or fewer of many requests."""
 
     def __init__(self, seed: int = 0):
         self._seed = seed
-        self._drawn: dict[tuple[Group, str], dict[str, np.ndarray]] = {}
+        self._values: dict[tuple[Group, str, str], float | None] = {}
+        self._drawn: dict[tuple[Group, str, str], np.ndarray] = {}
 
     def of(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> Estimate:
         """Over all repeats of the group, their requests pooled. Without request records: the mean of the rows of the
         repeats, and no interval."""
         value = self.value(group, measure, slo_class)
-        if value is None or not group.has_records:
+        if value is None or not _can_be_drawn(group, measure):
             return Estimate(value)
         found = between(self._distribution(group, measure, slo_class))
-        low, high = found.low, found.high
-        if measure.outcome is not None and value in (0.0, 1.0):
-            outcomes = group.columns.mask(slo_class) & ~np.isnan(getattr(group.columns, measure.outcome))
-            bound = sure_share(int(outcomes.sum()))
-            low, high = (bound, 1.0) if value else (0.0, 1 - bound)
-        return Estimate(value, low, high)
+        if measure.outcome is not None:
+            met = getattr(group.columns, measure.outcome)[group.columns.mask(slo_class)]
+            met = met[~np.isnan(met)]
+            if len(met) and met.all():  # no resample has another outcome: what is known is how many there were
+                return Estimate(value, value * sure_share(len(met)), value)
+            if len(met) and not met.any():
+                most = 1.0 if measure.unit == "share" else self.value(group, THROUGHPUT, slo_class) or 0.0
+                return Estimate(value, 0.0, most * (1 - sure_share(len(met))))
+        return Estimate(value, found.low, found.high)
 
     def value(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> float | None:
-        """The figure without its interval."""
-        if not group.has_records:
-            return _mean_of_rows(group, measure, slo_class)
-        columns = group.columns
-        (value,) = measure.of(columns, columns.mask(slo_class))(np.ones((1, len(columns.due_s))))
-        return None if np.isnan(value) else float(value)
+        """The figure without its interval; None: nothing was measured that it is of."""
+        key = group, measure.name, slo_class
+        if key not in self._values:
+            self._values[key] = _value(group, measure, slo_class)
+        return self._values[key]
 
     def difference(self, one: Group, other: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> Estimate:
         """one - other. Where both were given the same requests, each request is drawn for both or for none, so that
@@ -78,7 +81,7 @@ class Estimates:
         value = combine(np.array([left]), np.array([right])).item()
         if np.isnan(value):
             return UNKNOWN
-        if not (one.has_records and other.has_records):
+        if not (_can_be_drawn(one, measure) and _can_be_drawn(other, measure)):
             return Estimate(value)
         ours, theirs = (self._distribution(group, measure, slo_class) for group in (one, other))
         if not one.columns.same_requests(other.columns):
@@ -88,15 +91,35 @@ class Estimates:
         return Estimate(value, found.low, found.high)
 
     def _distribution(self, group: Group, measure: Measure, slo_class: str) -> np.ndarray:
-        """f64[S]. All measures of a class are drawn together, and each class of a group on the same draws."""
-        key = group, slo_class
-        if key not in self._drawn:
+        """f64[S]. All figures of a group are of the same draws, however many times it is drawn."""
+        if (group, measure.name, slo_class) not in self._drawn:
             columns = group.columns
-            mask = columns.mask(slo_class)
-            statistics = [each.of(columns, mask) for each in MEASURES]
+            wanted = _drawn_with(group, measure, slo_class)
+            statistics = [each.of(columns, columns.mask(name)) for each, name in wanted]
             drawn = distributions(statistics, columns.sizes, samples=resamples_for(sum(columns.sizes)), seed=self._seed)
-            self._drawn[key] = {each.name: row for each, row in zip(MEASURES, drawn, strict=True)}
-        return self._drawn[key][measure.name]
+            self._drawn |= {(group, each.name, name): row for (each, name), row in zip(wanted, drawn, strict=True)}
+        return self._drawn[group, measure.name, slo_class]
+
+
+def _drawn_with(group: Group, measure: Measure, slo_class: str) -> list[tuple[Measure, str]]:
+    """Measures and classes that are asked for together: the quick ones of every class, and the times of one."""
+    times = [(each, slo_class) for each in {*JUDGED_TIMES, *({measure} - set(RATIOS))}]
+    return [(each, name) for each in RATIOS for name in {slo_class, *group.points[0].rows}] + times
+
+
+def _can_be_drawn(group: Group, measure: Measure) -> bool:
+    """Of a figure of whole runs, one run tells nothing about another."""
+    return group.has_records and (not measure.of_run or len(group.points) >= ENOUGH_REPEATS)
+
+
+def _value(group: Group, measure: Measure, slo_class: str) -> float | None:
+    if measure.needs is not None and not any(getattr(point.row, measure.needs) for point in group.points):
+        return None
+    if not group.has_records:
+        return _mean_of_rows(group, measure, slo_class)
+    columns = group.columns
+    (value,) = measure.of(columns, columns.mask(slo_class))(np.ones((1, len(columns.due_s))))
+    return None if np.isnan(value) else float(value)
 
 
 def _mean_of_rows(group: Group, measure: Measure, slo_class: str) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from adaserve_jax.results.schema import ResultRow
 
 AXES = {
-    "rate_rps": ("rate", "{:g}/s"),
+    "rate_rps": ("rate", "{:.4g}/s"),
     "urgent_share": ("urgent share", "{:.0%}"),
     "slo_scale": ("target scale", "{:g}"),
     "burstiness": ("burstiness", "{:g}"),

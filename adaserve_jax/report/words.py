@@ -23,11 +23,11 @@ def cell(measure: Measure, estimate: Estimate) -> str:
 
 
 def difference_cell(measure: Measure, estimate: Estimate) -> str:
-    """E.g. "+2.9 (+1.0 to +4.8) better"; shares in percentage points. Without a last word: chance may be all it is."""
-    text = _with_interval(estimate, measure, sign="+", suffix="")
-    if estimate.value is None or not estimate.is_not_zero:
-        return text
-    return f"{text} {'better' if measure.better(estimate.value, 0.0) else 'worse'}"
+    """E.g. "+2.9 better (+1.0 to +4.8)"; shares in percentage points. Without the word: chance may be all it is."""
+    judged = ""
+    if estimate.value is not None and estimate.is_not_zero:
+        judged = " better" if measure.better(estimate.value, 0.0) else " worse"
+    return _with_interval(estimate, measure, sign="+", suffix=judged)
 
 
 def titled(measure: Measure) -> str:
@@ -53,10 +53,8 @@ def ms(seconds: float | None) -> str:
     return number("s", seconds)
 
 
-def size(parameters: int | None) -> str:
+def size(parameters: int) -> str:
     """E.g. "110.2M" or "8.03B"."""
-    if parameters is None:
-        return "size unknown"
     for unit, scale, digits in (("B", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
         if parameters >= scale:
             return f"{parameters / scale:.{digits}f}{unit}"

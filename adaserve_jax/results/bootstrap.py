@@ -58,7 +58,12 @@ def distributions(
     The draws depend on sizes, samples and seed only: differences of two systems that were given the same requests are
     those of paired samples when both are drawn with the same seed.
     """
-    chunks = [[each(counts) for each in statistics] for counts in _resamples(sizes, samples, seed)]
+    ratios = [each for each in statistics if isinstance(each, Ratio)]
+    columns = np.concatenate([each.columns for each in ratios], axis=1) if ratios else None
+    chunks = []
+    for counts in _resamples(sizes, samples, seed):
+        sums = iter(() if columns is None else np.split(counts @ columns, len(ratios), axis=1))
+        chunks.append([each.of_sums(next(sums)) if isinstance(each, Ratio) else each(counts) for each in statistics])
     return np.concatenate(chunks, axis=1) if chunks else np.empty((len(statistics), 0))
 
 
@@ -74,18 +79,22 @@ def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
 
 def mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """f64[S]: means of f64[N] under counts f64[S, N]."""
-    return ratio(values, np.ones(len(values)))(counts)
+    return Ratio(values, np.ones(len(values)))(counts)
 
 
-def ratio(above: np.ndarray, below: np.ndarray) -> Counted:
-    """Sum of one column over the sum of another; f64[N] each."""
-    columns = np.stack([above, below], axis=1)
+class Ratio:
+    """Sum of one column over the sum of another, f64[N] each. Of several, `distributions` makes one product."""
 
-    def of(counts: np.ndarray) -> np.ndarray:
-        sums = counts @ columns
+    def __init__(self, above: np.ndarray, below: np.ndarray):
+        self.columns = np.stack([above, below], axis=1)
+
+    def __call__(self, counts: np.ndarray) -> np.ndarray:
+        return self.of_sums(counts @ self.columns)
+
+    @staticmethod
+    def of_sums(sums: np.ndarray) -> np.ndarray:
+        """sums: f64[S, 2], of both columns."""
         return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
-
-    return of
 
 
 def percentile(values: np.ndarray, q: float) -> Counted:

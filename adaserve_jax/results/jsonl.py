@@ -1,7 +1,7 @@
 """Reads and writes dataclasses as JSON lines; a wrong line is named by file, line and column.
 
-A run may be killed while it writes, so that the last line of a file can be half a line. Nothing is ever appended to such
-a line, and `read_good_rows` reads what is before it.
+A run may be killed while it writes, so that the last line of a file can be half a line. Nothing is ever appended to
+such a line, and `read_good_rows` reads what is before it.
 """
 
 from __future__ import annotations

@@ -60,9 +60,7 @@ def key_of(measured: ResultRow | RequestRecord | Sample) -> PointKey:
     return measured.run_id, point_of(measured)
 
 
-def _by_point(
-    path: Path, kind: type[Kind], known: set[PointKey], notes: list[str]
-) -> dict[PointKey, tuple[Kind, ...]]:
+def _by_point(path: Path, kind: type[Kind], known: set[PointKey], notes: list[str]) -> dict[PointKey, tuple[Kind, ...]]:
     """Lines of the points that have rows; adds to `notes` what is missing or left out."""
     if not path.exists():
         notes.append(f"{path.name} is not there")

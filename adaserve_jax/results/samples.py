@@ -8,11 +8,6 @@ from adaserve_jax.stats import StepStats
 
 SAMPLE_S = 0.1
 """Seconds from one sample to the next."""
-COUNTERS = (
-    "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "plan_s", "draft_s",
-    "select_s", "verify_s", "commit_s", "wait_s",
-)  # fmt: skip
-"""Columns that are counters of StepStats by the same name; `swaps` is the sum over its kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +46,28 @@ class Sample:
     draft_resident: bool
 
     @classmethod
-    def of(cls, stats: StepStats, since: StepStats, *, run_id: str, point: str, t_s: float) -> Sample:
-        """The sample of `stats`, which were read t_s after a start at which they were `since`."""
-        counted = {name: getattr(stats, name) - getattr(since, name) for name in COUNTERS}
+    def of(
+        cls, stats: StepStats, since: StepStats, *, run_id: str, point: str, t_s: float, host: bool = True
+    ) -> Sample:  # fmt: skip
+        """The sample of `stats`, which were read t_s after a start at which they were `since`. host: whether phases of
+        the host count; else they are 0."""
         return cls(
             run_id=run_id,
             point=point,
             t_s=round(t_s, 6),
+            steps=stats.steps - since.steps,
+            spec_steps=stats.spec_steps - since.spec_steps,
+            generation_tokens=stats.generation_tokens - since.generation_tokens,
+            draft_tokens=stats.draft_tokens - since.draft_tokens,
+            accepted_tokens=stats.accepted_tokens - since.accepted_tokens,
+            preemptions=stats.preemptions - since.preemptions,
             swaps=sum(stats.swaps.values()) - sum(since.swaps.values()),
+            plan_s=round(stats.plan_s - since.plan_s, 6) if host else 0.0,
+            draft_s=round(stats.draft_s - since.draft_s, 6),
+            select_s=round(stats.select_s - since.select_s, 6) if host else 0.0,
+            verify_s=round(stats.verify_s - since.verify_s, 6),
+            commit_s=round(stats.commit_s - since.commit_s, 6) if host else 0.0,
+            wait_s=round(stats.wait_s - since.wait_s, 6),
             running=stats.running,
             waiting=stats.waiting,
             pages_used=stats.pages_used,
@@ -69,5 +78,4 @@ class Sample:
             width=stats.last_width,
             budget=stats.last_budget,
             draft_resident=stats.draft_resident,
-            **{name: round(value, 6) if isinstance(value, float) else value for name, value in counted.items()},
         )

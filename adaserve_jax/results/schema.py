@@ -71,6 +71,7 @@ class Conditions:
     urgent_share: float | None = field(default=None, kw_only=True)
     slo_scale: float | None = field(default=None, kw_only=True)
     burstiness: float | None = field(default=None, kw_only=True)
+    token_source: str = field(default="engine", kw_only=True)
 
 
 @dataclass(frozen=True)

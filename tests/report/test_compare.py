@@ -29,8 +29,8 @@ def test_differences_by_hand():
     )  # fmt: skip
     (row,) = table.rows
     assert row[:2] == ("ar", "all")
-    assert row[2].startswith("+40.0 (+2") and row[2].endswith(") better")
-    assert row[4].startswith("+8.0 (") and row[4].endswith("better")  # 36 and 20 times 5 tokens in 10 s
+    assert row[2].startswith("+40.0 better (+2")
+    assert row[4].startswith("+8.0 better (")  # 36 and 20 times 5 tokens in 10 s
     assert row[5].startswith("-187.5 (")  # a median of 125 ms against one between 125 and 500
     assert row[7] == "+0.0 (+0.0 to +0.0)"
     assert row[8].startswith("5.00 (")  # half of them against a tenth
@@ -43,7 +43,7 @@ def test_differences_by_hand():
 
 def test_worse_is_said_and_never_strong():
     _, table, texts = compare([point(requests(20))], [point(requests(4))])
-    assert table.rows[0][2].startswith("-40.0") and table.rows[0][2].endswith("worse")
+    assert table.rows[0][2].startswith("-40.0 worse (-")
     assert (0, 2) not in table.strong
     assert texts[0].startswith("Attainment, joint: better at 0 of 1 points, worse at 1")
 
@@ -98,12 +98,12 @@ def test_one_policy_against_each_of_the_others():
     assert section.title == "adaserve against the others"
     first, second, table = section.items
     assert first.text == (
-        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at "
-        "0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
+        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and "
+        "at 0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
     )
     assert second.text.startswith(
-        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), and "
-        "at 1 not told apart."
+        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), "
+        "and at 1 not told apart."
     )
     assert [(row[0], row[1], row[2].split(" ")[0], row[-1].split(" ")[0]) for row in table.rows] == [
         ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")

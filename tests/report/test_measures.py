@@ -6,7 +6,16 @@ import pytest
 from adaserve_jax.report.columns import WITH_TARGET, WITHOUT_TARGET, Columns
 from adaserve_jax.report.estimates import Estimates
 from adaserve_jax.report.latency import TIMES_OVER, shares_within
-from adaserve_jax.report.measures import ATTAINMENT, GOODPUT, MEASURES, THROUGHPUT, TPOT_P50, VIOLATIONS
+from adaserve_jax.report.measures import (
+    ATTAINMENT,
+    GOODPUT,
+    MEAN_ACCEPTED,
+    PERCENTILES,
+    RATIOS,
+    THROUGHPUT,
+    TPOT_P50,
+    VIOLATIONS,
+)
 from adaserve_jax.report.points import measured
 from tests.report.made import folder, point, random_requests, request
 
@@ -21,7 +30,7 @@ def test_figures_of_one_repeat_are_its_rows(seed: int):
     group = only_group(point(random_requests(40, seed), wall=55.0))
     estimates = Estimates()
     for name, row in group.points[0].rows.items():
-        for measure in MEASURES:
+        for measure in (*RATIOS, *PERCENTILES):
             expected, found = getattr(row, measure.name), estimates.value(group, measure, name)
             assert (found is None) == (expected is None), (name, measure.name)
             assert found is None or found == pytest.approx(expected), (name, measure.name)
@@ -56,6 +65,23 @@ def test_interval_holds_the_value_and_widens_a_sure_share():
     sure = Estimates().of(only_group(point([request(i) for i in range(40)])), ATTAINMENT)
     assert (sure.value, sure.high) == (1.0, 1.0)
     assert sure.low**40 == pytest.approx(0.025)
+
+
+def test_goodput_of_requests_that_all_met_or_all_missed():
+    met, missed = (only_group(point([request(i, tpot=tpot) for i in range(40)])) for tpot in (0.125, 0.5))
+    found = Estimates().of(met, GOODPUT)
+    assert (found.value, found.high) == (20.0, 20.0)
+    assert (found.low / 20) ** 40 == pytest.approx(0.025)
+    found = Estimates().of(missed, GOODPUT)
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert (1 - found.high / 20) ** 40 == pytest.approx(0.025)
+
+
+def test_no_request_with_a_target_has_no_attainment():
+    group = only_group(point([request(i, tpot_slo=None) for i in range(4)]))
+    assert Estimates().of(group, ATTAINMENT).value is None
+    found = Estimates().of(group, GOODPUT)
+    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
 
 
 def test_without_requests_figures_are_the_rows_mean_and_have_no_interval():
@@ -106,3 +132,18 @@ def test_share_within_the_target_is_the_attainment():
         r.tpot_slo_s is not None for r in records
     )
     assert shares_within(group.columns, "all")[-1] == pytest.approx(finished)
+
+
+def test_throughput_has_an_interval_of_enough_repeats_only():
+    points = [point([request(i, tokens=5 + n) for i in range(4)], repeat=n) for n in range(5)]
+    few, many = only_group(*points[:4]), only_group(*points)
+    assert Estimates().of(few, THROUGHPUT).low is None
+    found = Estimates().of(many, THROUGHPUT)
+    assert found.value == pytest.approx(2.8)  # 4 x 7 tokens in 10 s, on average
+    assert 2.0 <= found.low < 2.8 < found.high <= 3.6
+
+
+def test_who_drafts_nothing_has_no_accepted_tokens():
+    group = only_group(point([request(0, spec=(4, 0, 0))]))
+    assert group.points[0].row.mean_accepted == 0.0
+    assert Estimates().value(group, MEAN_ACCEPTED) is None

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from adaserve_jax.results.bootstrap import (
     ENOUGH_REPEATS,
     Interval,
+    Ratio,
     between,
     distributions,
     interval,
     mean,
     percentile,
-    ratio,
     resamples_for,
     sure_share,
 )
@@ -107,7 +107,7 @@ def test_chunks_hold_as_many_samples_as_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_nothing_is_known_of_nothing():
     assert interval(mean, [np.array([])]) == Interval(None, None)
     assert between(np.array([np.nan, np.nan, 1.0])) == Interval(None, None)
-    assert np.isnan(ratio(np.ones(2), np.zeros(2))(np.ones((1, 2)))[0])
+    assert np.isnan(Ratio(np.ones(2), np.zeros(2))(np.ones((1, 2)))[0])
 
 
 def test_a_share_of_one_leaves_room_for_what_was_not_seen():
@@ -118,3 +118,12 @@ def test_a_share_of_one_leaves_room_for_what_was_not_seen():
 
 def test_many_records_get_fewer_resamples():
     assert [resamples_for(n) for n in (1, 2000, 10**6)] == [2000, 2000, 500]
+
+
+def test_ratios_drawn_together_are_those_drawn_alone():
+    held = np.random.default_rng(2).random((4, 25))
+    ratios = [Ratio(held[0], held[1]), Ratio(held[2], held[3])]
+    mixed = [ratios[0], lambda counts: percentile(held[0], 90)(counts), ratios[1]]
+    together = distributions(mixed, [25], samples=60, seed=9)
+    for statistic, row in zip(mixed, together, strict=True):
+        assert distributions([statistic], [25], samples=60, seed=9)[0] == pytest.approx(row, rel=1e-12)

@@ -13,7 +13,9 @@ from tests.results.points import record, row, sample
 def test_lines_are_found_by_run_and_point(tmp_path: Path):
     rows = [row(run_id=run, point=point) for run in ("a", "b") for point in ("ar@2/s", "ar@2/s #1")]
     append_rows(tmp_path / "results.jsonl", rows)
-    append_rows(tmp_path / "requests.jsonl", [record(run_id=r.run_id, point=r.point, request_id=i) for r in rows for i in "12"])
+    append_rows(
+        tmp_path / "requests.jsonl", [record(run_id=r.run_id, point=r.point, request_id=i) for r in rows for i in "12"]
+    )
     append_rows(tmp_path / "samples.jsonl", [sample(run_id="b", point="ar@2/s #1", t_s=t) for t in (0.1, 0.2)])
     folder = RunFolder.load(tmp_path)
     assert folder.rows == tuple(rows) and folder.notes == ()
