@@ -84,7 +84,7 @@ def print_summary(document: Document) -> None:
     tables = [item for item in shown if isinstance(item, Table)]
     if not console.is_terminal:
         wide = console.options.update(max_width=MOST_COLUMNS)
-        needed = max((console.measure(_grid(table), options=wide).maximum for table in tables), default=0)
+        needed = max((console.measure(_grid(table, folded=False), options=wide).maximum for table in tables), default=0)
         console = Console(width=max(console.width, needed), highlight=False)
     console.print(document.title, style="bold", markup=False, soft_wrap=True)
     for section in document.sections:
@@ -97,18 +97,20 @@ def print_summary(document: Document) -> None:
         elif isinstance(item, Table):
             console.print()
             console.print(item.title, style="bold", markup=False, soft_wrap=True)
-            console.print(_grid(item))
+            console.print(_grid(item, folded=console.is_terminal))
             if item.caption:
                 console.print(item.caption, style="dim", markup=False, soft_wrap=True)
 
 
-def _grid(table: Table) -> Grid:
+def _grid(table: Table, *, folded: bool) -> Grid:
+    """folded: an interval stands below its value."""
     grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for index, column in enumerate(table.columns):
         numeric = index in table.numeric
         grid.add_column(Styled(column), justify="right" if numeric else "left", no_wrap=index == 0)
     for i, row in enumerate(table.rows):
-        grid.add_row(*(Styled(cell, style="bold" if (i, j) in table.strong else "") for j, cell in enumerate(row)))
+        cells = (cell.replace(" (", "\n(") if folded and j in table.numeric else cell for j, cell in enumerate(row))
+        grid.add_row(*(Styled(cell, style="bold" if (i, j) in table.strong else "") for j, cell in enumerate(cells)))
     return grid
 
 

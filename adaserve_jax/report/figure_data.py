@@ -77,9 +77,11 @@ def points_of(series: Series) -> list[Point]:
 
 
 def _cell(panel: Panel, point: Point | None) -> str:
-    if point is None or point[1] is None:
+    if point is None:
         return ""
     _, y, low, high = point
+    if y is None:
+        return ""
     if low is None or high is None:
         return written(panel, y)
     return f"{written(panel, y)} ({written(panel, low)} to {written(panel, high)})"

@@ -57,7 +57,7 @@ def draw(figure: Figure) -> str:
         else:
             head = ""
             legends = [_legend(figure, each, styles, str(index)) for index, each in enumerate(names)]
-            panels = [f"<div>{legend}{panel}</div>" for legend, panel in zip(legends, panels, strict=True)]
+            panels = [f"<div>{panel}{legend}</div>" for legend, panel in zip(legends, panels, strict=True)]
     drawn = "\n".join(panels)
     return f'{head}<div class="plots">\n{drawn}\n</div>'
 
