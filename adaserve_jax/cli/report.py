@@ -1,4 +1,4 @@
-"""`adaserve report`: what a server did in a time, from the file that it writes with --records."""
+"""`adaserve report`: what a run measured, as a page to send to others, and what a server did in a time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 
+from adaserve_jax.cli.report_folders import FolderReport, write_report
 from adaserve_jax.cli.report_text import as_json, as_markdown, nothing_found, print_table
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.served_report import report_of
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+SINCE, UNTIL = "1h", "now"
 
 
 class Format(StrEnum):
@@ -25,23 +27,81 @@ class Format(StrEnum):
 
 
 def report(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="folders that `adaserve bench` or `adaserve simulate` wrote; several make one report"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="file to write, ending in .html or .md; without: a summary in the terminal"),
+    ] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="folder of another run: the differences from it, with their intervals")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="title of the report; without: made from the folders")] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            help="point to show over time and to write with --perfetto, such as adaserve@2/s; without: chosen"
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="requests per second that the tables of one rate show; without: the middle one")
+    ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="file for that point's requests as trace events, which ui.perfetto.dev shows")
+    ] = None,
+    parquet: Annotated[Path | None, typer.Option(help="folder for results, requests and samples as Parquet")] = None,
     records: Annotated[
-        Path, typer.Option("--from", help="file that `adaserve serve --records` writes, or has written")
-    ],
+        Path | None,
+        typer.Option("--from", help="instead of folders: file that `adaserve serve --records` writes, or has written"),
+    ] = None,
     since: Annotated[
-        str, typer.Option(help="choices that ended since then: 30m, 1h, 7d before now, or such as 2026-01-31T08:00")
-    ] = "1h",
-    until: Annotated[str, typer.Option(help="and before then, written likewise; now: all there are")] = "now",
-    slo_class: Annotated[str | None, typer.Option("--class", help="this SLO class only")] = None,
-    key: Annotated[str | None, typer.Option(help="requests that came with the API key of this name only")] = None,
-    format: Annotated[Format, typer.Option(help="how to write the report")] = Format.table,
+        str,
+        typer.Option(
+            help="with --from: choices that ended since then: 30m, 1h, 7d before now, or such as 2026-01-31T08:00"
+        ),
+    ] = SINCE,
+    until: Annotated[str, typer.Option(help="and before then, written likewise; now: all there are")] = UNTIL,
+    slo_class: Annotated[str | None, typer.Option("--class", help="with --from: this SLO class only")] = None,
+    key: Annotated[
+        str | None, typer.Option(help="with --from: requests that came with the API key of this name only")
+    ] = None,
+    format: Annotated[Format, typer.Option(help="with --from: how to write the report")] = Format.table,
 ) -> None:
-    """Attainment, goodput, times, tokens and causes of violations, of a server that runs or ran.
+    """What a run measured, as one file to read and to send; or, with --from, what a server did.
 
-    Definitions: docs/metrics.md. A time without a zone is the local one.
+    Definitions: docs/metrics.md; how to read a report: docs/reports.md. A time without a zone is the local one.
     """
+    of_folders = {"-o": out, "--against": against, "--title": title, "--timeline": timeline, "--rate": rate}
+    of_folders |= {"--perfetto": perfetto, "--parquet": parquet}
+    of_records = {"--since": since != SINCE, "--until": until != UNTIL, "--class": slo_class, "--key": key}
+    of_records |= {"--format": format is not Format.table}
+    if records is not None and not folders:
+        _refuse(of_folders, "a folder that `adaserve bench` or `adaserve simulate` wrote, not to --from")
+        _report_records(records, since, until, slo_class, key, format)
+    elif folders and records is None:
+        _refuse(of_records, "--from with a server's records, not to folders")
+        write_report(FolderReport(tuple(folders), out, against, title, timeline, rate, perfetto, parquet))
+    else:
+        raise ConfigError(
+            "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with the file of "
+            f"`adaserve serve --records`, got {'both' if folders else 'neither'}; give one of them"
+        )
+
+
+def _refuse(options: dict[str, object], belongs: str) -> None:
+    """Raise ConfigError for the first option that is given and means nothing here."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ConfigError(f"{name} belongs to {belongs}; leave it out")
+
+
+def _report_records(
+    records: Path, since: str, until: str, slo_class: str | None, key: str | None, format: Format
+) -> None:
     now = time.time()
-    until_unix_s = float("inf") if until == "now" else parse_time(until, now, "--until")
+    until_unix_s = float("inf") if until == UNTIL else parse_time(until, now, "--until")
     since_unix_s = parse_time(since, now, "--since")
     if since_unix_s >= until_unix_s:
         raise ConfigError(f"--since must be before --until, got {since} and {until}")

@@ -14,8 +14,8 @@ areas over x."""
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or one colour of bars. x, y: as many of each; y None: a gap. low, high: an interval per point, or
-    empty. labels: of single points, or empty. colour: which of the report's colours, one policy's in all figures."""
+    """One line, or one colour of bars. x, y: as many of each; y None: a gap. low, high: an interval per point or
+    empty. labels: likewise. colour: which of the report's colours, the same for a policy in all figures."""
 
     name: str
     x: tuple[float | str, ...]
@@ -34,13 +34,15 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. y_range: fixed, or as the values want it; y_percent: values are shares, shown in percent."""
+    """One pair of axes. y_range: fixed, or as the values want it; y_percent: values are shares, shown in percent.
+    log_y: a logarithmic axis; every y is above 0."""
 
     title: str
     series: tuple[Series, ...]
     y_label: str
     y_range: tuple[float, float] | None = None
     y_percent: bool = False
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells are texts as they are shown. numeric: columns of numbers. strong: (row, column) of cells that win."""
+    """Cells are texts as they are shown. numeric: columns that hold numbers. strong: (row, column) of best cells."""
 
     key: str
     title: str
@@ -100,3 +102,9 @@ class Document:
     title: str
     facts: tuple[tuple[str, str], ...]
     sections: tuple[Section, ...]
+
+    @property
+    def headline(self) -> Section | None:
+        """The section that says what matters most: the one with key "headline", else the first."""
+        named = (section for section in self.sections if section.key == "headline")
+        return next(named, self.sections[0] if self.sections else None)

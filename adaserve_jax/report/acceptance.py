@@ -1,0 +1,50 @@
+"""How much speculation earned: accepted tokens per verification, and the drafts they are of."""
+
+from __future__ import annotations
+
+from adaserve_jax.report.curves import by_class, figures
+from adaserve_jax.report.document import Section, Table
+from adaserve_jax.report.measures import MEAN_ACCEPTED
+from adaserve_jax.report.points import Group
+from adaserve_jax.report.setting import AXES
+from adaserve_jax.report.view import View
+from adaserve_jax.report.words import cell, percent
+
+
+def acceptance(view: View) -> Section | None:
+    """None: nobody drafted."""
+    if not any(_sums(group)[1] for group in view.measured.groups.values()):
+        return None
+    drawn = figures(view, (MEAN_ACCEPTED,))
+    if view.measured.varied:
+        drawn.insert(0, by_class(view, MEAN_ACCEPTED))
+    return Section("acceptance", "Accepted tokens", (*drawn, _table(view)))
+
+
+def _table(view: View) -> Table:
+    axes = view.measured.varied[:1]
+    rows = []
+    for setting in view.line:
+        for group in view.measured.at(setting):
+            steps, drafted, accepted = _sums(group)
+            if drafted:
+                rate = percent(accepted / drafted)
+                counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
+                per_verification = cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))
+                rows.append((*(setting.cell(axis) for axis in axes), group.who, *counts, per_verification))
+    columns = (
+        *(AXES[axis][0] for axis in axes), "policy", "verifications", "drafted", "accepted", "acceptance rate",
+        MEAN_ACCEPTED.title,
+    )  # fmt: skip
+    numeric = frozenset(range(len(axes) + 1, len(columns)))
+    caption = "Verifications are counted per request; drafted tokens are those that were verified."
+    return Table("drafts", "Drafts and what became of them", view.caption(caption), columns, tuple(rows), numeric)
+
+
+def _sums(group: Group) -> tuple[int, int, int]:
+    """Verifications, drafted and accepted tokens of all repeats."""
+    rows = [point.row for point in group.points]
+    return (
+        sum(row.verify_steps for row in rows), sum(row.drafted_tokens for row in rows),
+        sum(row.accepted_tokens for row in rows),
+    )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Run folders to one document: every section in its order, those with nothing to show left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.acceptance import acceptance
+from adaserve_jax.report.compare import comparison
+from adaserve_jax.report.conditions import facts, invalid_points, warnings
+from adaserve_jax.report.curves import curves
+from adaserve_jax.report.document import Document, Section, Table, Text
+from adaserve_jax.report.headline import headline
+from adaserve_jax.report.latency import latency
+from adaserve_jax.report.mlperf import mlperf
+from adaserve_jax.report.pareto import pareto
+from adaserve_jax.report.phases import phases
+from adaserve_jax.report.points import Measured, find_point, measured
+from adaserve_jax.report.timeline import over_time
+from adaserve_jax.report.versus import versus
+from adaserve_jax.report.view import View
+from adaserve_jax.report.violations import violations
+from adaserve_jax.report.words import listed
+from adaserve_jax.results.run_folder import RunFolder
+
+
+def load_folders(paths: Sequence[Path]) -> tuple[RunFolder, ...]:
+    """Read run folders. Raises ConfigError: none is given, one is given twice, or one cannot be read."""
+    if not paths:
+        raise ConfigError("expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, got none")
+    places = [path.resolve() for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"expected each folder once, got {path} twice: its requests would count twice")
+    return tuple(RunFolder.load(path) for path in paths)
+
+
+def build(
+    folders: Sequence[RunFolder], *, against: RunFolder | None = None, title: str | None = None,
+    timeline: str | None = None, rate: float | None = None,
+) -> Document:  # fmt: skip
+    """The report of all points of the folders together.
+
+    against: an earlier run, compared point by point. timeline: name of the point that is shown over time. rate: of the
+    figures that show one, requests per second. Raises ConfigError: nothing to report on, no such point, no such rate.
+    """
+    found = measured(folders)
+    if timeline is not None:
+        find_point(found.points, timeline)
+    sections = _sections(found, against, timeline, rate)
+    return Document(title or f"Report of {listed(found.sources)}", facts(found), sections)
+
+
+def headline_tables(document: Document) -> tuple[Table, ...]:
+    """What a terminal shows of a report."""
+    held = (section for section in document.sections if section.key == "headline")
+    return tuple(item for section in held for item in section.items if isinstance(item, Table))
+
+
+def _sections(
+    found: Measured, against: RunFolder | None, point: str | None, rate: float | None
+) -> tuple[Section, ...]:  # fmt: skip
+    invalid, notices = invalid_points(found), warnings(found)
+    if not found.valid:
+        text = Text("No point is valid: there is nothing to compare and nothing to draw.", warns=True)
+        return tuple(_filled(Section("headline", "Headline", (*invalid, text)), notices))
+    view = View.of(found, rate)
+    first = headline(view)
+    sections = (
+        Section(first.key, first.title, (*invalid, *first.items)),
+        notices,
+        versus(view),
+        comparison(view, measured([against])) if against is not None else None,
+        curves(view),
+        latency(view),
+        mlperf(view),
+        pareto(view),
+        acceptance(view),
+        violations(view),
+        phases(view),
+        over_time(view, point),
+    )
+    return tuple(_filled(*sections))
+
+
+def _filled(*sections: Section | None) -> list[Section]:
+    return [section for section in sections if section is not None and section.items]

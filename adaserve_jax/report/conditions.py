@@ -1,0 +1,139 @@
+"""What the results of a report hold for: facts, a line for captions, and what the reader must be warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import PurePath
+from statistics import fmean
+
+from adaserve_jax.report.document import Section, Table, Text
+from adaserve_jax.report.points import Measured, Point
+from adaserve_jax.report.words import listed, size
+from adaserve_jax.results.schema import ResultRow
+
+HASH_LETTERS = 12
+BASELINE = "time of one token alone, without speculation"
+BASELINE_TOLERANCE = 0.05
+"""Baselines within this share of each other are the same: they are measured anew by each run."""
+_TOLD: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
+    ("workload", lambda r: f"{r.workload} (sha256 {r.workload_hash[:HASH_LETTERS]})"),
+    ("machine", lambda r: r.machine),
+    ("device", lambda r: r.device),
+    ("target", lambda r: _model(r.target, r.target_params)),
+    ("draft", lambda r: "none" if r.draft is None else _model(r.draft, r.draft_params)),
+    ("jax", lambda r: r.jax_version),
+    ("commit", lambda r: r.commit[:HASH_LETTERS] + "-dirty" * r.commit.endswith("-dirty")),
+    ("date", lambda r: r.started_at[:10]),
+    ("seed", lambda r: str(r.seed)),
+)
+"""What every figure says of itself."""
+_BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
+    ("system", lambda r: r.system),
+    ("version", lambda r: r.package_version),
+    ("arrivals", lambda r: r.arrival_process),
+    ("time in which requests arrive", lambda r: f"{r.duration_s:g} s"),
+    (BASELINE, lambda r: f"{r.baseline_s * 1e3:.1f} ms"),
+    ("requests at once, at most", lambda r: str(r.max_requests)),
+    ("context, at most", lambda r: f"{r.max_context} tokens"),
+    ("deterministic", lambda r: "yes" if r.deterministic else "no"),
+)
+MOST_VALUES = 4
+
+
+def condition_line(points: Sequence[Point]) -> str:
+    """One sentence for captions: workload, machine, models and their size, jax, commit, date, seed."""
+    line = "; ".join(f"{name} {_values(points, told)}" for name, told in _TOLD)
+    return f"{line[0].upper()}{line[1:]}."
+
+
+def point_facts(point: Point) -> tuple[tuple[str, str], ...]:
+    """What one point holds for."""
+    return tuple((name, told(point.row)) for name, told in (*_TOLD, *_BESIDE))
+
+
+def facts(measured: Measured) -> tuple[tuple[str, str], ...]:
+    points = measured.points
+    told = [(name, _values(points, value)) for name, value in (*_TOLD, *_BESIDE)]
+    valid = measured.valid
+    requests = sum(point.row.requests for point in valid)
+    targeted = sum(point.row.requests_with_slo for point in valid)
+    return (
+        ("results", listed(measured.sources)),
+        *told,
+        ("points", f"{len(points):,}, of them {len(valid):,} valid"),
+        (
+            "requests of valid points",
+            f"{requests:,}, of them {targeted:,} with a target and {requests - targeted:,} without",
+        ),
+        ("intervals", "95%, bootstrap over whole repeats where there are five or more, else over requests"),
+    )  # fmt: skip
+
+
+def warnings(measured: Measured) -> Section:
+    """What makes results mean less than they seem to; without items where there is nothing to say."""
+    return Section("warnings", "Before reading on", tuple(Text(text, warns=True) for text in _warnings(measured)))
+
+
+def differing(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[str, str, str]]:
+    """Name and values, here and there, of each condition that two sets of points do not share."""
+    found = []
+    for name, told in (*_TOLD, *_BESIDE):
+        here, there = _values(points, told), _values(others, told)
+        if here != there and name not in ("date", BASELINE):
+            found.append((name, here, there))
+    here_s, there_s = (fmean(point.row.baseline_s for point in each) for each in (points, others))
+    if abs(here_s - there_s) > BASELINE_TOLERANCE * max(here_s, there_s):
+        found.append((BASELINE, *(_values(each, dict(_BESIDE)[BASELINE]) for each in (points, others))))
+    return found
+
+
+def invalid_points(measured: Measured) -> tuple[Text | Table, ...]:
+    """Points that no figure uses, each with its reason; empty where all are valid."""
+    invalid = [point for point in measured.points if not point.row.valid]
+    if not invalid:
+        return ()
+    text = Text(
+        f"{len(invalid)} of {len(measured.points)} points are invalid and left out of everything below.", warns=True
+    )
+    rows = tuple((point.name, point.row.invalid_reason or "not said") for point in invalid)
+    return text, Table(
+        "invalid-points", "Invalid points", "Points that are not used, and why.", ("point", "reason"), rows
+    )
+
+
+def _warnings(measured: Measured) -> Iterable[str]:
+    points = measured.points
+    yield from measured.notes
+    if any(point.row.commit.endswith("-dirty") for point in points):
+        yield "Tracked files differed from the commit: this code cannot be looked up by its commit alone."
+    devices = dict.fromkeys(point.row.device for point in points if point.row.device.startswith("simulated"))
+    if devices:
+        named = listed([each.split(": ")[-1] for each in devices])
+        yield f"No model ran: times are those of a simulated machine ({named})."
+    compiled = [point for point in measured.valid if point.row.compiles_after_ready]
+    if compiled:
+        named = listed([point.name for point in compiled])
+        yield f"Programs were compiled while serving at {named}: their times hold compilation."
+    if bare := [point.name for point in measured.valid if not point.records]:
+        yield f"No request records of {listed(bare)}: figures are their rows' means, without intervals."
+    first, *others = (
+        [point for point in points if point.source == source] for source in measured.sources
+    )  # fmt: skip
+    for other in others:
+        unlike = [f"{name} ({here} against {there})" for name, here, there in differing(first, other)]
+        if unlike:
+            yield f"{first[0].source} and {other[0].source} were not measured alike: {'; '.join(unlike)}."
+
+
+def _values(points: Sequence[Point], told: Callable[[ResultRow], str]) -> str:
+    """All different values, the first few of them written out."""
+    values = list(dict.fromkeys(told(point.row) for point in points))
+    more = len(values) - MOST_VALUES
+    return " / ".join(values[:MOST_VALUES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _model(name: str, parameters: int | None) -> str:
+    """Name and size; of a whole path only its end."""
+    path = PurePath(name)
+    told = "size unknown" if parameters is None else f"{size(parameters)} parameters"
+    return f"{path.name if path.is_absolute() else name} ({told})"

@@ -1,0 +1,137 @@
+"""A document as one HTML file that asks nobody for anything: no script, no font, no address. Looks: templates/.
+
+Its content security policy allows one style sheet, by its hash, and pictures within the file; so whatever a name in the
+data holds, nothing runs and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from html import escape
+from typing import TypeVar
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import adaserve_jax
+from adaserve_jax.report.characters import printable
+from adaserve_jax.report.document import Document, Figure, Section, Table, Text
+from adaserve_jax.report.figure_data import tables_of
+from adaserve_jax.report.palette import css_variables
+from adaserve_jax.report.svg import draw, need_matplotlib
+
+POLICY = "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+MOST_ROWS = 200
+"""Rows of the tables of numbers below figures."""
+MANY_PANELS = 7
+"""So many do not fit on one printed page."""
+_WITH_INTERVAL = re.compile(r"([-+]?[\d.,]+%?(?: \w+)?) \(([^()]+ to [^()]+)\)")
+Keyed = TypeVar("Keyed", Section, Table, Figure)
+
+
+@dataclass(frozen=True)
+class DrawnFigure:
+    figure: Figure
+    svg: Markup
+    tables: tuple[Table, ...]
+    many: bool
+
+    @property
+    def key(self) -> str:
+        return self.figure.key
+
+    @property
+    def title(self) -> str:
+        return self.figure.title
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section with its figures drawn. first: the conditions of the whole report come after it."""
+
+    key: str
+    title: str
+    items: tuple[tuple[str, Text | Table | DrawnFigure], ...]
+    first: bool
+
+
+def render_html(document: Document) -> str:
+    """The file's content. The same document gives the same text.
+
+    Raises ConfigError without matplotlib, when there is a figure to draw.
+    """
+    if any(isinstance(item, Figure) for section in document.sections for item in section.items):
+        need_matplotlib()
+    anchors = Anchors()
+    parts = [_part(section, anchors, first=section is document.headline) for section in document.sections]
+    loader = PackageLoader("adaserve_jax.report")
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"prose": prose, "cell": cell}
+    css = environment.get_template("report.css.jinja").render(
+        light=Markup(css_variables(dark=False)), dark=Markup(css_variables(dark=True))
+    )
+    digest = b64encode(sha256(css.encode()).digest()).decode()
+    warned = [(part, len([1 for kind, item in part.items if kind == "warning"])) for part in parts]
+    text = environment.get_template("report.html.jinja").render(
+        document=document,
+        parts=parts,
+        warned=[(part, count) for part, count in warned if count],
+        css=Markup(css),
+        policy=POLICY.format(digest=digest),
+        version=adaserve_jax.__version__,
+    )
+    return printable(text)
+
+
+def _part(section: Section, anchors: Anchors, *, first: bool) -> Part:
+    key = anchors.of(section.key)
+    items: list[tuple[str, Text | Table | DrawnFigure]] = []
+    for item in section.items:
+        if isinstance(item, Text):
+            items.append(("warning" if item.warns else "text", item))
+        elif isinstance(item, Table):
+            items.append(("table", replace(item, key=anchors.of(item.key))))
+        else:
+            figure = replace(item, key=anchors.of(item.key))
+            tables = tables_of(figure, most_rows=MOST_ROWS)
+            many = len(figure.panels) >= MANY_PANELS
+            items.append(("figure", DrawnFigure(figure, Markup(draw(figure)), tables, many)))
+    return Part(key, section.title, tuple(items), first)
+
+
+class Anchors:
+    """Hands out identifiers: letters, digits, hyphens; each once."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = {"main", "contents", "conditions"}
+
+    def of(self, key: str) -> str:
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", key).strip("-") or "part"
+        name, again = stem, 1
+        while name in self._taken:
+            again += 1
+            name = f"{stem}-{again}"
+        self._taken.add(name)
+        return name
+
+
+def prose(text: str) -> Markup:
+    """Escaped, with `code` marked up where backticks come in pairs."""
+    parts = escape(text).split("`")
+    if len(parts) % 2 == 0:
+        return Markup(escape(text))
+    return Markup("".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts)))
+
+
+def cell(text: str) -> Markup:
+    """Escaped; an interval in brackets after a value is smaller, on a line of its own: +4.1 better (0.9 to 7.2)."""
+    found = _WITH_INTERVAL.fullmatch(text)
+    if found is None:
+        return Markup(escape(text))
+    value, interval = found.groups()
+    return Markup(f"{escape(value)} <small>({escape(interval)})</small>")

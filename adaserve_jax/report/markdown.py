@@ -1,0 +1,101 @@
+"""A document as GitHub's Markdown: tables, and figures as tables of their numbers. Names from the data stay names: what
+would be markup is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from adaserve_jax.report.characters import printable
+from adaserve_jax.report.document import Document, Figure, Section, Table, Text
+from adaserve_jax.report.figure_data import tables_of
+
+MOST_ROWS = 24
+_MARKUP = re.compile(r"([\\`*\[\]<>|~])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9])|&(?=#?\w+;)")
+_LINE_START = re.compile(r"^([#+-]+|\d+[.)])(?=\s|$)")
+
+
+def render_markdown(document: Document) -> str:
+    """The file's content, ending in a line break."""
+    text = "\n".join([f"# {_inline(document.title)}", "", *_body(document)])
+    return printable(text.rstrip() + "\n")
+
+
+def _body(document: Document) -> Iterator[str]:
+    for section in document.sections:
+        yield from _section(section)
+        if section is document.headline and document.facts:
+            yield from ("## Conditions", "")
+            yield from _rows(("", ""), document.facts, frozenset(), frozenset())
+            yield ""
+
+
+def _section(section: Section) -> Iterator[str]:
+    yield from (f"## {_inline(section.title)}", "")
+    for item in section.items:
+        if isinstance(item, Text):
+            yield from ((f"> **Warning:** {_prose(item.text)}" if item.warns else _paragraph(item.text)), "")
+        elif isinstance(item, Table):
+            yield from _table(item, level=3)
+        else:
+            yield from _figure(item)
+
+
+def _table(table: Table, *, level: int) -> Iterator[str]:
+    yield from (f"{'#' * level} {_inline(table.title)}", "")
+    yield from _rows(table.columns, table.rows, table.numeric, table.strong)
+    yield ""
+    if table.caption:
+        yield from (_paragraph(table.caption), "")
+
+
+def _figure(figure: Figure) -> Iterator[str]:
+    tables = tables_of(figure, most_rows=MOST_ROWS)
+    yield from (f"### {_inline(figure.title)}", "")
+    if figure.caption:
+        yield from (_paragraph(figure.caption), "")
+    if not tables:
+        yield from ("No values.", "")
+    for table in tables:
+        if len(figure.panels) > 1:
+            yield from (f"#### {_inline(table.title)}", "")
+        yield from (_paragraph(table.caption), "")
+        yield from _rows(table.columns, table.rows, table.numeric, table.strong)
+        yield ""
+
+
+def _rows(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    numeric: frozenset[int],
+    strong: frozenset[tuple[int, int]],
+) -> Iterator[str]:
+    yield _row([_inline(column) for column in columns])
+    yield _row(["---:" if index in numeric else "---" for index in range(len(columns))])
+    for i, row in enumerate(rows):
+        yield _row([f"**{_prose(c)}**" if (i, j) in strong and c.strip() else _prose(c) for j, c in enumerate(row)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _paragraph(text: str) -> str:
+    """Prose that begins no list and no heading."""
+    return _LINE_START.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", _prose(text))
+
+
+def _prose(text: str) -> str:
+    """Inline text with `code` as it is, where backticks come in pairs."""
+    parts = " ".join(text.split()).split("`")
+    if len(parts) % 2 == 0:
+        return _inline(text)
+    return "".join(
+        f"`{part.replace('|', chr(92) + '|')}`" if i % 2 else _inline(part, keep=True) for i, part in enumerate(parts)
+    )
+
+
+def _inline(text: str, *, keep: bool = False) -> str:
+    """Text on one line without markup. keep: white space at its ends."""
+    flat = re.sub(r"\s+", " ", text) if keep else " ".join(text.split())
+    return _MARKUP.sub(lambda found: f"\\{found[0]}" if found[0] != "&" else "&amp;", flat)

@@ -1,0 +1,142 @@
+"""The highest rate at which 99 of 100 requests keep each class's targets, in the manner of MLPerf's server scenario.
+
+MLPerf Inference (mlcommons/inference_policies, inference_rules.adoc): queries arrive by a Poisson process; a run is
+valid when the 99th percentile of TTFT and that of TPOT are both within the limits of the benchmark; the result is the
+largest rate of a valid run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve_jax.report.columns import Columns
+from adaserve_jax.report.document import Section, Table, Text
+from adaserve_jax.report.points import Group
+from adaserve_jax.report.view import View
+from adaserve_jax.report.words import listed, number, span
+from adaserve_jax.results.bootstrap import percentile
+
+QUANTILE = 99
+DEFINITION = (
+    "In the manner of MLPerf Inference's server scenario: the highest measured rate at which the 99th percentile of "
+    "TTFT and that of TPOT are both within the class's targets. Requests that did not finish count as infinitely slow. "
+    "Where targets differ from request to request, the 99th percentile of measured / target must be at most 1. These "
+    "are not MLPerf results: model, workload, accuracy, duration (there at least 600 s) and number of queries are this "
+    "report's own, and only the rates that were measured are candidates."
+)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The 99th percentiles of a class at one rate, seconds and over target; None: it has no such target or no times."""
+
+    requests: int
+    ttft_s: float | None
+    tpot_s: float | None
+    ttft_over: float | None
+    tpot_over: float | None
+
+    @classmethod
+    def of(cls, columns: Columns, slo_class: str) -> Tail:
+        mask = columns.mask(slo_class) & ~np.isnan(columns.slo_met)
+        unfinished = columns.finished == 0
+
+        def tail(values: np.ndarray) -> float | None:
+            held = np.where(mask, values, np.nan)
+            (found,) = percentile(held, QUANTILE)(np.ones((1, len(held))))
+            return None if np.isnan(found) else float(found)
+
+        return cls(
+            requests=int(mask.sum()),
+            ttft_s=tail(np.where(unfinished, np.inf, columns.ttft_s)),
+            tpot_s=tail(np.where(unfinished, np.inf, columns.tpot_s)),
+            ttft_over=tail(columns.ttft_over),
+            tpot_over=tail(columns.tpot_over),
+        )
+
+    @property
+    def meets(self) -> bool:
+        """Both targets, of those that the class has."""
+        overs = [over for over in (self.ttft_over, self.tpot_over) if over is not None]
+        return bool(overs) and all(over <= 1 for over in overs)
+
+
+def mlperf(view: View) -> Section | None:
+    """None: no class has a target, or there are no request records."""
+    rows = [row for who in view.measured.whos for row in _rows(view, who)]
+    if not rows:
+        return None
+    columns = (
+        "policy", "class", "TTFT target, ms", "TPOT target, ms", "highest rate met", "requests", "TTFT p99, ms",
+        "TPOT p99, ms", "lowest rate missed",
+    )  # fmt: skip
+    others = [axis for axis in view.measured.varied if axis != "rate_rps"]
+    where = f"At {view.focus.describe(others)}." if others else ""
+    caption = view.caption(
+        f"Requests and 99th percentiles are of the highest rate met, else of the lowest rate. {where}".strip()
+    )
+    table = Table(
+        "mlperf", "99th percentiles within the targets", caption, columns, tuple(rows), frozenset(range(2, 8))
+    )
+    texts = [Text(DEFINITION)]
+    processes = sorted({s.process for s in view.slice_through("rate_rps")} - {"poisson"})
+    if processes:
+        texts.append(
+            Text(f"Arrivals here were not Poisson's, as MLPerf wants them, but: {listed(processes)}.", warns=True)
+        )
+    return Section("mlperf", "Rates within the targets", (*texts, table))
+
+
+def _rows(view: View, who: str) -> list[tuple[str, ...]]:
+    """A row per class with a target, and one over all of them."""
+    along = (view.measured.groups.get((who, setting)) for setting in view.slice_through("rate_rps"))
+    groups = [group for group in along if group is not None and group.has_records]
+    rows, tails = [], {}
+    for name in view.measured.classes:
+        tails[name] = [Tail.of(group.columns, name) for group in groups]
+        if any(tail.requests for tail in tails[name]):
+            rows.append(_row(who, name, groups, tails[name]))
+        else:
+            del tails[name]
+    if len(tails) > 1:
+        met = [all(tail.meets or not tail.requests for tail in at) for at in zip(*tails.values(), strict=True)]
+        rows.append((who, "every class", "", "", *_rates(groups, met)[:1], "", "", "", *_rates(groups, met)[1:]))
+    return rows
+
+
+def _row(who: str, name: str, groups: Sequence[Group], tails: Sequence[Tail]) -> tuple[str, ...]:
+    met = [tail.meets for tail in tails]
+    shown = max((i for i, each in enumerate(met) if each), default=0)
+    highest, lowest = _rates(groups, met)
+    tail = tails[shown]
+    return (
+        who, name, _targets(groups, name, "ttft_slo_s"), _targets(groups, name, "tpot_slo_s"), highest,
+        f"{tail.requests:,}", _time(tail.ttft_s), _time(tail.tpot_s), lowest,
+    )  # fmt: skip
+
+
+def _rates(groups: Sequence[Group], met: Sequence[bool]) -> tuple[str, str]:
+    """Highest rate met, with the lower ones that were missed all the same, and lowest rate missed."""
+    rates = [group.setting.cell("rate_rps") for group in groups]
+    missed = [rate for rate, each in zip(rates, met, strict=True) if not each]
+    kept = [i for i, each in enumerate(met) if each]
+    if not kept:
+        return "none", missed[0]
+    below = [rate for rate in rates[: kept[-1]] if rate in missed]
+    highest = rates[kept[-1]] + (f" (missed at {listed(below)})" if below else "")
+    return highest, missed[0] if missed else "none"
+
+
+def _targets(groups: Sequence[Group], name: str, column: str) -> str:
+    """Least and largest target of a class."""
+    held = [getattr(group.columns, column)[group.columns.mask(name)] for group in groups]
+    known = np.concatenate(held)
+    known = known[~np.isnan(known)]
+    return span(*(f"{value * 1e3:,.4g}" for value in (known.min(), known.max()))) if len(known) else "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "more than 1% did not finish" if seconds == np.inf else number("s", seconds)

@@ -1,0 +1,89 @@
+"""The report's colours, light and dark, and how series are told apart where colour does not: markers, dashes, hatches.
+
+The first four series colours are those of the dashboard. In figures a colour stands for a name, not for a shade: a
+figure is drawn with `stand_in(name)`, which becomes the CSS variable of that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from adaserve_jax.report.document import Figure
+
+COLOURS = {
+    "page": ("#f3f5f8", "#0c1117"),
+    "panel": ("#ffffff", "#151c25"),
+    "ink": ("#16202c", "#e9eef4"),
+    "muted": ("#566273", "#9aa7b6"),
+    "line": ("#e0e5ec", "#26303c"),
+    "edge": ("#d5dce5", "#303b48"),
+    "focus": ("#0b57d0", "#a8c7fa"),
+    "warn-page": ("#fff1e0", "#3a2410"),
+    "warn-ink": ("#7a3400", "#ffd9b0"),
+    "warn-edge": ("#c65102", "#f0a04b"),
+    "s0": ("#0072b2", "#56b4e9"),
+    "s1": ("#c65102", "#f0a04b"),
+    "s2": ("#00805d", "#33c79a"),
+    "s3": ("#a3437f", "#e08fc0"),
+    "s4": ("#3b4754", "#c9d2dc"),
+    "s5": ("#8a6a00", "#e9d758"),
+    "s6": ("#5b4bb5", "#b3a6ff"),
+    "s7": ("#9c1c38", "#ff9c9c"),
+}
+"""Name -> light, dark."""
+SERIES_COLOURS = tuple(name for name in COLOURS if name[0] == "s" and name[1:].isdecimal())
+MARKERS = "osD^vPX*"
+DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2.5), (1.5, 2), (8, 2.5, 1.5, 2.5), (3.5, 1.5, 1.5, 1.5, 1.5, 1.5))
+HATCHES = ("", "//", "\\\\", "xx", "--", "||", "/", "++")
+_STAND_IN = "#0b0e{:02x}"
+
+
+@dataclass(frozen=True)
+class Style:
+    """colour: a name of COLOURS. dash: lengths in points, empty: a whole line. hollow: markers without a filling."""
+
+    colour: str
+    marker: str
+    dash: tuple[float, ...]
+    hatch: str
+    hollow: bool
+
+
+def styles_of(figure: Figure) -> dict[str, Style]:
+    """A style by name of series, the same in all panels. Names that share a colour and a panel differ in dashes and
+    fillings."""
+    looks: dict[str, tuple[int, int]] = {}
+    beside: dict[str, set[str]] = {}
+    for panel in figure.panels:
+        names = {series.name for series in panel.series}
+        for series in panel.series:
+            beside.setdefault(series.name, set()).update(names)
+    for panel in figure.panels:
+        for series in panel.series:
+            if series.name not in looks:
+                taken = {looks[name] for name in beside[series.name] & looks.keys()}
+                looks[series.name] = next((series.colour, n) for n in count() if (series.colour, n) not in taken)
+    return {name: _style(colour, again) for name, (colour, again) in looks.items()}
+
+
+def _style(colour: int, again: int) -> Style:
+    """again: how many others beside it have the colour already."""
+    lap, kind = divmod(colour, len(SERIES_COLOURS))
+    turn = kind + lap + 2 * again
+    hatch = HATCHES[turn % len(HATCHES)]
+    return Style(SERIES_COLOURS[kind], MARKERS[kind], DASHES[turn % len(DASHES)], hatch, again % 2 == 1)
+
+
+def stand_in(name: str) -> str:
+    """The colour that a figure is drawn with where it means `name`."""
+    return _STAND_IN.format(list(COLOURS).index(name))
+
+
+VARIABLES = {stand_in(name): f"var(--{name}, {light})" for name, (light, _) in COLOURS.items()}
+"""Stand-in -> CSS variable, with the light colour where nobody defines it."""
+
+
+def css_variables(*, dark: bool) -> str:
+    """Definitions of every colour, for a CSS rule."""
+    return " ".join(f"--{name}: {shades[dark]};" for name, shades in COLOURS.items())

@@ -1,0 +1,147 @@
+"""One measured point as trace events, for ui.perfetto.dev: a track per request, and counters of the engine.
+
+Format: the Trace Event Format (JSON), as Perfetto reads it: times in microseconds, slices of one track never overlap.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.conditions import point_facts
+from adaserve_jax.report.points import Point, find_point, measured
+from adaserve_jax.report.timeline import default_point
+from adaserve_jax.report.view import View
+from adaserve_jax.results.causes import violation_cause
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.samples import Sample
+
+REQUESTS, ENGINE = 1, 2
+"""Process ids: of the requests, each a thread of it, and of the engine."""
+COUNTERS = {
+    "requests": ("running", "waiting"),
+    "KV pages": ("pages_used", "extension_used"),
+    "draft": ("depth", "width"),
+    "budget": ("budget",),
+    "draft resident": ("draft_resident",),
+}
+Event = dict[str, Any]
+
+
+def write_trace(folders: Sequence[RunFolder], path: Path, *, point: str | None = None) -> str:
+    """Write the trace of one point, compressed where the path ends in .gz; returns the point's name.
+
+    point: as `point_names` lists them; None: the one that a report shows over time, or the first with records. Raises
+    ConfigError: no such point, no request records, or the file cannot be written.
+    """
+    chosen = _chosen(folders, point)
+    text = json.dumps(trace(chosen), separators=(",", ":"), allow_nan=False).encode()
+    try:
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
+    return chosen.name
+
+
+def trace(point: Point) -> dict[str, Any]:
+    """The JSON object: all events, and what they hold for."""
+    events = [*_names(point), *_request_events(point), *_engine_events(point.samples)]
+    events.sort(key=lambda event: event.get("ts", -1.0))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(point_facts(point))}
+
+
+def _chosen(folders: Sequence[RunFolder], name: str | None) -> Point:
+    found = measured(folders)
+    if name is not None:
+        point = find_point(found.points, name)
+    else:
+        sampled = default_point(View.of(found)) if found.valid else None
+        point = sampled or next((each for each in found.points if each.records), found.points[0])
+    if not point.records:
+        raise ConfigError(
+            f"expected request records of {point.name!r} to trace, its folder has none: keep requests.jsonl beside "
+            "results.jsonl"
+        )
+    return point
+
+
+def _names(point: Point) -> Iterator[Event]:
+    yield _named("process_name", REQUESTS, 0, f"requests of {point.name}")
+    yield _named("process_name", ENGINE, 0, "engine")
+    for track, record in enumerate(point.records, 1):
+        yield _named("thread_name", REQUESTS, track, f"{record.slo_class} {record.request_id}")
+        yield {"ph": "M", "name": "thread_sort_index", "pid": REQUESTS, "tid": track, "args": {"sort_index": track}}
+
+
+def _named(kind: str, process: int, track: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
+
+
+def _request_events(point: Point) -> Iterator[Event]:
+    drafted = sum(record.drafted_tokens for record in point.records)
+    acceptance_rate = sum(record.accepted_tokens for record in point.records) / drafted if drafted else 0.0
+    for track, record in enumerate(point.records, 1):
+        at = {"pid": REQUESTS, "tid": track, "cat": record.slo_class}
+        args = _args(record)
+        if (cause := violation_cause(record, acceptance_rate=acceptance_rate)) is not None:
+            args["missed_by"] = cause
+        arrival_us = _us(record.due_s + record.late_s)
+        yield {"ph": "i", "s": "t", "name": "arrival", "ts": arrival_us, "args": args, **at}
+        for (name, start_us), (_, end_us) in _stages(record, arrival_us):
+            yield {"ph": "X", "name": name, "ts": start_us, "dur": round(end_us - start_us, 3), "args": args, **at}
+        for offset_s, tokens in groupby(record.token_offsets_s):
+            if record.ttft_s is not None:
+                ts = _us(record.due_s + record.late_s + record.ttft_s + offset_s)
+                count = len(list(tokens))
+                name = "token" if count == 1 else f"{count} tokens"
+                yield {"ph": "i", "s": "t", "name": name, "ts": ts, "args": {"tokens": count}, **at}
+        if record.status != "finished":
+            end_us = _us(record.due_s + record.late_s + (record.e2e_s or record.queue_s or 0.0))
+            name = record.status if record.error_code is None else f"{record.status}: {record.error_code}"
+            yield {"ph": "i", "s": "t", "name": name, "ts": end_us, "args": args, **at}
+
+
+def _stages(record: RequestRecord, arrival_us: float) -> Iterator[tuple[tuple[str, float], tuple[str, float]]]:
+    """Starts and ends of what it went through, each beginning where the one before it ends."""
+    since = record.due_s + record.late_s
+    edges = [("queued", arrival_us)]
+    if record.queue_s is not None:
+        edges.append(("prefill", _us(since + record.queue_s)))
+    if record.ttft_s is not None:
+        edges.append(("decode", _us(since + record.ttft_s)))
+        edges.append(("end", _us(since + (record.e2e_s or record.ttft_s))))
+    return pairwise(edges)
+
+
+def _args(record: RequestRecord) -> dict[str, Any]:
+    """What a click on the request shows; times in ms."""
+    times = ("queue_s", "ttft_s", "tpot_s", "ttft_slo_s", "tpot_slo_s")
+    shown = {f"{name.removesuffix('_s')}_ms": _ms(getattr(record, name)) for name in times}
+    counts = (
+        "status", "slo_met", "prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens",
+        "preemptions", "replica",
+    )  # fmt: skip
+    values = shown | {name: getattr(record, name) for name in counts}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _engine_events(samples: Sequence[Sample]) -> Iterator[Event]:
+    for sample in samples:
+        for name, columns in COUNTERS.items():
+            args = {column: int(getattr(sample, column)) for column in columns}
+            yield {"ph": "C", "name": name, "pid": ENGINE, "tid": 0, "ts": _us(sample.t_s), "args": args}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 6)

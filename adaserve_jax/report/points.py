@@ -1,0 +1,216 @@
+"""The measured points of run folders, told apart by who served and under what setting. Pools and draws nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.columns import Columns
+from adaserve_jax.report.setting import AXES, Setting
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
+from adaserve_jax.results.samples import Sample
+from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, Provenance, ResultRow
+
+SAME_RUN = (
+    "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
+    "max_requests", "max_context", "num_pages", "extension_pages", "elastic",
+)  # fmt: skip
+"""Points that agree in these may be pooled as repeats of one another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """One measurement of one setting. source: of which folder or run, for people. name: unique in the report.
+
+    rows: by SLO class, "all" among them. records, samples: empty where the folder has none.
+    """
+
+    source: str
+    name: str
+    served_by: str
+    setting: Setting
+    rows: dict[str, ResultRow]
+    records: tuple[RequestRecord, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def row(self) -> ResultRow:
+        return self.rows[ALL_CLASSES]
+
+    @property
+    def provenance(self) -> Provenance:
+        return self.row
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Repeats of one setting by one system under one policy, valid ones only."""
+
+    who: str
+    setting: Setting
+    points: tuple[Point, ...]
+
+    @cached_property
+    def columns(self) -> Columns:
+        return Columns.of([(point.records, point.row.wall_s) for point in self.points])
+
+    @property
+    def has_records(self) -> bool:
+        return all(point.records for point in self.points)
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """All points of a report. whos: who served, in the order of the files; the index is the colour. groups: by who and
+    setting. notes: what the folders said of themselves."""
+
+    points: tuple[Point, ...]
+    groups: dict[tuple[str, Setting], Group]
+    whos: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    classes: tuple[str, ...]
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def valid(self) -> list[Point]:
+        return [point for point in self.points if point.row.valid]
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """Axes on which the valid points differ."""
+        return tuple(a for a in AXES if len({s.value(a) for s in self.settings}) > 1)
+
+    def values(self, axis: str) -> list[float]:
+        return sorted({value for s in self.settings if (value := s.value(axis)) is not None})
+
+    def at(self, setting: Setting) -> list[Group]:
+        """Groups of one setting, in the order of whos."""
+        return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
+
+    def colour(self, who: str) -> int:
+        return self.whos.index(who)
+
+
+def measured(folders: Sequence[RunFolder]) -> Measured:
+    """The points of all folders. Raises ConfigError: none has a row."""
+    points = _named([point for folder in folders for point in _points(folder, _label(folder, folders))])
+    if not points:
+        named = ", ".join(str(folder.path) for folder in folders)
+        raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
+    held = defaultdict(set)
+    for point in points:
+        held[point.served_by].add(point.source)
+    grouped: dict[tuple[str, Setting], list[Point]] = defaultdict(list)
+    whos: dict[str, None] = {}
+    for point in points:
+        who = f"{point.source}: {point.served_by}" if len(held[point.served_by]) > 1 else point.served_by
+        if point.row.valid:
+            whos[who] = None
+            grouped[who, point.setting].append(point)
+    valid = [point for point in points if point.row.valid]
+    return Measured(
+        points=tuple(points),
+        groups={key: Group(*key, tuple(each)) for key, each in grouped.items()},
+        whos=tuple(whos),
+        settings=tuple(sorted({point.setting for point in valid}, key=lambda s: s.order)),
+        classes=tuple(sorted({name for point in valid for name in point.rows} - {ALL_CLASSES})),
+        sources=tuple(dict.fromkeys(point.source for point in points)),
+        notes=tuple(f"{folder.path.name}: {note}" for folder in folders for note in folder.notes),
+    )
+
+
+def point_names(folders: Sequence[RunFolder]) -> tuple[str, ...]:
+    """Names of all points, valid or not, as `find_point` takes them."""
+    return tuple(point.name for point in measured(folders).points)
+
+
+def find_point(points: Sequence[Point], name: str) -> Point:
+    """Raises ConfigError listing the points that there are."""
+    for point in points:
+        if point.name == name:
+            return point
+    known = ", ".join(repr(point.name) for point in points)
+    raise ConfigError(f"expected one of the points {known}, got {name!r}")
+
+
+def _points(folder: RunFolder, label: str) -> list[Point]:
+    """Points of one folder. Rows of old files whose points cannot be told apart by name keep no requests."""
+    by_key: dict[tuple[str, str], list[dict[str, ResultRow]]] = defaultdict(list)
+    for row in folder.rows:
+        found = by_key[key_of(row)]
+        if not found or row.slo_class in found[-1]:
+            found.append({})
+        found[-1][row.slo_class] = row
+    whole = {key: [rows for rows in found if ALL_CLASSES in rows] for key, found in by_key.items()}
+    sources = _sources([rows[ALL_CLASSES] for found in whole.values() for rows in found], label)
+    return [
+        Point(
+            source=sources[rows[ALL_CLASSES].run_id],
+            name=point_of(rows[ALL_CLASSES]),
+            served_by=_served_by(rows[ALL_CLASSES]),
+            setting=Setting.of(rows[ALL_CLASSES]),
+            rows=rows,
+            records=folder.records.get(key, ()) if len(found) == 1 else (),
+            samples=folder.samples.get(key, ()) if len(found) == 1 else (),
+        )
+        for key, found in whole.items()
+        for rows in found
+    ]
+
+
+def _sources(rows: Sequence[ResultRow], label: str) -> dict[str, str]:
+    """By run: the folder's label, and the first run's that was made alike where the runs of one folder were not."""
+    made: dict[str, tuple[tuple[object, ...], dict[Setting, str]]] = {}
+    for row in rows:
+        about = tuple(getattr(row, name) for name in SAME_RUN)
+        made.setdefault(row.run_id, (about, {}))[1][Setting.of(row)] = row.workload_hash
+    firsts: dict[str, str] = {}
+    for run_id, (about, loads) in made.items():
+        alike = (
+            first for first in firsts.values()
+            if made[first][0] == about and all(made[first][1].get(s, load) == load for s, load in loads.items())
+        )  # fmt: skip
+        firsts[run_id] = next(alike, run_id)
+    apart = len(set(firsts.values())) > 1
+    return {run_id: f"{label} {first}" if apart else label for run_id, first in firsts.items()}
+
+
+def _served_by(row: ResultRow) -> str:
+    """Policy, before it the system where that is another one, and after it what else tells settings apart."""
+    name = row.policy
+    if row.system != OWN_SYSTEM:
+        name = row.system if row.policy in ("", row.system) else f"{row.system} {row.policy}"
+    if row.label is not None:
+        name += f" ({row.label})"
+    return name if row.replicas == 1 else f"{name}, {row.replicas} replicas by {row.router}"
+
+
+def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
+    """The folder's name, with those above it as far as it takes to tell folders apart."""
+    parts = folder.path.resolve().parts
+    others = [other.path.resolve().parts for other in folders if other is not folder]
+    for length in range(1, len(parts)):
+        if all(other[-length:] != parts[-length:] for other in others):
+            return "/".join(parts[-length:])
+    return str(folder.path)
+
+
+def _named(points: Sequence[Point]) -> list[Point]:
+    """With names that are unique: by source, then by run, then by number where they are not."""
+    for prefix in (lambda p, n: f"{p.source}: {p.name}", lambda p, n: f"{p.row.run_id}: {p.name}",
+                   lambda p, n: f"{p.name} ({n})"):  # fmt: skip
+        count = Counter(point.name for point in points)
+        points = [
+            point if count[point.name] == 1 else _renamed(point, prefix(point, number))
+            for number, point in enumerate(points, 1)
+        ]
+    return list(points)
+
+
+def _renamed(point: Point, name: str) -> Point:
+    return Point(point.source, name, point.served_by, point.setting, point.rows, point.records, point.samples)

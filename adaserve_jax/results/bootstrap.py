@@ -1,0 +1,155 @@
+"""Bootstrap intervals of what was measured on requests, of one run or of its repeats. numpy only.
+
+A resample is told by how often it holds each record, so that shares and means are products of matrices and percentiles
+are positions in running sums: no record is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEVEL = 0.95
+SAMPLES = 2000
+ENOUGH_REPEATS = 5
+"""From so many repeats on, whole repeats are resampled instead of requests."""
+CHUNK = 1 << 21
+"""Counts that are held at once."""
+
+Counted = Callable[[np.ndarray], np.ndarray]
+"""How often each record is held, f64[S, N], to the statistic of each resample, f64[S], nan where it is undefined."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a figure lies with the stated confidence; None: it is not known."""
+
+    low: float | None
+    high: float | None
+
+
+def interval(
+    statistic: Callable[[np.ndarray, np.ndarray], np.ndarray], groups: Sequence[np.ndarray], *, level: float = LEVEL,
+    samples: int = SAMPLES, seed: int = 0,
+) -> Interval:  # fmt: skip
+    """The percentile bootstrap's interval of a statistic of records that were measured in repeats.
+
+    groups: the records of each repeat, f64[N] or f64[N, K]. statistic: of all records, f64[N, ..], and how often each
+    counts, f64[S, N], to f64[S], such as `mean` and `percentile`. With `ENOUGH_REPEATS` repeats or more, repeats are
+    drawn whole: the interval sees what differs from run to run (the machine's drift, another warm-up) and what requests
+    of one run have in common. With fewer, requests are drawn within each repeat: it sees which requests happened to be
+    there, takes them as independent of each other, and is blind to what all requests of a run shared, so that it is too
+    narrow under overload. An extreme percentile of few requests has no honest interval by either.
+    """
+    values = np.concatenate([np.asarray(group, np.float64) for group in groups])
+    sizes = [len(group) for group in groups]
+    drawn = distributions([lambda counts: statistic(values, counts)], sizes, samples=samples, seed=seed)
+    return between(drawn[0], level)
+
+
+def distributions(
+    statistics: Sequence[Counted], sizes: Sequence[int], *, samples: int = SAMPLES, seed: int = 0
+) -> np.ndarray:
+    """f64[K, S]: each statistic on the same resamples. sizes: records of each repeat, in the order of the counts' axis.
+
+    The draws depend on sizes, samples and seed only: differences of two systems that were given the same requests are
+    those of paired samples when both are drawn with the same seed.
+    """
+    ratios = [each for each in statistics if isinstance(each, Ratio)]
+    columns = np.concatenate([each.columns for each in ratios], axis=1) if ratios else None
+    chunks = []
+    for counts in _resamples(sizes, samples, seed):
+        sums = iter(() if columns is None else np.split(counts @ columns, len(ratios), axis=1))
+        chunks.append([each.of_sums(next(sums)) if isinstance(each, Ratio) else each(counts) for each in statistics])
+    return np.concatenate(chunks, axis=1) if chunks else np.empty((len(statistics), 0))
+
+
+def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
+    """The middle `level` of what was drawn; unknown when more than half of the resamples could not say."""
+    known = drawn[~np.isnan(drawn)]
+    if 2 * len(known) <= len(drawn):
+        return Interval(None, None)
+    tail = 100 * (1 - level) / 2
+    low, high = np.percentile(known, (tail, 100 - tail))
+    return Interval(float(low), float(high))
+
+
+def mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """f64[S]: means of f64[N] under counts f64[S, N]."""
+    return Ratio(values, np.ones(len(values)))(counts)
+
+
+class Ratio:
+    """Sum of one column over the sum of another, f64[N] each. Of several, `distributions` makes one product."""
+
+    def __init__(self, above: np.ndarray, below: np.ndarray):
+        self.columns = np.stack([above, below], axis=1)
+
+    def __call__(self, counts: np.ndarray) -> np.ndarray:
+        return self.of_sums(counts @ self.columns)
+
+    @staticmethod
+    def of_sums(sums: np.ndarray) -> np.ndarray:
+        """sums: f64[S, 2], of both columns."""
+        return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
+
+
+def percentile(values: np.ndarray, q: float) -> Counted:
+    """The q-th percentile (0 to 100) of f64[N], linear between the two nearest, of the records that have a value: nan
+    is none, infinity is one."""
+    known = np.flatnonzero(~np.isnan(values))
+    order = known[np.argsort(values[known], kind="stable")]
+    ordered = values[order]
+
+    def of(counts: np.ndarray) -> np.ndarray:
+        running = np.cumsum(counts[:, order], axis=1)
+        if not len(order):
+            return np.full(len(counts), np.nan)
+        position = np.maximum(running[:, -1] - 1, 0) * (q / 100)
+        below, above = (ordered[_at(running, place)] for place in (np.floor(position), np.ceil(position)))
+        share = position - np.floor(position)
+        with np.errstate(invalid="ignore"):
+            found = np.where((share == 0) | (below == above), below, below + share * (above - below))
+        return np.where(running[:, -1] > 0, found, np.nan)
+
+    return of
+
+
+def sure_share(records: int, level: float = LEVEL) -> float:
+    """The least share that all of so many independent records having it allows: Clopper and Pearson's bound, which the
+    bootstrap, that never draws what it has not seen, puts at 1."""
+    return ((1 - level) / 2) ** (1 / records)
+
+
+def _at(running: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """Index of the record at a place, from 0, of each resample: the first whose running count is beyond it."""
+    return np.minimum((running <= place[:, None]).sum(axis=1), running.shape[1] - 1)
+
+
+def _resamples(sizes: Sequence[int], samples: int, seed: int) -> Iterator[np.ndarray]:
+    """Counts f64[S, N], in chunks of S."""
+    total = sum(sizes)
+    if not total:
+        return
+    rng = np.random.default_rng(seed)
+    step = max(1, CHUNK // total)
+    for start in range(0, samples, step):
+        rows = min(step, samples - start)
+        if len(sizes) >= ENOUGH_REPEATS:
+            yield np.repeat(_draw(rng, rows, len(sizes)), sizes, axis=1)
+        else:
+            yield np.concatenate([_draw(rng, rows, size) for size in sizes], axis=1)
+
+
+def _draw(rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
+    """f64[rows, size]: how often each of `size` was drawn in as many draws."""
+    cells = rng.integers(0, max(size, 1), (rows, size)) + np.arange(rows)[:, None] * size
+    return np.bincount(cells.ravel(), minlength=rows * size).reshape(rows, size).astype(np.float64)
+
+
+def resamples_for(records: int) -> int:
+    """How many resamples a report draws: `SAMPLES`, fewer of so many records that they would take minutes."""
+    return min(SAMPLES, max(SAMPLES // 4, math.floor(2 * CHUNK / max(records, 1))))

@@ -1,0 +1,146 @@
+"""`adaserve report DIR`: what is refused, what is written, what the terminal shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from adaserve_jax.cli.app import app
+from adaserve_jax.cli.report_folders import print_summary, renderer
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report import svg
+from adaserve_jax.results.jsonl import append_rows
+from tests.report import made as runs
+from tests.report import made_document as made
+
+
+def refused(*arguments: str | Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+    return str(caught.value)
+
+
+def test_folders_or_records_but_not_both(tmp_path):
+    assert "got neither; give one of them" in refused()
+    assert "got both; give one of them" in refused(tmp_path, "--from", tmp_path / "records.sqlite")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--since", "2h"], ["--until", "1h"], ["--class", "chat"], ["--key", "k"], ["--format", "json"]]
+)
+def test_options_of_records_mean_nothing_for_folders(tmp_path, arguments):
+    assert refused(tmp_path, *arguments).startswith(f"{arguments[0]} belongs to --from with a server's records")
+
+
+@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--parquet", "--rate"])
+def test_options_of_folders_mean_nothing_for_records(tmp_path, option):
+    said = refused("--from", tmp_path / "records.sqlite", option, "2")
+    assert said.startswith(f"{option} belongs to a folder that `adaserve bench` or `adaserve simulate` wrote")
+
+
+@pytest.mark.parametrize("name", ["report.pdf", "report", "report.txt", "report.html.gz"])
+def test_only_html_and_markdown_are_written(tmp_path, name):
+    assert f"-o must end in .html or .md, got {tmp_path / name}" in refused(tmp_path, "-o", tmp_path / name)
+
+
+def test_html_needs_matplotlib_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(svg, "find_spec", lambda name: None)
+    assert "pip install adaserve-jax[plot]" in refused(tmp_path / "none", "-o", tmp_path / "report.html")
+
+
+def test_what_an_ending_means():
+    assert renderer(Path("a.md")).__name__ == "render_markdown"
+    assert renderer(Path("a.HTML")).__name__ == "render_html"
+
+
+def test_the_terminal_shows_the_headline_and_every_warning(capsys):
+    print_summary(made.document())
+    out = capsys.readouterr().out
+    lines = [line.strip() for line in out.splitlines()]
+    assert lines[0] == f"Four policies on 110M {made.HOSTILE}"
+    assert lines[1] == f"warning: 1 of 20 points is invalid: {made.HOSTILE}"
+    assert "At 2 requests/s `adaserve` meets 94.1% of targets." in lines
+    head = next(line for line in lines if line.startswith("policy"))
+    assert "  ".join(made.COLUMNS) == re.sub(r" {2,}", "  ", head.rstrip())
+    assert [line.split()[0] for line in lines if line.startswith(made.POLICIES)] == list(made.POLICIES)
+    assert "Odd names" not in out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Two policies at two rates, as files; a class whose name is markup."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    path.mkdir()
+    for policy, tpot in (("ar", 0.25), ("adaserve", 0.15)):
+        for rate in (1.0, 2.0):
+            requests = runs.random_requests(24, seed=int(rate), policy=policy, tpot=tpot * rate)
+            odd = runs.request(99, slo_class=made.HOSTILE, policy=policy)
+            rows, records, samples = runs.point(
+                [*requests, odd], policy=policy, rate=rate, samples=runs.samples_over(4)
+            )
+            append_rows(path / "results.jsonl", rows)
+            append_rows(path / "requests.jsonl", records)
+            append_rows(path / "samples.jsonl", samples)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    """The same with few figures: one rate, one class, no samples."""
+    path = tmp_path_factory.mktemp("small")
+    for policy, tpot in (("ar", 0.25), ("adaserve", 0.15)):
+        requests = [runs.request(i, slo_class=made.HOSTILE, tpot=tpot + i / 100, policy=policy) for i in range(9)]
+        rows, records, _ = runs.point(requests, policy=policy)
+        append_rows(path / "results.jsonl", rows)
+        append_rows(path / "requests.jsonl", records)
+    return path
+
+
+def run(*arguments: str | Path) -> str:
+    """What it wrote to stdout."""
+    done = CliRunner().invoke(app, ["report", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_folder_becomes_a_page_and_markdown(folder, small, tmp_path):
+    assert run(small, "-o", tmp_path / "new" / "report.html", "--title", "Ours & theirs") == ""
+    page = (tmp_path / "new" / "report.html").read_text(encoding="utf-8")
+    assert "<title>Ours &amp; theirs</title>" in page and "<script" not in page
+    assert page.count("<figure") == page.count("<details>") >= 4
+    run(folder, "-o", tmp_path / "report.md")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert text.startswith("# Report of ") and "## Headline" in text
+    for policy in ("ar", "adaserve"):
+        assert re.search(rf"^\| .*{policy} \| ", text, re.MULTILINE) and policy in page
+
+
+def test_without_a_file_the_headline_goes_to_the_terminal(folder):
+    out = run(folder)
+    assert re.search(r"^ *2/s +adaserve +25 ", out, re.MULTILINE), out
+    assert "Time per phase" not in out
+
+
+def test_a_run_against_another_and_exports(folder, tmp_path):
+    pytest.importorskip("pyarrow")
+    trace, tables = tmp_path / "trace.json", tmp_path / "tables"
+    asked = ["--against", folder, "--timeline", "ar@2/s", "--perfetto", trace, "--parquet", tables]
+    run(folder, "-o", tmp_path / "report.md", *asked)
+    assert "ar@2/s over time" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert {path.name for path in tables.iterdir()} == {"results.parquet", "requests.parquet", "samples.parquet"}
+
+
+def test_what_is_not_there_is_named(folder, tmp_path):
+    assert f"found no results.jsonl in {tmp_path}" in refused(tmp_path, "-o", tmp_path / "report.md")
+    said = refused(folder, "--timeline", "ar@3/s")
+    assert "got 'ar@3/s'" in said and all(
+        f"'{name}@{rate}/s'" in said for name in ("ar", "adaserve") for rate in (1, 2)
+    )
+    assert "rate" in refused(folder, "--rate", "7")
+    (tmp_path / "file").touch()
+    assert "choose another -o" in refused(folder, "-o", tmp_path / "file" / "report.md")

@@ -1,0 +1,132 @@
+"""The whole document: its sections in order, what every figure says of itself, and what the reader is warned of."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.build import build, headline_tables, load_folders
+from adaserve_jax.report.document import Document, Figure, Table, Text
+from adaserve_jax.results.jsonl import append_rows
+from tests.report.made import PROVENANCE, folder, point, random_requests, request, samples_over
+
+SECTIONS = (
+    "headline", "versus", "comparison", "curves", "latency", "mlperf", "pareto", "acceptance", "violations", "phases",
+    "timeline",
+)  # fmt: skip
+
+
+def full(path: str = "run", notes: tuple[str, ...] = (), **changes: object):
+    points = [
+        point(random_requests(30, seed, policy, tpot), policy=policy, rate=rate, samples=samples_over(3), **changes)
+        for seed, rate in enumerate((1.0, 2.0))
+        for policy, tpot in (("ar", 0.25), ("adaserve", 0.15))
+    ]
+    return folder(*points, path=path, notes=notes)
+
+
+def warnings_of(document: Document) -> list[str]:
+    return [i.text for section in document.sections for i in section.items if isinstance(i, Text) and i.warns]
+
+
+def test_every_section_is_there_in_its_order():
+    document = build([full()], against=full("before"))
+    assert tuple(section.key for section in document.sections) == SECTIONS
+    assert document.title == "Report of run"
+    assert warnings_of(document) == []
+    assert [table.key for table in headline_tables(document)] == ["headline"]
+
+
+def test_every_figure_and_table_says_what_it_holds_for():
+    items = [item for section in build([full()]).sections for item in section.items if not isinstance(item, Text)]
+    assert len(items) > 10
+    for item in items:
+        for said in (
+            "mixed (sha256 abababababab)",
+            "a machine",
+            "110.2M",
+            "12.6M",
+            "0123456789ab",
+            "0.10.2",
+            "2026-11-01",
+        ):
+            assert said in item.caption, (item.key, said)
+    assert len({item.key for item in items}) == len(items)
+
+
+def test_numbers_of_figures_are_finite_or_absent():
+    for section in build([full()], against=full("before")).sections:
+        for item in section.items:
+            if isinstance(item, Figure):
+                values = [v for panel in item.panels for s in panel.series for v in (*s.y, *s.low, *s.high)]
+                assert all(value is None or abs(value) < float("inf") for value in values), item.key
+                assert len(item.panels) <= 6
+
+
+def test_facts_are_those_of_the_rows():
+    facts = dict(build([full()]).facts)
+    assert facts["target"] == "demo/target (110.2M parameters)"
+    assert facts["points"] == "4, of them 4 valid"
+    assert facts["requests of valid points"] == "120, of them 80 with a target and 40 without"
+    assert facts["commit"] == "0123456789ab"
+
+
+def test_invalid_points_come_first_and_are_in_nothing_else():
+    late = point([request(0)], policy="late", valid=False, invalid_reason="client was late")
+    document = build([folder(late, point([request(0)]))])
+    text, table = document.sections[0].items[:2]
+    assert text == Text("1 of 2 points are invalid and left out of everything below.", warns=True)
+    assert table.rows == (("late@1/s", "client was late"),)
+    rest = [item for section in document.sections for item in section.items[2 if section.key == "headline" else 0 :]]
+    assert not any("late" in cell for item in rest if isinstance(item, Table) for row in item.rows for cell in row)
+
+
+def test_with_no_valid_point_nothing_is_drawn():
+    document = build([folder(point([request(0)], valid=False, invalid_reason="engine died"))])
+    assert [section.key for section in document.sections] == ["headline"]
+    assert warnings_of(document)[-1] == "No point is valid: there is nothing to compare and nothing to draw."
+
+
+def test_warnings_say_what_makes_results_mean_less():
+    dirty = replace(PROVENANCE, commit="0123456789abcdef-dirty", device="simulated: a100")
+    one = point([request(0)], provenance=dirty, compiles_after_ready=2)
+    document = build([folder((one[0], [], []), notes=("requests.jsonl is not there",))])
+    assert warnings_of(document) == [
+        "run: requests.jsonl is not there",
+        "Tracked files differed from the commit: this code cannot be looked up by its commit alone.",
+        "No model ran: times are those of a simulated machine (a100).",
+        "Programs were compiled while serving at ar@1/s: their times hold compilation.",
+        "No request records of ar@1/s: figures are their rows' means, without intervals.",
+    ]
+    assert dict(document.facts)["commit"] == "0123456789ab-dirty"
+
+
+def test_folders_that_were_not_measured_alike_are_warned_of():
+    other = replace(PROVENANCE, run_id="r2", machine="b machine", target="/some/where/big", target_params=8_030_000_000)
+    document = build([full("a"), folder(point([request(0)], policy="spec:4", provenance=other), path="b")])
+    (text,) = warnings_of(document)
+    assert text == (
+        "a and b were not measured alike: machine (a machine, 2 cores against b machine); target (demo/target (110.2M "
+        "parameters) against big (8.03B parameters))."
+    )
+    assert dict(document.facts)["machine"] == "a machine, 2 cores / b machine"
+
+
+def test_same_folder_twice_is_refused(tmp_path: Path):
+    rows, records, _ = point([request(0)])
+    append_rows(tmp_path / "results.jsonl", rows)
+    append_rows(tmp_path / "requests.jsonl", records)
+    (loaded,) = load_folders([tmp_path])
+    assert loaded.rows == tuple(rows)
+    with pytest.raises(ConfigError, match="expected each folder once"):
+        load_folders([tmp_path, tmp_path / ".." / tmp_path.name])
+    with pytest.raises(ConfigError, match="expected one or more folders"):
+        load_folders([])
+
+
+def test_unknown_point_of_the_timeline_is_refused():
+    with pytest.raises(
+        ConfigError, match="expected one of the points 'ar@1/s', 'adaserve@1/s', 'ar@2/s', 'adaserve@2/s'"
+    ):
+        build([full()], timeline="nobody@1/s")

@@ -1,0 +1,111 @@
+"""A run beside an earlier one: what is matched, the differences by hand, and the warnings."""
+
+from dataclasses import replace
+
+from adaserve_jax.report.compare import comparison
+from adaserve_jax.report.document import Table, Text
+from adaserve_jax.report.points import measured
+from adaserve_jax.report.versus import versus
+from adaserve_jax.report.view import View
+from tests.report.made import PROVENANCE, folder, point, request
+
+
+def requests(missed: int, of: int = 40, **changes):
+    return [request(i, tpot=0.5 if i < missed else 0.125, **changes) for i in range(of)]
+
+
+def compare(now: list, then: list):
+    section = comparison(View.of(measured([folder(*now, path="now")])), measured([folder(*then, path="then")]))
+    tables = [item for item in section.items if isinstance(item, Table)]
+    return section, tables[0] if tables else None, [item.text for item in section.items if isinstance(item, Text)]
+
+
+def test_differences_by_hand():
+    section, table, texts = compare([point(requests(4))], [point(requests(20))])
+    assert section.title == "Compared with then"
+    assert table.columns == (
+        "policy", "requests", "attainment, joint, points", "attainment, TPOT only, points", "goodput, tokens/s",
+        "TPOT p50, ms", "TPOT p99, ms", "TTFT p99, ms", "violations, then / now",
+    )  # fmt: skip
+    (row,) = table.rows
+    assert row[:2] == ("ar", "all")
+    assert row[2].startswith("+40.0 better (+2")
+    assert row[4].startswith("+8.0 better (")  # 36 and 20 times 5 tokens in 10 s
+    assert row[5].startswith("-187.5 (")  # a median of 125 ms against one between 125 and 500
+    assert row[7] == "+0.0 (+0.0 to +0.0)"
+    assert row[8].startswith("5.00 (")  # half of them against a tenth
+    assert {(0, 2), (0, 4)} <= table.strong and (0, 7) not in table.strong
+    assert texts == [
+        "Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and at 0 not told apart.",
+        "Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart.",
+    ]
+
+
+def test_worse_is_said_and_never_strong():
+    _, table, texts = compare([point(requests(20))], [point(requests(4))])
+    assert table.rows[0][2].startswith("-40.0 worse (-")
+    assert (0, 2) not in table.strong
+    assert texts[0].startswith("Attainment, joint: better at 0 of 1 points, worse at 1")
+
+
+def test_unmatched_points_are_listed():
+    _, table, texts = compare(
+        [point(requests(0)), point(requests(0), rate=2.0)], [point(requests(0)), point(requests(0), policy="adaserve")]
+    )
+    assert len(table.rows) == 1
+    assert texts[-2:] == [
+        "Not compared, being only in this run: ar 2/s.", "Not compared, being only in then: adaserve 1/s."
+    ]  # fmt: skip
+
+
+def test_nothing_in_common():
+    _, table, texts = compare([point(requests(0))], [point(requests(0), rate=2.0)])
+    assert table is None
+    assert texts[0] == "No point of this run has one of the same policy and setting in then."
+
+
+def test_other_conditions_are_warned_of():
+    other = replace(PROVENANCE, commit="fedcba9876543210", machine="b machine", baseline_s=0.06)
+    _, _, texts = compare([point(requests(0))], [point(requests(0), provenance=other)])
+    assert texts[:3] == [
+        "The machine differs: a machine, 2 cores now, b machine in then.",
+        "The commit differs: 0123456789ab now, fedcba987654 in then.",
+        "The time of one token alone, without speculation differs: 50.0 ms now, 60.0 ms in then.",
+    ]
+    _, _, near = compare([point(requests(0))], [point(requests(0), provenance=replace(PROVENANCE, baseline_s=0.051))])
+    assert not any("differs" in text for text in near)
+
+
+def test_other_requests_are_not_paired():
+    moved = [replace(each, due_s=each.due_s + 0.5) for each in requests(4)]
+    _, _, texts = compare([point(requests(4))], [point(moved)])
+    assert texts[0].startswith("1 of 1 points did not get the same requests at the same times")
+
+
+def test_classes_have_rows_of_their_own():
+    mixed = requests(4, slo_class="chat") + requests(0, slo_class="code")
+    _, table, _ = compare([point(mixed)], [point(mixed)])
+    assert [row[1] for row in table.rows] == ["all", "chat", "code"]
+    assert table.rows[1][2] == "+0.0 (+0.0 to +0.0)"
+
+
+def test_one_policy_against_each_of_the_others():
+    view = View.of(measured([folder(
+        point(requests(20), policy="ar"), point(requests(4), policy="adaserve"), point(requests(4), policy="spec:4"),
+        point(requests(30), policy="adaserve", rate=2.0), point(requests(0), policy="spec:4", rate=2.0),
+    )]))  # fmt: skip
+    section = versus(view)
+    assert section.title == "adaserve against the others"
+    first, second, table = section.items
+    assert first.text == (
+        "adaserve against ar. Attainment, joint: better at 1 of 1 points (by 40.0 percentage points), worse at 0, and "
+        "at 0 not told apart. Goodput: better at 1 of 1 points (by 8.0 tokens/s), worse at 0, and at 0 not told apart."
+    )
+    assert second.text.startswith(
+        "adaserve against spec:4. Attainment, joint: better at 0 of 2 points, worse at 1 (by 75.0 percentage points), "
+        "and at 1 not told apart."
+    )
+    assert [(row[0], row[1], row[2].split(" ")[0], row[-1].split(" ")[0]) for row in table.rows] == [
+        ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")
+    ]  # fmt: skip
+    assert versus(View.of(measured([folder(point(requests(0)))]))) is None

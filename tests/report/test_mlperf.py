@@ -1,0 +1,66 @@
+"""The highest rate within the targets, by hand, and the percentiles that it is decided by."""
+
+import numpy as np
+import pytest
+
+from adaserve_jax.report.columns import Columns
+from adaserve_jax.report.document import Table, Text
+from adaserve_jax.report.mlperf import Tail, mlperf
+from adaserve_jax.report.points import measured
+from adaserve_jax.report.view import View
+from tests.report.made import folder, point, request
+
+
+def view_of(*points) -> View:
+    return View.of(measured([folder(*points)]))
+
+
+def requests(slow: int, of: int = 200, **changes):
+    return [request(i, tpot=0.5 if i < slow else 0.125, ttft=0.25, ttft_slo=0.5, **changes) for i in range(of)]
+
+
+def test_percentile_counts_those_that_did_not_finish_as_slowest():
+    records = [request(i, tpot=0.001 * i) for i in range(1, 101)]
+    assert Tail.of(Columns.of([(records, 1.0)]), "chat").tpot_s == pytest.approx(
+        np.percentile(np.arange(1, 101) / 1e3, 99)
+    )
+    cut = [*records[:98], *(request(i, status="unfinished", tokens=3) for i in (98, 99))]
+    assert Tail.of(Columns.of([(cut, 1.0)]), "chat").tpot_s == np.inf
+
+
+def test_highest_rate_and_lowest_missed():
+    # one slow request of 200 is beyond the 99th percentile, three are not
+    view = view_of(*(point(requests(slow), rate=rate) for slow, rate in ((0, 1.0), (1, 2.0), (3, 4.0), (1, 8.0))))
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    (row,) = table.rows
+    assert row == ("ar", "chat", "500", "250", "8/s (missed at 4/s)", "200", "250.0", "125.0", "4/s")
+
+
+def test_every_class_must_hold_for_all_of_them_to():
+    view = view_of(
+        point(requests(0) + requests(0, slo_class="code"), rate=1.0),
+        point(requests(0) + requests(9, slo_class="code"), rate=2.0),
+        point(requests(9) + requests(9, slo_class="code"), rate=4.0),
+    )
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    assert [(row[1], row[4], row[8]) for row in table.rows] == [
+        ("chat", "2/s", "4/s"), ("code", "1/s", "2/s"), ("every class", "1/s", "2/s")
+    ]  # fmt: skip
+
+
+def test_none_met_shows_the_lowest_rate():
+    view = view_of(point([request(i, status="unfinished", tokens=0) for i in range(5)]))
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    slow = "more than 1% did not finish"
+    assert table.rows == (("ar", "chat", "-", "250", "none", "5", slow, slow, "1/s"),)
+
+
+def test_without_targets_there_is_nothing_to_meet():
+    assert mlperf(view_of(point([request(0, tpot_slo=None)]))) is None
+
+
+def test_other_arrivals_than_poisson_are_said():
+    texts = [
+        item for item in mlperf(view_of(point(requests(0), arrival_process="trace"))).items if isinstance(item, Text)
+    ]
+    assert texts[-1] == Text("Arrivals here were not Poisson's, as MLPerf wants them, but: trace.", warns=True)

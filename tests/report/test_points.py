@@ -1,0 +1,77 @@
+"""Which rows are one point, which points are repeats of each other, and how they are named."""
+
+from dataclasses import replace
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.points import find_point, measured, point_names
+from tests.report.made import PROVENANCE, folder, point, request
+
+ONE = [request(0)]
+
+
+def test_repeats_of_a_setting_are_one_group():
+    found = measured([folder(point(ONE), point(ONE, repeat=1), point(ONE, rate=2.0), point(ONE, policy="adaserve"))])
+    assert [(who, setting.rate_rps, len(group.points)) for (who, setting), group in found.groups.items()] == [
+        ("ar", 1.0, 2), ("ar", 2.0, 1), ("adaserve", 1.0, 1)
+    ]  # fmt: skip
+    assert (found.whos, found.varied) == (("ar", "adaserve"), ("rate_rps",))
+    assert found.classes == ("chat",)
+
+
+def test_invalid_points_are_in_no_group():
+    found = measured([folder(point(ONE), point(ONE, rate=2.0, valid=False, invalid_reason="client was late"))])
+    assert [setting.rate_rps for setting in found.settings] == [1.0]
+    assert (len(found.points), len(found.valid), found.varied) == (2, 1, ())
+
+
+def test_systems_labels_and_replicas_are_told_apart():
+    found = measured([folder(
+        point(ONE), point(ONE, policy="spec:4", system="vllm"), point(ONE, policy="other", system="other"),
+        point(ONE, policy="nightjar", label="tuned"), point(ONE, policy="adaserve", replicas=2, router="least"),
+    )])  # fmt: skip
+    assert found.whos == ("ar", "vllm spec:4", "other", "nightjar (tuned)", "adaserve, 2 replicas by least")
+
+
+def test_folders_are_named_only_where_they_hold_the_same():
+    other = folder(point(ONE), point(ONE, policy="adaserve"), path="b/run")
+    found = measured([folder(point(ONE), path="a/run"), other])
+    assert found.whos == ("a/run: ar", "b/run: ar", "adaserve")
+    assert point_names([folder(point(ONE), path="a/run"), other]) == ("a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s")
+
+
+@pytest.mark.parametrize("change", [{"commit": "fedcba"}, {"target_params": 5}, {"workload_hash": "cd" * 32}])
+def test_runs_of_one_folder_are_repeats_only_when_they_were_made_alike(change: dict[str, object]):
+    alike = replace(PROVENANCE, run_id="r2", started_at="2026-11-02T10:00:00+00:00", baseline_s=0.051)
+    (group,) = measured([folder(point(ONE), point(ONE, provenance=alike))]).groups.values()
+    assert [each.row.run_id for each in group.points] == ["r1", "r2"]
+    found = measured([folder(point(ONE), point(ONE, provenance=replace(alike, **change)))])
+    assert found.whos == ("run r1: ar", "run r2: ar")
+
+
+def test_a_workload_may_differ_between_settings_of_one_run():
+    urgent = replace(PROVENANCE, workload_hash="cd" * 32)
+    found = measured([folder(point(ONE, urgent_share=0.2), point(ONE, urgent_share=0.6, provenance=urgent))])
+    assert found.whos == ("ar",)
+    assert found.varied == ("urgent_share",)
+
+
+def test_old_rows_that_cannot_be_told_apart_keep_no_requests():
+    rows, records, _ = point(ONE, replicas=1)
+    more, _, _ = point(ONE, replicas=2, router="least")
+    found = measured([folder((rows, records, []), (more, [], []))])
+    assert found.whos == ("ar", "ar, 2 replicas by least")
+    assert [each.records for each in found.points] == [(), ()]
+
+
+def test_an_unknown_point_is_refused_with_those_that_there_are():
+    found = measured([folder(point(ONE), point(ONE, rate=2.0))])
+    assert find_point(found.points, "ar@2/s").setting.rate_rps == 2.0
+    with pytest.raises(ConfigError, match=r"expected one of the points 'ar@1/s', 'ar@2/s', got 'ar@3/s'"):
+        find_point(found.points, "ar@3/s")
+
+
+def test_a_folder_without_rows_is_refused():
+    with pytest.raises(ConfigError, match="expected folders with results to report on, found no row in run"):
+        measured([folder()])

@@ -1,0 +1,201 @@
+"""Figures as SVG: stable, small, without anything that leaves the page, and every kind shows what it was given."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report import svg
+from adaserve_jax.report.document import Figure, Panel, Series
+from adaserve_jax.report.palette import COLOURS, DASHES, styles_of
+from adaserve_jax.report.svg import draw
+from tests.report import made_document as made
+
+pytest.importorskip("matplotlib")
+KINDS = {
+    "line": made.lines, "cdf": made.distribution, "scatter": made.pareto, "bars": made.bars, "stack": made.stack,
+    "step": made.steps, "area": made.areas, "hostile": made.hostile,
+}  # fmt: skip
+LARGEST = 60_000
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, str]:
+    return {name: draw(figure()) for name, figure in KINDS.items()}
+
+
+def panels(html: str) -> list[ElementTree.Element]:
+    """Its SVGs, which are well-formed XML."""
+    found = re.findall(r"<svg [^>]*class=\"plot\".*?</svg>", html, re.DOTALL)
+    return [ElementTree.fromstring(text.replace(' xmlns="http://www.w3.org/2000/svg"', "")) for text in found]
+
+
+def texts(element: ElementTree.Element) -> list[str]:
+    return [each.text or "" for each in element.iter("text")]
+
+
+def simple(kind="line", *, x=(1.0, 2.0, 4.0), y=(1.0, 2.0, 3.0), percent=False, log_y=False, **options) -> Figure:
+    panel = Panel("panel", (Series("one", x, y),), "tokens", y_percent=percent, log_y=log_y)
+    return Figure("f", "title", "caption", kind, "requests/s", (panel,), **options)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_is_small_and_has_names_for_those_who_do_not_see_it(drawn, name):
+    figure = KINDS[name]()
+    found = panels(drawn[name])
+    assert len(found) == len(figure.panels)
+    for index, (root, panel) in enumerate(zip(found, figure.panels, strict=True)):
+        assert len(ElementTree.tostring(root)) < LARGEST
+        assert root.get("role") == "img"
+        title, description = root.find("title"), root.find("desc")
+        assert root.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
+        assert title.get("id") == f"{figure.key}-{index}-title"
+        assert all(series.name.split("<")[0] in description.text for series in panel.series)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_colours_are_variables_and_nothing_reaches_beyond_the_picture(drawn, name):
+    text = drawn[name]
+    variables = {f"var(--{colour}, {light})" for colour, (light, _) in COLOURS.items()}
+    for root in panels(text):
+        for element in root.iter():
+            assert element.tag in {
+                "svg",
+                "title",
+                "desc",
+                "g",
+                "defs",
+                "clipPath",
+                "pattern",
+                "path",
+                "use",
+                "rect",
+                "text",
+            }
+            assert "style" not in element.attrib
+            for attribute, value in element.attrib.items():
+                if attribute in ("fill", "stroke"):
+                    assert value in variables or value == "none" or re.fullmatch(r"url\(#h\w+\)", value), value
+                if attribute == "href":
+                    assert value.startswith("#")
+    identifiers = re.findall(r'\bid="([^"]*)"', text)
+    assert len(identifiers) == len(set(identifiers))
+    assert not set(re.findall(r'(?:href="#|url\(#)([^")]*)', text)) - set(identifiers)
+
+
+def test_the_same_figure_gives_the_same_bytes(drawn):
+    for name in ("stack", "hostile"):
+        assert draw(KINDS[name]()) == drawn[name]
+
+
+def test_settings_of_the_user_change_nothing(drawn):
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 40, "axes.facecolor": "red", "svg.fonttype": "path", "axes.grid": True}):
+        assert draw(made.bars()) == drawn["bars"]
+        assert matplotlib.rcParams["font.size"] == 40
+
+
+def test_names_from_the_data_are_text(drawn):
+    assert "<script" not in drawn["hostile"]
+    for root in panels(drawn["hostile"]):
+        assert not list(root.iter("script"))
+    first, second = panels(drawn["hostile"])
+    assert any("$x_1$" in text for text in texts(first))  # not mathematics
+    assert "no values" in texts(second)
+
+
+def test_percent_and_logarithmic_axes():
+    (root,) = panels(draw(simple(y=(0.1, 0.5, 1.0), percent=True)))
+    assert {"0%", "100%"} <= set(texts(root))
+    assert {"1", "2", "4"} <= set(texts(root))  # a tick at every rate
+    (root,) = panels(draw(simple(y=(0.001, 1.0, 1000.0), log_y=True)))
+    assert {"0.001", "1", "1000"} <= set(texts(root))
+    many = tuple(0.37 * 1.3**i for i in range(40))
+    (root,) = panels(draw(simple(x=many, y=many, log_x=True)))
+    assert {"1", "10", "100", "1000"} <= set(texts(root))
+
+
+@pytest.mark.parametrize(
+    ("given", "axis"), [({"x": (0.0, 1.0, 2.0), "log_x": True}, "x"), ({"y": (1.0, 0.0, 2.0), "log_y": True}, "y")]
+)
+def test_values_that_a_logarithmic_axis_cannot_show_are_refused(given, axis):
+    with pytest.raises(ValueError, match=f"f: expected every {axis} above 0 on a logarithmic axis, got 0.0"):
+        draw(simple(**given))
+
+
+def strokes(root: ElementTree.Element, colour: str = "s0") -> list[str]:
+    """Paths of lines in a colour, without markers' definitions and whiskers' ends."""
+    return [
+        path.get("d", "")
+        for path in root.iter("path")
+        if path.get("stroke", "").startswith(f"var(--{colour},") and path.get("id") is None and path.get("clip-path")
+    ]
+
+
+def test_a_gap_is_a_gap_in_the_line():
+    (whole,) = panels(draw(simple("step", x=(0.0, 1.0, 2.0, 3.0, 4.0), y=(1.0, 2.0, 3.0, 2.0, 1.0))))
+    (gapped,) = panels(draw(simple("step", x=(0.0, 1.0, 2.0, 3.0, 4.0), y=(1.0, 2.0, None, 2.0, 1.0))))
+    assert [path.count("M") for path in strokes(whole)] == [1]
+    assert [path.count("M") for path in strokes(gapped)] == [2]
+
+
+def test_bars_are_as_long_as_their_values():
+    (root,) = panels(draw(simple("bars", x=("a", "b", "c"), y=(1.0, None, 4.0))))
+    heights = []
+    for path in root.iter("path"):
+        if path.get("fill", "").startswith("var(--s0,"):
+            ys = [float(y) for _, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path.get("d", ""))]
+            heights.append(max(ys) - min(ys))
+    assert len(heights) == 3 and heights[1] == 0
+    assert heights[2] == pytest.approx(4 * heights[0], rel=1e-3)
+
+
+def test_intervals_become_bands_along_lines_and_whiskers_at_points():
+    def figure(kind, x):
+        n = len(x)
+        series = Series("one", x, (2.0,) * n, (1.0,) * n, (3.0,) * n)
+        return Figure("f", "t", "", kind, "x", (Panel("", (series,), "y"),))
+
+    (line,) = panels(draw(figure("line", (1.0, 2.0, 3.0))))
+    assert len([each for each in line.iter() if each.get("fill-opacity") == "0.15"]) == 1
+    for kind, x, count in (("line", (1.0,), 1), ("scatter", (1.0, 2.0), 2), ("bars", ("a", "b"), 2)):
+        (root,) = panels(draw(figure(kind, x)))
+        ends = list(root.iter("use"))
+        bars = [
+            p
+            for p in root.iter("path")
+            if re.fullmatch(r"M [\d.]+ [\d.]+ L [\d.]+ [\d.]+", p.get("d", "")) and p.get("stroke-width") == "1.3"
+        ]
+        assert len(bars) == count, kind
+        assert len(ends) >= 2 * count
+
+
+def test_long_categories_lie_down():
+    (lying,) = panels(draw(made.stack()))
+    (standing,) = panels(draw(made.bars()))
+    assert float(lying.get("viewBox").split()[3]) > float(standing.get("viewBox").split()[3])
+    assert "adaserve @ 8/s" in texts(lying)
+
+
+def test_many_series_look_different_and_alike_in_all_panels():
+    series = tuple(Series(f"policy {i}", (1.0,), (1.0,), colour=i) for i in range(20))
+    twins = tuple(Series(f"{s.name}, TPOT only", s.x, s.y, colour=s.colour) for s in series[:6])
+    figure = Figure("f", "t", "", "line", "x", (Panel("", series + twins, "y"), Panel("", series[3:4], "y")))
+    styles = styles_of(figure)
+    looks = [(style.colour, style.marker, style.dash, style.hollow) for style in styles.values()]
+    assert len(set(looks)) == len(looks) == 26
+    greys = [(style.marker, style.dash, style.hollow) for style in styles.values()]
+    assert len(set(greys)) == len(greys)  # in grey too
+    assert len(set(DASHES)) == len(DASHES)
+    assert draw(figure).count("<li>") == 26
+    assert "<li>" not in draw(simple())  # of one, the title says it all
+
+
+def test_without_matplotlib_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(svg, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install adaserve-jax\[plot\].*or write the report as Markdown"):
+        draw(simple())
