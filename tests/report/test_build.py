@@ -100,6 +100,8 @@ def test_warnings_say_what_makes_results_mean_less():
         "No request records of ar@1/s: figures are their rows' means, without intervals.",
     ]
     assert dict(document.facts)["commit"] == "0123456789ab-dirty"
+    spread = build([folder(point([request(0)], system="vllm", token_source="usage_spread"))])
+    assert warnings_of(spread)[0].startswith("vllm: tokens were counted at the end of each answer")
 
 
 def test_folders_that_were_not_measured_alike_are_warned_of():
