@@ -125,8 +125,8 @@ def _warnings(measured: Measured) -> Iterable[str]:
             dict.fromkeys(point.row.system for point in measured.valid if point.row.token_source == source)
         ):
             yield f"{listed(named)}: {means}."
-    if bare := [point.name for point in measured.valid if not point.records]:
-        yield f"No request records of {listed(bare)}: figures are their rows' means, without intervals."
+    if bare := [point.name for point in measured.valid if not point.is_complete]:
+        yield f"Not all requests of {listed(bare)} have records: figures are their rows' means, without intervals."
     first, *others = (
         [point for point in points if point.source == source] for source in measured.sources
     )  # fmt: skip
