@@ -38,6 +38,12 @@ _BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("deterministic", lambda r: "yes" if r.deterministic else "no"),
 )
 MOST_VALUES = 4
+INEXACT_TOKENS = {
+    "usage_spread": "tokens were counted at the end of each answer and spread over its events, so that the times of "
+    "single tokens are not exact",
+    "events": "tokens were counted as events with text, of which there may be fewer than tokens",
+}
+"""What other counts of tokens than those of an engine, or of every event, mean for figures; by `token_source`."""
 
 
 def condition_line(points: Sequence[Point]) -> str:
@@ -114,8 +120,13 @@ def _warnings(measured: Measured) -> Iterable[str]:
     if compiled:
         named = listed([point.name for point in compiled])
         yield f"Programs were compiled while serving at {named}: their times hold compilation."
-    if bare := [point.name for point in measured.valid if not point.records]:
-        yield f"No request records of {listed(bare)}: figures are their rows' means, without intervals."
+    for source, means in INEXACT_TOKENS.items():
+        if named := list(
+            dict.fromkeys(point.row.system for point in measured.valid if point.row.token_source == source)
+        ):
+            yield f"{listed(named)}: {means}."
+    if bare := [point.name for point in measured.valid if not point.is_complete]:
+        yield f"Not all requests of {listed(bare)} have records: figures are their rows' means, without intervals."
     first, *others = (
         [point for point in points if point.source == source] for source in measured.sources
     )  # fmt: skip

@@ -13,7 +13,7 @@ from adaserve_jax.report.setting import AXES, Setting
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
 from adaserve_jax.results.samples import Sample
-from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, Provenance, ResultRow
+from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
 
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
@@ -42,8 +42,9 @@ class Point:
         return self.rows[ALL_CLASSES]
 
     @property
-    def provenance(self) -> Provenance:
-        return self.row
+    def is_complete(self) -> bool:
+        """Whether every request of the row has its record, so that figures can be made of them."""
+        return len(self.records) == self.row.requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ class Group:
 
     @property
     def has_records(self) -> bool:
-        return all(point.records for point in self.points)
+        return all(point.is_complete for point in self.points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +92,10 @@ class Measured:
     def at(self, setting: Setting) -> list[Group]:
         """Groups of one setting, in the order of whos."""
         return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
+
+    def missing(self, setting: Setting) -> list[str]:
+        """Who has valid points elsewhere, and none at the setting."""
+        return [who for who in self.whos if (who, setting) not in self.groups]
 
     def colour(self, who: str) -> int:
         return self.whos.index(who)
