@@ -12,8 +12,8 @@ from papers.trace_reading import PEAK_CLAIMS, peaks
 
 PAPER = "AdaServe"
 MACHINES = ("llama-70b", "qwen-32b")
-CONTENDERS = "adaserve,adaserve-paper,adaserve-code,ar,sarathi,spec:4,spec:6,spec:8"
-"""Ours, the paper's policy and its authors' code, and the baselines that the paper compares with."""
+CONTENDERS = "adaserve,adaserve-paper,ar,sarathi,spec:4,spec:6"
+"""Ours, the paper's policy, and the baselines that the paper compares with."""
 MIX = "60 % code, 20 % chat, 20 % summarization"
 SIMULATED = (
     "Simulated, with the scheduler that serves: verification and drafting take what the authors' scripts say of their "

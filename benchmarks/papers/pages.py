@@ -35,16 +35,15 @@ def document_of(entry: Entry, form: Form, row: RunRow, found: Found) -> Document
 
 
 def claims_table(claims: list[dict[str, Any]]) -> Table:
-    rows = tuple(
-        (
-            claim["text"], f"{claim['side']} {number(claim['line'], claim['unit'])}",
-            number(claim["paper"], claim["unit"]), number(claim["ours"], claim["unit"]), word(claim["holds"]),
-            number(claim["ratio"], ""),
-        )
-        for claim in claims
-    )  # fmt: skip
+    rows = tuple(claim_cells(claim) for claim in claims)
     caption = "The paper's numbers are of its machines and models: direction and ratio can be compared."
     return Table("claims", "Statements", caption, COLUMNS, rows, frozenset({2, 3, 5}))
+
+
+def claim_cells(claim: dict[str, Any]) -> tuple[str, ...]:
+    """Of COLUMNS. claim: of `status.judged`."""
+    line, paper, ours = (number(claim[name], claim["unit"]) for name in ("line", "paper", "ours"))
+    return claim["text"], f"{claim['side']} {line}", paper, ours, word(claim["holds"]), number(claim["ratio"], "")
 
 
 def number(value: float | None, unit: str) -> str:

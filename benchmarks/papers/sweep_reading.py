@@ -16,7 +16,7 @@ Points = dict[float, dict[str, Line]]
 """By value of the sweep: by contender."""
 CONTINUOUS = ("ar", "sarathi")
 """Continuous batching without speculation."""
-CHAINS = ("spec:4", "spec:6", "spec:8")
+CHAINS = ("spec:4", "spec:6")
 STRICT = 1.0
 """SLO scale below which the paper says that continuous batching fails."""
 
