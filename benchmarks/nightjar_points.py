@@ -89,6 +89,7 @@ SETUPS = (
     Setup("llama-70b", "llama-70b", 10, 1000),
     Setup("llama-70b-recorded", "llama-70b", 1, 1000, loads=(DYNAMIC,)),
     Setup("grown-110M", PROFILE, 13, 256, pages=(96, 24)),
+    Setup("qwen-32b", "qwen-32b", 10, 1000),
 )
 
 

@@ -21,14 +21,14 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from policy_sweeps_points import Contender, Point, contenders, points
+from policy_sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
 from policy_sweeps_tables import Line, tables, verdict
 
 from adaserve_jax.bench.machines import Machine, load_machine
@@ -134,6 +134,8 @@ def policy_sweeps(
         str, typer.Option(help="machines, by name or file, separated by commas")
     ] = "llama-70b,qwen-32b",
     only: Annotated[str, typer.Option(help="contenders to run, separated by commas; none: all")] = "",
+    sweeps: Annotated[str, typer.Option(help=f"sweeps to run, of {', '.join(SWEEPS)}; none: all")] = "",
+    targets: Annotated[str, typer.Option(help="kinds of targets, of tpot, joint; none: both")] = "",
     requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
     jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
     seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and generated traces")] = 0,
@@ -157,7 +159,15 @@ def policy_sweeps(
     if unknown:
         raise ConfigError(f"--only: no contender {unknown[0]!r}; there are {', '.join(c.name for c in chosen)}")
     chosen = [contender for contender in chosen if not wanted or contender.name in wanted]
-    todo = points(None if quick else traces, requests=requests, seed=seed)
+    of_sweeps, of_targets = _among("sweeps", sweeps, SWEEPS), _among("targets", targets, TARGETS)
+    todo = [
+        point for point in points(None if quick else traces, requests=requests, seed=seed)
+        if point.sweep in of_sweeps and point.targets in of_targets
+    ]  # fmt: skip
+    if not todo:
+        raise ConfigError(
+            f"--sweeps: no trace of {traces or 'those that --quick generates'} is a point of {', '.join(of_sweeps)}"
+        )
     make_folder(out)
     grid = QUICK_GRID if quick else Grid()
     commit = source_commit()
@@ -167,6 +177,14 @@ def policy_sweeps(
     ]  # fmt: skip
     judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
     show(judged, out)
+
+
+def _among(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What an option names; all that is known where it names nothing."""
+    named = comma_list(option, text, str)
+    if set(named) - set(known):
+        raise ConfigError(f"--{option}: expected some of {', '.join(known)}, got {text!r}")
+    return named or tuple(known)
 
 
 def show(judged: dict[str, Any], out: Path) -> None:

@@ -1,0 +1,221 @@
+"""AdaServe's figures 8 to 15 (section 6): what they show and how they are measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from papers.bench_reading import bench_claims, bench_rows
+from papers.entry import Claim, Entry, Form, NotYet, Step
+from papers.share_reading import SHARE_CLAIMS, host_share
+from papers.sweep_reading import sweeps
+from papers.trace_reading import PEAK_CLAIMS, peaks
+
+PAPER = "AdaServe"
+MACHINES = ("llama-70b", "qwen-32b")
+CONTENDERS = "adaserve,adaserve-paper,ar,sarathi,spec:4,spec:6"
+"""Ours, the paper's policy, and the baselines that the paper compares with."""
+MIX = "60 % code, 20 % chat, 20 % summarization"
+SIMULATED = (
+    "Simulated, with the scheduler that serves: verification and drafting take what the authors' scripts say of their "
+    "machines, acceptance is drawn by class. Attainment is by TPOT alone, as in the paper."
+)
+TARGET = "110M"
+BENCH = ("adaserve,adaserve-paper,spec:4,sarathi,ar", "1,2,4")
+"""Policies and requests per second of the real engine on a CPU."""
+GPU_BENCH = ("adaserve,adaserve-paper,spec:2,spec:4,sarathi,ar", "8,16,24,32,40,48")
+
+
+def _sweep(sweep: str, minutes: float) -> Step:
+    argv = (
+        "python", "benchmarks/policy_sweeps.py", "--traces", "{traces}", "--sweeps", sweep, "--targets", "tpot",
+        "--only", CONTENDERS, "--out", "{here}",
+    )  # fmt: skip
+    return Step(f"sweeps-{sweep}", argv, minutes)
+
+
+def _both(claims: Iterable[tuple[str, str, float | None, float | None, float]]) -> tuple[Claim, ...]:
+    """For each of the machines: text, value, the paper's numbers for the two, and the line that it must be above."""
+    return tuple(
+        Claim(f"{machine}: {text}", f"{machine}: {value}", "at least", line, paper)
+        for text, value, *papers, line in claims
+        for machine, paper in zip(MACHINES, papers, strict=True)
+    )
+
+
+def _simulated(sweep: str, minutes: float, claims: tuple[Claim, ...], workload: str) -> Form:
+    step = _sweep(sweep, minutes)
+    return Form((step,), sweeps(step.name, sweep), claims, workload, "sweeps.jsonl", SIMULATED)
+
+
+GROWN = Step("grown-110m", ("adaserve", "grow", "{here}/model", "--params", TARGET), 1, anew=True)
+ENGINE_BENCH = Step(
+    "bench-110m",
+    (
+        "adaserve", "bench", "--target", "{grown-110m}/model", "--draft", "demo", "--policies", BENCH[0], "--rates",
+        BENCH[1], "--duration", "30", "--resume", "--out", "{here}",
+    ),
+    9,
+)  # fmt: skip
+GROWN_8B = Step(
+    "grown-8b", ("adaserve", "grow", "{here}/model", "--params", "8B", "--dtype", "bf16"), 5, gpu=True, anew=True
+)
+GPU_RUN = Step(
+    "bench-8b",
+    (
+        "adaserve", "bench", "--target", "{grown-8b}/model", "--draft", "demo", "--policies", GPU_BENCH[0], "--rates",
+        GPU_BENCH[1], "--duration", "60", "--resume", "--out", "{here}",
+    ),
+    45, gpu=True,
+)  # fmt: skip
+IN_MINIATURE = "The demo pair, its target grown to 110M in f32, on a CPU; the packaged workload."
+ON_GPU = "The demo pair, its target grown to 8B in bf16, on one GPU; the packaged workload."
+
+
+def _real(kind: str) -> dict[str, Form]:
+    """The real engine over rates, in miniature and on a GPU; one run serves every figure over rates."""
+    forms = (("engine", GROWN, ENGINE_BENCH, IN_MINIATURE), ("gpu", GROWN_8B, GPU_RUN, ON_GPU))
+    return {
+        size: Form(
+            (grown, run), bench_rows(run.name, "rate_rps"), bench_claims(kind), "packaged", "results.jsonl", differs
+        )
+        for size, grown, run, differs in forms
+    }
+
+
+def _varied(name: str, options: tuple[str, ...], by: str, kind: str) -> dict[str, Form]:
+    """The real engine at one rate, on a GPU, with something else varied."""
+    argv = (
+        "adaserve", "bench", "--target", "{grown-8b}/model", "--draft", "demo", "--policies", GPU_BENCH[0], "--rates",
+        "24", "--duration", "60", *options, "--resume", "--out", "{here}",
+    )  # fmt: skip
+    run = Step(f"bench-8b-{name}", argv, 30, gpu=True)
+    form = Form((GROWN_8B, run), bench_rows(run.name, by), bench_claims(kind), "packaged", "results.jsonl", ON_GPU)
+    return {"gpu": form}
+
+
+RATE_CLAIMS = (
+    ("attainment over the best baseline's, at its largest", "attainment times", 2.1, 1.6, 1.0),
+    ("violations of the best baseline over ours, at the highest rate", "violations times at the last", 4.3, 3.2, 1.0),
+    ("attainment above the best baseline's at every rate, at the closest", "least lead", None, None, 0.0),
+)
+GOODPUT_CLAIMS = (
+    ("goodput over the best baseline's, at its largest", "goodput times", 1.9, 1.7, 1.0),
+    ("goodput over the best baseline's at every rate, at the closest", "least goodput times", None, None, 1.0),
+)
+URGENT_CLAIMS = (
+    ("violations of the best baseline over ours, at their largest", "violations times", 4.3, 3.7, 1.0),
+    ("goodput over the best baseline's, at its largest", "goodput times", 1.30, 1.64, 1.0),
+    ("attainment above the best baseline's at every share, at the closest", "least lead", None, None, 0.0),
+)
+SCALE_CLAIMS = (
+    ("violations of the best baseline over ours, at their largest", "violations times", 4.61, 3.05, 1.0),
+    ("goodput over the best baseline's, at its largest", "goodput times", 1.38, 1.38, 1.0),
+    ("attainment above the best baseline's at every scale, at the closest", "least lead", None, None, 0.0),
+)
+STRICT_CLAIMS = tuple(
+    Claim(
+        f"{machine}: attainment of continuous batching at scales below 1, at most",
+        f"{machine}: continuous batching where strict", "at most", 0.4, 0.4, "share",
+    )
+    for machine in MACHINES
+)  # fmt: skip
+ACCEPTED_CLAIMS = tuple(
+    Claim(f"{machine}: {text}", f"{machine}: {value}", side, line, None, unit)
+    for text, value, side, line, unit in (
+        ("accepted tokens at the lowest rate over those at the highest", "accepted falls", "at least", 1.0, "times"),
+        ("how far those of fixed chains vary over rates", "accepted of chains varies", "at most", 0.05, "share"),
+    )
+    for machine in MACHINES
+)
+FLUCTUATING_CLAIMS = (
+    ("attainment above the best baseline's at every mean rate, at the closest", "least lead", None, None, 0.0),
+)
+NO_MIX = NotYet("a workload whose classes peak at times of their own on the real engine; the simulator has one")
+
+ENTRIES = (
+    Entry(
+        "adaserve-8", PAPER, "figure 8",
+        "The share of requests whose TPOT target is met, over requests per second, on two models.",
+        "The same over the rates of the traces, on machines of both shapes.",
+        {"cpu": _simulated("rate", 4, _both(RATE_CLAIMS), MIX), **_real("attainment")},
+    ),
+    Entry(
+        "adaserve-9", PAPER, "figure 9",
+        "Tokens per second of the requests whose target is met, over requests per second.",
+        "The same runs as figure 8.",
+        {"cpu": _simulated("rate", 4, _both(GOODPUT_CLAIMS), MIX), **_real("goodput")},
+    ),
+    Entry(
+        "adaserve-10", PAPER, "figure 10",
+        "Attainment and goodput over the share of urgent requests, at 4 requests per second.",
+        "The same at three shares.",
+        {
+            "cpu": _simulated("urgent", 2, _both(URGENT_CLAIMS), "urgent shares 0.3, 0.6 and 0.9"),
+            **_varied("urgent", ("--urgent-shares", "0.3,0.5,0.7,0.9"), "urgent_share", "attainment"),
+        },
+    ),
+    Entry(
+        "adaserve-11", PAPER, "figure 11",
+        "Attainment and goodput over the urgent requests' target, in multiples of the baseline latency.",
+        "The same at six scales.",
+        {
+            "cpu": _simulated("scale", 3, (*_both(SCALE_CLAIMS), *STRICT_CLAIMS), MIX),
+            **_varied("scale", ("--slo-scales", "0.6,0.8,1,1.2,1.4,1.6"), "slo_scale", "attainment"),
+        },
+    ),
+    Entry(
+        "adaserve-12", PAPER, "figure 12",
+        "Draft tokens accepted per verification of a request, over requests per second: fewer the higher the load "
+        "under AdaServe, as many at any load under fixed chains.",
+        "The same runs as figure 8; the bonus token is not counted.",
+        {"cpu": _simulated("rate", 4, ACCEPTED_CLAIMS, MIX), **_real("accepted")},
+    ),
+    Entry(
+        "adaserve-13", PAPER, "figure 13",
+        "Arrivals of a synthetic trace of six minutes in which chat, code and summarization peak in turn.",
+        "The trace that is generated in its shape.",
+        {
+            "cpu": Form(
+                (Step("fluctuating", (
+                    "adaserve", "simulate", "--fluctuating", "--policies", "ar", "--ttft-slo", "0", "--no-token-times",
+                    "--save-traces", "--out", "{here}",
+                ), 0.2, anew=True),),
+                peaks("fluctuating"), PEAK_CLAIMS, "generated", "trace-*.jsonl.gz",
+                "The paper draws the trace and does not publish it: its peaks are read off the figure.",
+            ),
+            "gpu": NO_MIX,
+        },
+    ),
+    Entry(
+        "adaserve-14", PAPER, "figure 14",
+        "Attainment under that trace: AdaServe above every baseline.",
+        "The same at three mean rates.",
+        {
+            "cpu": _simulated("fluctuating", 2, _both(FLUCTUATING_CLAIMS), "classes that peak in turn"),
+            "gpu": NO_MIX,
+        },
+    ),
+    Entry(
+        "adaserve-15", PAPER, "figure 15",
+        "Shares of the serving time that speculation, selection and verification take: selection, on the CPU, next to "
+        "nothing.",
+        "The phases of the real engine's steps, 16 requests at once. On a CPU drafting and verifying run on the cores "
+        "that select.",
+        {
+            "cpu": Form(
+                (GROWN, Step("phases-110m", (
+                    "python", "benchmarks/host_share.py", "--target", "{grown-110m}/model", "--policies", "adaserve",
+                    "--tokens", "128", "--out", "{here}/share.json",
+                ), 2)),
+                host_share("phases-110m"), SHARE_CLAIMS, "one prompt, 16 at once", "share.json", IN_MINIATURE,
+            ),
+            "gpu": Form(
+                (GROWN_8B, Step("phases-8b", (
+                    "python", "benchmarks/host_share.py", "--target", "{grown-8b}/model", "--policies", "adaserve",
+                    "--requests", "64", "--out", "{here}/share.json",
+                ), 4, gpu=True)),
+                host_share("phases-8b"), SHARE_CLAIMS, "one prompt, 64 at once", "share.json", ON_GPU,
+            ),
+        },
+    ),
+)  # fmt: skip

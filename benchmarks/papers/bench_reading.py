@@ -1,0 +1,106 @@
+"""What figures over a load state, read from the rows of `adaserve bench`. Runs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.document import Table
+from adaserve_jax.results.jsonl import read_rows
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from papers.entry import Claim, Folders, Found
+from papers.reading import figure, largest, least, over, series
+
+OURS, AUTHORS = "adaserve", ("adaserve-paper", "adaserve-code")
+ByValue = dict[float, dict[str, ResultRow]]
+"""By what is varied: by policy, the row over all classes."""
+LABELS = {
+    "rate_rps": "requests per second", "urgent_share": "share of urgent requests", "slo_scale": "SLO scale"
+}  # fmt: skip
+
+
+def bench_claims(kind: str) -> tuple[Claim, ...]:
+    """Of a figure about `kind`: attainment, goodput or accepted tokens."""
+    return {
+        "attainment": (
+            Claim("attainment above the best baseline's at every point, at the closest", "least lead", "at least", 0.0),
+            Claim("violations of the best baseline over ours, at their largest", "violations times", "at least", 1.0),
+        ),
+        "goodput": (
+            Claim("goodput over the best baseline's, at its largest", "goodput times", "at least", 1.0),
+            Claim("goodput over the best baseline's, at the closest", "least goodput times", "at least", 1.0),
+        ),
+        "accepted": (
+            Claim("accepted tokens at the lowest rate over those at the highest", "accepted falls", "at least", 1.0),
+        ),
+    }[kind]
+
+
+def bench_rows(step: str, by: str) -> Callable[[Folders], Found]:
+    """Reads the rows of a run in which column `by` was varied; of a point that was measured again, the last."""
+
+    def read(folders: Folders) -> Found:
+        path = folders[step] / "results.jsonl"
+        rows = [row for row in read_rows(path, ResultRow) if row.slo_class == ALL_CLASSES and row.valid]
+        if not rows:
+            raise ConfigError(f"{path} has no valid row; the client was the bottleneck: run it on a quieter machine")
+        found: ByValue = {}
+        for row in (row for row in rows if row.commit == rows[-1].commit):
+            found.setdefault(getattr(row, by), {})[row.policy] = row
+        found = dict(sorted(found.items()))
+        return Found(judged(found), (_figure(found, by), _table(found, by)), _about(rows[-1]))
+
+    return read
+
+
+def judged(points: ByValue) -> dict[str, float | None]:
+    pairs = [(at[OURS], _others(at)) for at in points.values() if OURS in at and _others(at)]
+    best = [(ours, max(row.attainment or 0.0 for row in others)) for ours, others in pairs]
+    richest = [over(ours.goodput_tps, max(row.goodput_tps for row in others)) for ours, others in pairs]
+    accepted = [ours.mean_accepted for ours, _ in pairs if ours.mean_accepted is not None]
+    return {
+        "least lead": least((ours.attainment or 0.0) - theirs for ours, theirs in best),
+        "violations times": largest(
+            (1 - theirs) / max(1 - (ours.attainment or 0.0), 1 / max(ours.requests_with_slo, 1))
+            for ours, theirs in best
+        ),
+        "goodput times": largest(richest),
+        "least goodput times": least(richest),
+        "accepted falls": over(accepted[0], accepted[-1]) if len(accepted) > 1 else None,
+    }
+
+
+def _others(at: dict[str, ResultRow]) -> list[ResultRow]:
+    return [row for name, row in at.items() if name != OURS and name not in AUTHORS]
+
+
+def _figure(points: ByValue, by: str):
+    names = list(dict.fromkeys(name for at in points.values() for name in at))
+
+    def curves(column: str):
+        return series(
+            {name: {x: getattr(at[name], column) if name in at else None for x, at in points.items()} for name in names}
+        )
+
+    panels = (
+        ("requests met", "share of requests", curves("attainment")),
+        ("goodput", "tokens/s", curves("goodput_tps")),
+        ("accepted", "tokens per verification", curves("mean_accepted")),
+    )
+    return figure(by, f"By {LABELS[by]}", "Measured on the engine.", LABELS[by], panels, percent=("requests met",))
+
+
+def _table(points: ByValue, by: str) -> Table:
+    names = list(dict.fromkeys(name for at in points.values() for name in at))
+    rows = tuple((name, *(_cell(at.get(name)) for at in points.values())) for name in names)
+    columns = ("policy", *(f"{value:g}" for value in points))
+    return Table(f"{by}-table", f"By {LABELS[by]}", "Requests met, and goodput in tokens/s.", columns, rows)
+
+
+def _cell(row: ResultRow | None) -> str:
+    return "-" if row is None or row.attainment is None else f"{row.attainment:.1%}, {row.goodput_tps:.0f}"
+
+
+def _about(row: ResultRow) -> dict[str, str]:
+    size = "unknown" if row.target_params is None else f"{row.target_params / 1e6:.1f}M parameters"
+    return {"commit": row.commit, "machine": row.machine, "device": row.device, "target": size}

@@ -1,0 +1,126 @@
+"""The workloads that figures are measured on: AdaServe's traces and Azure's, from a folder, or made ones instead.
+
+Made ones have the same names and formats, so that every command takes either.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from adaserve_jax.bench.azure import HEADER
+from adaserve_jax.bench.fluctuating import fluctuating_trace
+from adaserve_jax.bench.reshaping import with_mix, with_slo_scale
+from adaserve_jax.bench.segments import MINUTE_S, poisson_arrivals
+from adaserve_jax.bench.traces import Trace, save_trace
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.jsonl import make_folder
+
+RATES = (2.4, 2.8, 3.2, 3.6, 4.0, 4.6)
+URGENT = (0.3, 0.6, 0.9)
+SCALES = (0.6, 0.8, 1.0, 1.4, 1.6)
+PEAK_MIX, PEAK_RATE = 0.6, 4.0
+"""Share of urgent requests and rate at which AdaServe's paper holds what it does not vary."""
+SPAN_S = 120.0
+"""Of a made trace of the sweeps."""
+BODIES_RPS = 6.0
+"""Rate of the trace whose lengths and targets the made ones have: more requests than any of them."""
+MINUTES, MEAN_RPS, SWING = 24, 3.0, 0.8
+"""Of the made trace in Azure's format: whole minutes, requests per second, and how far a sinusoid of two periods takes
+the rate from its mean."""
+LENGTHS = ((6.9, 0.8), (4.9, 0.9))
+"""Mean and standard deviation of the logarithm of its prompt and output tokens."""
+LONGEST = (4000, 1000)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a placeholder of commands stands for. folder: below a folder of data, where it is not there itself. pattern:
+    of its files. a_file: whether commands are given the file rather than its folder."""
+
+    folder: str
+    pattern: str
+    a_file: bool
+    what: str
+    origin: str
+
+
+SOURCES = {
+    "traces": Source(
+        "adaserve-traces", "rate_rps*.jsonl*", False, "AdaServe's traces",
+        "the request traces of AdaServe's artifact (github.com/zikun-li/AdaServe-Artifact-Evaluation, Apache-2.0; the "
+        "prompts they name have licences of their own), as JSON lines of t_ms, prompt_id, slo_ratio, output_length and "
+        "input_length",
+    ),
+    "azure": Source(
+        "azure-2023", "AzureLLMInferenceTrace_conv.csv*", True, "Azure's conversation trace of 2023",
+        "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (CC BY 4.0), plain or .gz",
+    ),
+}  # fmt: skip
+
+
+def find_data(name: str, folder: Path) -> Path:
+    """What {name} of a command stands for: of `folder`, or of its subfolder. Raises ConfigError saying what it is and
+    where it comes from."""
+    source = SOURCES[name]
+    for place in (folder, folder / source.folder):
+        files = sorted(place.glob(source.pattern))
+        if files:
+            return files[0] if source.a_file else place
+    raise ConfigError(
+        f"--data: {folder} has no {source.pattern}, nor has its {source.folder}: expected {source.origin}; leave out "
+        "--data for a made workload"
+    )
+
+
+def make_data(name: str, folder: Path, *, span_s: float = SPAN_S) -> None:
+    """Write made workloads below `folder` where {name} is looked for, unless they are there."""
+    place = folder / SOURCES[name].folder
+    if place.is_dir():
+        return
+    scratch = place.with_name(f"{place.name}.new")
+    make_folder(scratch)
+    if name == "traces":
+        for trace_name, trace in made_traces(span_s).items():
+            save_trace(trace, scratch / f"{trace_name}.jsonl.gz")
+    else:
+        _write_azure(scratch / "AzureLLMInferenceTrace_conv.csv")
+    scratch.rename(place)
+
+
+def made_traces(span_s: float, seed: int = 0) -> dict[str, Trace]:
+    """By the names that AdaServe's have: Poisson arrivals of made requests over rate, urgent share and SLO scale."""
+    bodies = fluctuating_trace(seed=seed, rate_rps=BODIES_RPS)
+
+    def trace(rate_rps: float, urgent: float) -> Trace:
+        rest = (1 - urgent) / 2
+        mixed = with_mix(bodies, {"code": urgent, "chat": rest, "summarization": rest}, seed)
+        return poisson_arrivals(mixed, rate_rps=rate_rps, count=math.ceil(rate_rps * span_s), seed=seed)
+
+    found = {f"rate_rps{rate:g}_ol256": trace(rate, PEAK_MIX) for rate in RATES}
+    found |= {f"urgent_prop{share:g}": trace(PEAK_RATE, share) for share in URGENT}
+    at_peak = trace(PEAK_RATE, PEAK_MIX)
+    return found | {f"scale_slo{scale:.1f}_ol256": with_slo_scale(at_peak, scale) for scale in SCALES}
+
+
+def _write_azure(path: Path, seed: int = 0) -> None:
+    """A rate that swings, lengths drawn as log-normal."""
+    rng = np.random.default_rng(seed)
+    begin = datetime(2023, 11, 16)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        for minute in range(MINUTES):
+            rate = MEAN_RPS * (1 + SWING * math.sin(4 * math.pi * minute / MINUTES))
+            for at_s in np.sort(rng.uniform(0, MINUTE_S, rng.poisson(rate * MINUTE_S))):
+                tokens = (
+                    int(np.clip(round(math.exp(mean + spread * rng.standard_normal())), 1, most))
+                    for (mean, spread), most in zip(LENGTHS, LONGEST, strict=True)
+                )
+                at = begin + timedelta(seconds=minute * MINUTE_S + float(at_s))
+                writer.writerow([at.strftime("%Y-%m-%d %H:%M:%S.%f"), *tokens])
