@@ -65,7 +65,7 @@ def test_the_plan_and_the_engines_options_are_passed_on(bench, tmp_path: Path, c
     assert bench.configs == [EngineConfig(policy="adaserve", seed=4, max_requests=3)]  # that may give the draft away
     plan = json.loads((tmp_path / "o" / "plan.json").read_text())["plan"]
     assert (plan["policies"], plan["rates"], plan["repeats"]) == (["adaserve", "spec:4"], [50.0, 80.0], 2)
-    assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 0.5, 4, 3)
+    assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 60.0, 4, 3)
     assert "policy" not in plan and "compile_cache" not in plan
     folder = RunFolder.load(tmp_path / "o")
     assert len({row.point for row in folder.rows}) == 2 * 2 * 2
