@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.resuming import begin_folder
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.watching import Watch
@@ -145,3 +146,18 @@ def test_rows_say_which_repeat_and_load_they_are_of(make_bench, workload, tmp_pa
         [r.due_s for r in RunFolder.load(tmp_path).records[held["run_id"], f"ar@80/s #{i}"]] for i in (0, 1)
     )
     assert first != second, "arrivals of a repeat are its own"
+
+
+def test_what_was_recorded_of_a_point_goes_and_stays_with_it(tmp_path: Path):
+    settings = {"seed": 1}
+    run_id = begin_folder(tmp_path, settings, "new").run_id
+    done = [row(run_id=run_id, point="ar@2/s slo=as-is", slo_class=name, valid=True) for name in (ALL_CLASSES, "chat")]
+    append_rows(tmp_path / "results.jsonl", done)
+    made = [
+        AcceptanceRecord(run, "ar", 2.0, f"{point}-{number}", "chat", (5,), (0,), (1,), (0.5,))
+        for run, point in ((run_id, "ar@2/s slo=as-is"), (run_id, "ar@2/s slo=2"), ("other", "ar@2/s slo=2"))
+        for number in (0, 12)
+    ]
+    append_rows(tmp_path / "acceptance.jsonl", made)
+    assert begin_folder(tmp_path, settings, "resume").rows == tuple(done)
+    assert read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord) == made[:2] + made[4:]
