@@ -14,6 +14,7 @@ from adaserve_jax.report.words import amount, cell, heading, listed, number, tit
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 
 MOST_ROWS = 48
+MOST_MISSING = 6
 NOT_JUDGED = (MEAN_ACCEPTED,)
 """More accepted tokens are no aim of their own: a wider tree has more of them and costs more."""
 
@@ -135,7 +136,9 @@ def _left_out(view: View, settings: Sequence[Setting]) -> str:
     """Who cannot have been ahead, having no valid point there; empty where nobody is missing."""
     axes = view.measured.varied
     parts = [f"{listed(gone)} at {s.describe(axes)}" for s in settings if (gone := view.measured.missing(s))]
-    return f"Not every policy has a valid point at every setting. Missing: {'; '.join(parts)}." if parts else ""
+    more = f" and at {len(parts) - MOST_MISSING} more settings" if len(parts) > MOST_MISSING else ""
+    missing = f"{'; '.join(parts[:MOST_MISSING])}{more}"
+    return f"Not every policy has a valid point at every setting. Missing: {missing}." if parts else ""
 
 
 def _repeats(view: View) -> str:
