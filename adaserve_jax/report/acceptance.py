@@ -16,7 +16,7 @@ def acceptance(view: View) -> Section | None:
     if not any(_sums(group)[1] for group in view.measured.groups.values()):
         return None
     drawn = figures(view, (MEAN_ACCEPTED,))
-    if view.measured.varied:
+    if view.axes:
         drawn.insert(0, by_class(view, MEAN_ACCEPTED))
     return Section("acceptance", "Accepted tokens", (*drawn, _table(view)))
 

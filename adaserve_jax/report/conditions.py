@@ -7,11 +7,10 @@ from pathlib import PurePath
 from statistics import fmean
 
 from adaserve_jax.report.document import Section, Table, Text
-from adaserve_jax.report.points import Measured, Point
+from adaserve_jax.report.points import HASH_LETTERS, Measured, Point
 from adaserve_jax.report.words import listed, size
 from adaserve_jax.results.schema import ResultRow
 
-HASH_LETTERS = 12
 BASELINE = "time of one token alone, without speculation"
 BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other are the same: they are measured anew by each run."""
@@ -38,6 +37,12 @@ _BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("deterministic", lambda r: "yes" if r.deterministic else "no"),
 )
 MOST_VALUES = 4
+INEXACT_TOKENS = {
+    "usage_spread": "tokens were counted at the end of each answer and spread over its events, so that the times of "
+    "single tokens are not exact",
+    "events": "tokens were counted as events with text, of which there may be fewer than tokens",
+}
+"""What other counts of tokens than those of an engine, or of every event, mean for figures; by `token_source`."""
 
 
 def condition_line(points: Sequence[Point]) -> str:
@@ -114,8 +119,13 @@ def _warnings(measured: Measured) -> Iterable[str]:
     if compiled:
         named = listed([point.name for point in compiled])
         yield f"Programs were compiled while serving at {named}: their times hold compilation."
-    if bare := [point.name for point in measured.valid if not point.records]:
-        yield f"No request records of {listed(bare)}: figures are their rows' means, without intervals."
+    for source, means in INEXACT_TOKENS.items():
+        if named := list(
+            dict.fromkeys(point.row.system for point in measured.valid if point.row.token_source == source)
+        ):
+            yield f"{listed(named)}: {means}."
+    if bare := [point.name for point in measured.valid if not point.is_complete]:
+        yield f"Not all requests of {listed(bare)} have records: figures are their rows' means, without intervals."
     first, *others = (
         [point for point in points if point.source == source] for source in measured.sources
     )  # fmt: skip

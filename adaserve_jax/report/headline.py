@@ -11,8 +11,10 @@ from adaserve_jax.report.points import Group
 from adaserve_jax.report.setting import AXES, Setting
 from adaserve_jax.report.view import View
 from adaserve_jax.report.words import amount, cell, heading, listed, number, titled
+from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 
 MOST_ROWS = 48
+MOST_MISSING = 6
 NOT_JUDGED = (MEAN_ACCEPTED,)
 """More accepted tokens are no aim of their own: a wider tree has more of them and costs more."""
 
@@ -32,6 +34,8 @@ def headline(view: View) -> Section:
     groups = sum(len(view.measured.at(setting)) for setting in settings)
     shown = settings if groups <= MOST_ROWS else view.line
     texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
+    texts += [Text(left_out, warns=True)] if (left_out := _left_out(view, settings)) else []
+    texts += [Text(repeats)] if (repeats := _repeats(view)) else []
     return Section("headline", "Headline", (*texts, _table(view, shown)))
 
 
@@ -125,6 +129,28 @@ def _table(view: View, settings: Sequence[Setting]) -> Table:
     numeric = frozenset(range(first - 2, len(columns)))
     return Table(
         "headline", "Policies side by side", view.caption(caption), columns, tuple(rows), numeric, frozenset(strong)
+    )
+
+
+def _left_out(view: View, settings: Sequence[Setting]) -> str:
+    """Who cannot have been ahead, having no valid point there; empty where nobody is missing."""
+    axes = view.measured.varied
+    parts = [f"{listed(gone)} at {s.describe(axes)}" for s in settings if (gone := view.measured.missing(s))]
+    more = f" and at {len(parts) - MOST_MISSING} more settings" if len(parts) > MOST_MISSING else ""
+    missing = f"{'; '.join(parts[:MOST_MISSING])}{more}"
+    return f"Not every policy has a valid point at every setting. Missing: {missing}." if parts else ""
+
+
+def _repeats(view: View) -> str:
+    """What intervals of few repeats do not hold; empty where they hold it, or where there are none."""
+    groups = [group for group in view.measured.groups.values() if group.has_records]
+    fewest = min((len(group.points) for group in groups), default=ENOUGH_REPEATS)
+    if fewest >= ENOUGH_REPEATS:
+        return ""
+    times = "once" if fewest == 1 else f"{fewest} times"
+    return (
+        f"Points were measured {times}: intervals hold which requests happened to come, and not what differs from "
+        f"run to run, for which it takes {ENOUGH_REPEATS} repeats."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from adaserve_jax.errors import ConfigError
@@ -13,8 +13,9 @@ from adaserve_jax.report.setting import AXES, Setting
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
 from adaserve_jax.results.samples import Sample
-from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, Provenance, ResultRow
+from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
 
+HASH_LETTERS = 12
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
     "max_requests", "max_context", "num_pages", "extension_pages", "elastic",
@@ -42,8 +43,9 @@ class Point:
         return self.rows[ALL_CLASSES]
 
     @property
-    def provenance(self) -> Provenance:
-        return self.row
+    def is_complete(self) -> bool:
+        """Whether every request of the row has its record, so that figures can be made of them."""
+        return len(self.records) == self.row.requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,7 @@ class Group:
 
     @property
     def has_records(self) -> bool:
-        return all(point.records for point in self.points)
+        return all(point.is_complete for point in self.points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +87,17 @@ class Measured:
         """Axes on which the valid points differ."""
         return tuple(a for a in AXES if len({s.value(a) for s in self.settings}) > 1)
 
-    def values(self, axis: str) -> list[float]:
-        return sorted({value for s in self.settings if (value := s.value(axis)) is not None})
+    @property
+    def rates(self) -> list[float]:
+        return sorted({setting.rate_rps for setting in self.settings})
 
     def at(self, setting: Setting) -> list[Group]:
         """Groups of one setting, in the order of whos."""
         return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
+
+    def missing(self, setting: Setting) -> list[str]:
+        """Who has valid points elsewhere, and none at the setting."""
+        return [who for who in self.whos if (who, setting) not in self.groups]
 
     def colour(self, who: str) -> int:
         return self.whos.index(who)
@@ -98,7 +105,7 @@ class Measured:
 
 def measured(folders: Sequence[RunFolder]) -> Measured:
     """The points of all folders. Raises ConfigError: none has a row."""
-    points = _named([point for folder in folders for point in _points(folder, _label(folder, folders))])
+    points = _named(_loads_apart([point for folder in folders for point in _points(folder, _label(folder, folders))]))
     if not points:
         named = ", ".join(str(folder.path) for folder in folders)
         raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
@@ -165,10 +172,10 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
 
 def _sources(rows: Sequence[ResultRow], label: str) -> dict[str, str]:
     """By run: the folder's label, and the first run's that was made alike where the runs of one folder were not."""
-    made: dict[str, tuple[tuple[object, ...], dict[Setting, str]]] = {}
+    made: dict[str, tuple[tuple[object, ...], dict[Setting, set[str]]]] = {}
     for row in rows:
         about = tuple(getattr(row, name) for name in SAME_RUN)
-        made.setdefault(row.run_id, (about, {}))[1][Setting.of(row)] = row.workload_hash
+        made.setdefault(row.run_id, (about, defaultdict(set)))[1][Setting.of(row)].add(row.workload_hash)
     firsts: dict[str, str] = {}
     for run_id, (about, loads) in made.items():
         alike = (
@@ -200,17 +207,30 @@ def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
     return str(folder.path)
 
 
+def _loads_apart(points: Sequence[Point]) -> list[Point]:
+    """With the workload in those settings at which several were measured, which are no repeats of each other."""
+    loads: dict[Setting, dict[str, str]] = defaultdict(dict)
+    for point in points:
+        loads[point.setting][point.row.workload_hash] = point.row.workload
+    apart = []
+    for point in points:
+        held = loads[point.setting]
+        if len(held) > 1:
+            name = held[point.row.workload_hash]
+            if list(held.values()).count(name) > 1:
+                name += f" {point.row.workload_hash[:HASH_LETTERS]}"
+            point = replace(point, setting=replace(point.setting, workload=name))
+        apart.append(point)
+    return apart
+
+
 def _named(points: Sequence[Point]) -> list[Point]:
     """With names that are unique: by source, then by run, then by number where they are not."""
     for prefix in (lambda p, n: f"{p.source}: {p.name}", lambda p, n: f"{p.row.run_id}: {p.name}",
                    lambda p, n: f"{p.name} ({n})"):  # fmt: skip
         count = Counter(point.name for point in points)
         points = [
-            point if count[point.name] == 1 else _renamed(point, prefix(point, number))
+            point if count[point.name] == 1 else replace(point, name=prefix(point, number))
             for number, point in enumerate(points, 1)
         ]
     return list(points)
-
-
-def _renamed(point: Point, name: str) -> Point:
-    return Point(point.source, name, point.served_by, point.setting, point.rows, point.records, point.samples)

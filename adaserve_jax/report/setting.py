@@ -12,6 +12,7 @@ AXES = {
     "urgent_share": ("urgent share", "{:.0%}"),
     "slo_scale": ("target scale", "{:g}"),
     "burstiness": ("burstiness", "{:g}"),
+    "workload": ("workload", "{}"),
 }
 """By column: what people call it, and how a value is written."""
 AXIS_LABELS = {
@@ -19,17 +20,19 @@ AXIS_LABELS = {
     "slo_scale": "factor of all TPOT targets",
     "burstiness": "coefficient of variation of the gaps between arrivals",
 }  # fmt: skip
+"""Of those that are numbers, along which curves are drawn."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """None: not varied in its run."""
+    """None: not varied in its run. workload: empty unless another one was measured at the same setting."""
 
     process: str
     rate_rps: float
     urgent_share: float | None
     slo_scale: float | None
     burstiness: float | None
+    workload: str = ""
 
     @classmethod
     def of(cls, row: ResultRow) -> Setting:
@@ -38,10 +41,15 @@ class Setting:
     @property
     def order(self) -> tuple[float | str, ...]:
         """Settings sort by it: rate first."""
-        return (*(-1.0 if (value := self.value(axis)) is None else value for axis in AXES), self.process)
+        return (*(self.number(axis) for axis in AXIS_LABELS), self.process, self.workload)
 
-    def value(self, axis: str) -> float | None:
-        return getattr(self, axis)
+    def value(self, axis: str) -> float | str | None:
+        return getattr(self, axis) or None if axis == "workload" else getattr(self, axis)
+
+    def number(self, axis: str) -> float:
+        """The value of one of `AXIS_LABELS`, -1 where it was not varied."""
+        value = getattr(self, axis)
+        return -1.0 if value is None else value
 
     def cell(self, axis: str) -> str:
         """The value as a table shows it: "2/s", "60%"."""

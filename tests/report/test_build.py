@@ -97,15 +97,18 @@ def test_warnings_say_what_makes_results_mean_less():
         "Tracked files differed from the commit: this code cannot be looked up by its commit alone.",
         "No model ran: times are those of a simulated machine (a100).",
         "Programs were compiled while serving at ar@1/s: their times hold compilation.",
-        "No request records of ar@1/s: figures are their rows' means, without intervals.",
+        "Not all requests of ar@1/s have records: figures are their rows' means, without intervals.",
     ]
     assert dict(document.facts)["commit"] == "0123456789ab-dirty"
+    spread = build([folder(point([request(0)], system="vllm", token_source="usage_spread"))])
+    assert warnings_of(spread)[0].startswith("vllm: tokens were counted at the end of each answer")
 
 
 def test_folders_that_were_not_measured_alike_are_warned_of():
     other = replace(PROVENANCE, run_id="r2", machine="b machine", target="/some/where/big", target_params=8_030_000_000)
     document = build([full("a"), folder(point([request(0)], policy="spec:4", provenance=other), path="b")])
-    (text,) = warnings_of(document)
+    missing, text = warnings_of(document)
+    assert missing.endswith("Missing: spec:4 at 2/s.")
     assert text == (
         "a and b were not measured alike: machine (a machine, 2 cores against b machine); target (demo/target (110.2M "
         "parameters) against big (8.03B parameters))."

@@ -1,5 +1,6 @@
 """The first table and its words: who is ahead, where, by how much, and where nobody is."""
 
+from adaserve_jax.report.document import Text
 from adaserve_jax.report.headline import headline, verdict
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.points import measured
@@ -76,3 +77,29 @@ def test_table_by_hand():
     assert [cells[10].split(" ")[0] for cells in table.rows] == ["-", "1.50"]  # 3 of 2 verifications
     assert {row for row, _ in table.strong} == {1} and {column for _, column in table.strong} >= {3, 4, 5}
     assert 6 not in {column for _, column in table.strong}  # throughput is the same
+
+
+def test_a_policy_without_a_valid_point_is_said_to_be_missing():
+    late = point(requests(0), policy="a", valid=False, invalid_reason="client was late")
+    section = headline(view_of(late, point(requests(0), policy="b"), point(requests(0), policy="a", rate=2.0)))
+    assert section.items[2] == Text(
+        "Not every policy has a valid point at every setting. Missing: a at 1/s; b at 2/s.",
+        warns=True,
+    )
+
+
+def test_few_repeats_are_said_to_hide_what_differs_from_run_to_run():
+    def texts(repeats: int) -> list[str]:
+        points = [point(requests(2), policy=policy, repeat=n) for policy in "ab" for n in range(repeats)]
+        return [item.text for item in headline(view_of(*points)).items if isinstance(item, Text)]
+
+    assert texts(1)[-1].startswith("Points were measured once: intervals hold which requests happened to come")
+    assert texts(4)[-1].startswith("Points were measured 4 times")
+    assert len(texts(5)) == 2
+
+
+def test_incomplete_records_are_not_used():
+    rows, records, _ = point(requests(20), policy="a")
+    view = view_of((rows, records[:30], []))
+    table = headline(view).items[-1]
+    assert table.rows[0][3] == "50.0%"
