@@ -1,6 +1,6 @@
 """Takes the pictures of docs/reports.md, of a report that `adaserve report -o report.html` wrote.
 
-Its first screen in light colours, and its curves in dark ones. Needs playwright, Pillow and a Chromium that is installed.
+Its first screen in light colours, and its curves in dark ones. Needs playwright, Pillow and a Chromium.
 """
 
 from __future__ import annotations
