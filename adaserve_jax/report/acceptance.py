@@ -15,10 +15,9 @@ def acceptance(view: View) -> Section | None:
     """None: nobody drafted."""
     if not any(_sums(group)[1] for group in view.measured.groups.values()):
         return None
-    drawn = figures(view, (MEAN_ACCEPTED,))
-    if view.axes:
-        drawn.insert(0, by_class(view, MEAN_ACCEPTED))
-    return Section("acceptance", "Accepted tokens", (*drawn, _table(view)))
+    bars = by_class(view, MEAN_ACCEPTED)
+    lines = [figure for figure in figures(view, (MEAN_ACCEPTED,)) if figure.key != bars.key]
+    return Section("acceptance", "Accepted tokens", (bars, *lines, _table(view)))
 
 
 def _table(view: View) -> Table:
