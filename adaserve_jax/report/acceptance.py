@@ -30,9 +30,9 @@ def _table(view: View) -> Table:
                 rate = percent(accepted / drafted)
                 counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
                 per_verification = cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))
-                rows.append((*(setting.cell(axis) for axis in axes), group.who, *counts, per_verification))
+                rows.append((group.who, *(setting.cell(axis) for axis in axes), *counts, per_verification))
     columns = (
-        *(AXES[axis][0] for axis in axes), "policy", "verifications", "drafted", "accepted", "acceptance rate",
+        "policy", *(AXES[axis][0] for axis in axes), "verifications", "drafted", "accepted", "acceptance rate",
         MEAN_ACCEPTED.title,
     )  # fmt: skip
     numeric = frozenset(range(len(axes) + 1, len(columns)))

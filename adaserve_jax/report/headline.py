@@ -113,10 +113,10 @@ def _table(view: View, settings: Sequence[Setting]) -> Table:
         }
         for group in view.measured.at(setting):
             strong |= {(len(rows), column) for who, column in leads if who == group.who}
-            rows.append((*(setting.cell(axis) for axis in axes), group.who, *_requests(group), *_figures(view, group)))
+            rows.append((group.who, *(setting.cell(axis) for axis in axes), *_requests(group), *_figures(view, group)))
     columns = (
-        *(AXES[axis][0] for axis in axes),
         "policy",
+        *(AXES[axis][0] for axis in axes),
         "requests",
         "with a target",
         *(heading(m) for m in HEADLINE),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.build import build, headline_tables, load_folders
+from adaserve_jax.report.build import build, load_folders
 from adaserve_jax.report.document import Document, Figure, Table, Text
 from adaserve_jax.results.jsonl import append_rows
 from tests.report.made import PROVENANCE, folder, point, random_requests, request, samples_over
@@ -35,7 +35,6 @@ def test_every_section_is_there_in_its_order():
     assert tuple(section.key for section in document.sections) == SECTIONS
     assert document.title == "Report of run"
     assert warnings_of(document) == []
-    assert [table.key for table in headline_tables(document)] == ["headline"]
 
 
 def test_every_figure_and_table_says_what_it_holds_for():
