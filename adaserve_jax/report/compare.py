@@ -48,7 +48,8 @@ def _names(
 ) -> list[str]:  # fmt: skip
     matched = {id(group) for key, group in keyed.items() if key in other}
     left = (group for group in measured.groups.values() if id(group) not in matched)
-    return [f"{group.who} {group.setting.describe()}" for group in left]
+    axes = dict.fromkeys(("rate_rps", *measured.varied))
+    return [f"{group.who} {group.setting.describe(axes)}" for group in left]
 
 
 def _unlike(pairs: Sequence[Pair], then: str) -> Iterator[str]:
