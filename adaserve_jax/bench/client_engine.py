@@ -19,6 +19,9 @@ class ClientEngine:
     text must be made. set_policy: makes its engine serve by another policy, while idle.
     parameters: of target and draft. max_prefill_tokens: the engine's option, for the rows."""
 
+    token_source = "engine"
+    notes = ()
+
     def __init__(
         self, client: EngineClient, encode: Callable[[WorkloadItem, int], list[int]],
         set_policy: Callable[[str], None], *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adaserve_jax.bench.workload import Workload
 
-LOADS = (1.0, 2.0)
+LOADS = (0.5, 1.5)
 """Offered output tokens, over those of one request served alone without speculation in the same time."""
 
 

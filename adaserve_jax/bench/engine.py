@@ -84,6 +84,16 @@ class BenchEngine(Protocol):
         """What its scheduler counts; None where that cannot be seen from here."""
         ...
 
+    @property
+    def token_source(self) -> str:
+        """How the tokens of the last `drive` were counted: see the column."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences on the last `drive` that people should read."""
+        ...
+
     def compiles_after_ready(self) -> int:
         """Programs compiled while serving; 0 where unknown."""
         ...

@@ -50,8 +50,7 @@ class Probe(Protocol):
 @dataclass(frozen=True)
 class LoopResult:
     """One open-loop run. start_s: time.monotonic at its start. wall_s: from there to the last end, or to the cut-off
-    when requests were cut off. late_*_s: how far behind its own schedule the client submitted. token_source: how tokens
-    were counted. notes: what people should know of it."""
+    when requests were cut off. late_*_s: how far behind its own schedule the client submitted."""
 
     probes: tuple[Probe, ...]
     start_s: float
@@ -60,8 +59,6 @@ class LoopResult:
     late_p99_s: float
     interrupted: bool
     engine_died: bool
-    token_source: str = "engine"
-    notes: tuple[str, ...] = ()
 
 
 class _Outstanding:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import make_folder, read_good_rows
+from adaserve_jax.results.jsonl import end_last_line, make_folder, read_good_rows
 from adaserve_jax.results.provenance import new_run_id
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
@@ -107,9 +107,10 @@ def _is_done(rows: list[ResultRow]) -> bool:
 
 
 def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Leave the lines that are wanted, all or, when the process dies, as it was. Half a line at the end goes."""
+    """Leave the lines that are wanted; when the process dies meanwhile, the file is as it was. Half a line goes."""
+    end_last_line(path)
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith(b"\n") and wanted(json.loads(line))]
+    kept = [line for line in lines if wanted(json.loads(line))]
     if len(kept) < len(lines):
         _replace(path, b"".join(kept))
 

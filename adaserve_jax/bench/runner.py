@@ -63,7 +63,7 @@ def run_bench(
             measured = bench.measure(point)
             measured.write(out)
             rows += measured.rows
-            watch.ended(point, measured.rows)
+            watch.ended(point, measured.rows, engine.notes)
             if measured.loop.interrupted or measured.loop.engine_died:
                 break
     finally:
@@ -191,7 +191,7 @@ class _Bench:
             urgent_share=load.urgent_share,
             slo_scale=load.slo_scale,
             burstiness=loaded.burstiness,
-            token_source=loop.token_source,
+            token_source=self.engine.token_source,
         )
 
 

@@ -17,12 +17,11 @@ from adaserve_jax.bench.cluster import run_cluster
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.replica import Replica
-from adaserve_jax.bench.reshaping import Shape
 from adaserve_jax.bench.routers import Assigned, find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.bench.sim_samples import SimSampler
 from adaserve_jax.bench.sim_text import CONCENTRATION
-from adaserve_jax.bench.simulation_rows import plan_hash, result_rows, trace_tags
+from adaserve_jax.bench.simulation_rows import Varied, plan_hash, result_rows, trace_tags
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
 from adaserve_jax.config import EngineConfig
@@ -93,13 +92,14 @@ OnPoint = Callable[[Simulated, list[ResultRow]], None]
 
 def simulate_all(
     plan: SimulationPlan, machine: Machine, traces: Sequence[Trace], on_point: OnPoint | None = None,
-    shapes: Sequence[Shape] | None = None,
+    varied: Sequence[Varied] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
-    """Every policy over every trace, with every number of replicas, and samples of each. shapes: how each trace was
-    changed, for the rows. Raises ConfigError for an unknown policy."""
+    """Every policy over every trace, with every number of replicas, and samples of each. varied: what of each trace
+    was, for the rows. Raises ConfigError for an unknown policy."""
     rows: list[ResultRow] = []
     run_id, hashed = new_run_id(), plan_hash(plan, machine, traces)
-    for trace, tag, shape in zip(traces, trace_tags(traces), shapes or [Shape()] * len(traces), strict=True):
+    varied = varied or [Varied()] * len(traces)
+    for trace, tag, changed in zip(traces, trace_tags(traces, varied), varied, strict=True):
         for replicas in plan.replicas:
             settings: list[tuple[str, SimulationPlan, str | None]] = [(policy, plan, None) for policy in plan.policies]
             if plan.tune != "no":
@@ -112,7 +112,7 @@ def simulate_all(
                 )
                 of_point = result_rows(
                     policy, as_planned, machine, trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id,
-                    replicas=replicas, label=label, point=point, shape=shape, plan_hash=hashed,
+                    replicas=replicas, label=label, point=point, varied=changed, plan_hash=hashed,
                 )  # fmt: skip
                 rows += of_point
                 if on_point is not None:

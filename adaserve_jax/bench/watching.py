@@ -20,5 +20,5 @@ class Watch:
     def in_flight(self, requests: int) -> None:
         """So many requests are in flight. From any thread, often: it must be quick."""
 
-    def ended(self, point: Point, rows: Sequence[ResultRow]) -> None:
-        """Its rows are written."""
+    def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
+        """Its rows are written. notes: sentences of the engine."""

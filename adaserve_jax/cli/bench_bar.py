@@ -48,13 +48,15 @@ class BenchBar(Watch):
     def in_flight(self, requests: int) -> None:
         self._flight = requests
 
-    def ended(self, point: Point, rows: Sequence[ResultRow]) -> None:
+    def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
         if self._began_s is not None:
             self._took_s += time.monotonic() - self._began_s
         self.rows += rows
         self._done += 1
         self._progress.update(self._task, completed=self._done)
         self._say(point_line(self._done, self._total, rows))
+        for note in notes:
+            self._say(f"  {note}")
 
     def left_s(self, now_s: float) -> float:
         """Seconds to the end, if every point takes as long as those so far did."""

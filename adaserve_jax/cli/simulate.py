@@ -14,6 +14,7 @@ from adaserve_jax.bench.machines import load_machine, packaged_machines
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
+from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, load_trace, save_trace
 from adaserve_jax.cli.bench_requests import AUTO, FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
@@ -129,12 +130,13 @@ def simulate(
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
     loaded = [_load(path, format, slos, ttft_slo or None, time_scale) for path in traces or []]
     if fluctuating:
-        reshaped = _fluctuating(loaded, shapes, seed, ttft_slo or None)
+        pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None)
     elif loaded:
-        reshaped = [reshape(trace, shape, seed) for trace in loaded for shape in shapes]
-        shapes *= len(loaded)
+        pairs = [(trace, shape) for trace in loaded for shape in shapes]
     else:
         raise ConfigError("nothing to simulate: give trace files, or --fluctuating for a generated trace")
+    reshaped = [reshape(trace, shape, seed) for trace, shape in pairs]
+    varied = [Varied.of(trace, shape, simulated.baseline_s) for trace, shape in pairs]
     make_folder(out)
     if save_traces:
         for number, trace in enumerate(reshaped):
@@ -148,7 +150,7 @@ def simulate(
         append_rows(out / RESULTS, rows)
         note_point(next(done), total, rows)
 
-    print_rows(simulate_all(plan, simulated, reshaped, on_point, shapes))
+    print_rows(simulate_all(plan, simulated, reshaped, on_point, varied))
     say_what_is_next(out)
 
 
@@ -160,14 +162,16 @@ def _load(path: Path, format: str, slos: str | None, ttft_slo_s: float | None, t
     )  # fmt: skip
 
 
-def _fluctuating(loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None) -> list[Trace]:
-    """A rate is the generated trace's own mean, so that its peaks stay where they are."""
+def _fluctuating(
+    loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None
+) -> list[tuple[Trace, Shape]]:
+    """The traces and how they are to be changed yet. A rate is the generated trace's own mean, so that its peaks stay
+    where they are."""
     like = loaded[0] if loaded else None
     return [
-        reshape(
+        (
             fluctuating_trace(seed=seed, rate_rps=shape.rate_rps or RATE_RPS, like=like, ttft_slo_s=ttft_slo_s),
             Shape(None, shape.mix, shape.slo_scale, shape.requests),
-            seed,
         )
         for shape in shapes
     ]

@@ -89,9 +89,9 @@ def _table(view: View, known: dict[Group, Steps]) -> Table:
                     percent(steps.wait_s / busy_s if busy_s else None),
                     percent(busy_s / steps.of_s if steps.of_s else None), f"{steps.preemptions:,}", f"{steps.swaps:,}",
                 )  # fmt: skip
-                rows.append((*(setting.cell(axis) for axis in axes), group.who, *cells))
+                rows.append((group.who, *(setting.cell(axis) for axis in axes), *cells))
     columns = (
-        *(AXES[axis][0] for axis in axes), "policy", "steps", "that drafted", "ms per step", "waiting for the device",
+        "policy", *(AXES[axis][0] for axis in axes), "steps", "that drafted", "ms per step", "waiting for the device",
         "of the time in steps", "preemptions", "swaps of the draft",
     )  # fmt: skip
     numeric = frozenset(range(len(axes) + 1, len(columns)))

@@ -68,10 +68,11 @@ class Group:
 @dataclass(frozen=True, eq=False)
 class Measured:
     """All points of a report. whos: who served, in the order of the files; the index is the colour. groups: by who and
-    setting. notes: what the folders said of themselves."""
+    setting. invalid: who and setting of points that are not valid. notes: what the folders said of themselves."""
 
     points: tuple[Point, ...]
     groups: dict[tuple[str, Setting], Group]
+    invalid: tuple[tuple[str, Setting], ...]
     whos: tuple[str, ...]
     settings: tuple[Setting, ...]
     classes: tuple[str, ...]
@@ -84,8 +85,10 @@ class Measured:
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """Axes on which the valid points differ."""
-        return tuple(a for a in AXES if len({s.value(a) for s in self.settings}) > 1)
+        """Axes on which the valid points differ; not the process of arrivals where its burstiness says which."""
+        values = {axis: {setting.value(axis) for setting in self.settings} for axis in AXES}
+        told = len(values["burstiness"]) > 1 and None not in values["burstiness"]
+        return tuple(axis for axis, held in values.items() if len(held) > 1 and not (told and axis == "process"))
 
     @property
     def rates(self) -> list[float]:
@@ -95,9 +98,9 @@ class Measured:
         """Groups of one setting, in the order of whos."""
         return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
 
-    def missing(self, setting: Setting) -> list[str]:
-        """Who has valid points elsewhere, and none at the setting."""
-        return [who for who in self.whos if (who, setting) not in self.groups]
+    def lost(self, setting: Setting) -> list[str]:
+        """Who was measured at the setting to no avail: all points there are invalid."""
+        return [who for who, at in self.invalid if at == setting and (who, at) not in self.groups]
 
     def colour(self, who: str) -> int:
         return self.whos.index(who)
@@ -113,16 +116,20 @@ def measured(folders: Sequence[RunFolder]) -> Measured:
     for point in points:
         held[point.served_by].add(point.source)
     grouped: dict[tuple[str, Setting], list[Point]] = defaultdict(list)
+    invalid: dict[tuple[str, Setting], None] = {}
     whos: dict[str, None] = {}
     for point in points:
         who = f"{point.source}: {point.served_by}" if len(held[point.served_by]) > 1 else point.served_by
         if point.row.valid:
             whos[who] = None
             grouped[who, point.setting].append(point)
+        else:
+            invalid[who, point.setting] = None
     valid = [point for point in points if point.row.valid]
     return Measured(
         points=tuple(points),
         groups={key: Group(*key, tuple(each)) for key, each in grouped.items()},
+        invalid=tuple(invalid),
         whos=tuple(whos),
         settings=tuple(sorted({point.setting for point in valid}, key=lambda s: s.order)),
         classes=tuple(sorted({name for point in valid for name in point.rows} - {ALL_CLASSES})),

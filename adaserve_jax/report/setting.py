@@ -12,6 +12,7 @@ AXES = {
     "urgent_share": ("urgent share", "{:.0%}"),
     "slo_scale": ("target scale", "{:g}"),
     "burstiness": ("burstiness", "{:g}"),
+    "process": ("arrivals", "{}"),
     "workload": ("workload", "{}"),
 }
 """By column: what people call it, and how a value is written."""
@@ -36,7 +37,9 @@ class Setting:
 
     @classmethod
     def of(cls, row: ResultRow) -> Setting:
-        return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, row.burstiness)
+        """Rows from before burstiness was noted have that of their process."""
+        burstiness = 1.0 if row.burstiness is None and row.arrival_process == "poisson" else row.burstiness
+        return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, burstiness)
 
     @property
     def order(self) -> tuple[float | str, ...]:
@@ -63,5 +66,5 @@ class Setting:
 
     def but(self, axis: str) -> tuple[object, ...]:
         """All of it but one axis. Arrivals of one burstiness have a process of that name, which varies with it."""
-        process = None if axis == "burstiness" else self.process
-        return (process, *(self.value(other) for other in AXES if other != axis))
+        left_out = ("burstiness", "process") if axis == "burstiness" else (axis,)
+        return tuple(self.value(other) for other in AXES if other not in left_out)

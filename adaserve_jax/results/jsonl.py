@@ -33,9 +33,10 @@ def append_rows(path: Path, rows: Iterable[Any]) -> None:
     """Append one line per row, and flush: rows written survive whatever happens later. Half a line at the end of the
     file, which nobody can read, is removed first."""
     text = "".join(as_line(row) for row in rows)
-    with path.open("ab") as file:
-        _end_last_line(path, file.fileno())
-        file.write(text.encode())
+    if path.exists():
+        end_last_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 def as_line(row: Any) -> str:
@@ -82,10 +83,10 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _end_last_line(path: Path, descriptor: int) -> None:
-    """Make the file end in a whole line. descriptor: the file, open to append."""
-    size = os.fstat(descriptor).st_size
-    with path.open("rb") as file:
+def end_last_line(path: Path) -> None:
+    """Make a file end in a whole line: one that lacks only its end gets it, one that lacks more is removed."""
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         if file.read(1) in (b"", b"\n"):
             return
@@ -95,11 +96,12 @@ def _end_last_line(path: Path, descriptor: int) -> None:
             start -= length
             file.seek(start)
             tail = file.read(length) + tail
-    last = tail.rpartition(b"\n")[2]
-    if _is_object(last):
-        os.write(descriptor, b"\n")
-    else:
-        os.ftruncate(descriptor, size - len(last))
+        last = tail.rpartition(b"\n")[2]
+        if _is_object(last):
+            file.seek(size)
+            file.write(b"\n")
+        else:
+            file.truncate(size - len(last))
 
 
 def _parse(line: bytes, where: str, kind: type[Row]) -> Row:

@@ -90,7 +90,7 @@ def test_without_any_option_three_policies_run_at_two_rates_into_a_dated_folder(
 
 def test_default_rates_offer_multiples_of_what_one_request_alone_gets():
     """The packaged workload asks for 51.2 tokens on average: 24 x 64, 24 x 48, 12 x 32."""
-    assert default_rates(load_workload(), 0.01) == (2.0, 3.9)  # 1 / (0.01 * 51.2) = 1.95
+    assert default_rates(load_workload(), 0.01) == (0.98, 2.9)  # 0.5 and 1.5 times 1 / (0.01 * 51.2) = 1.953
 
 
 def test_a_late_client_is_refused_in_table_and_status(bench, capsys):

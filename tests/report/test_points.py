@@ -90,3 +90,13 @@ def test_workloads_of_one_setting_are_no_repeats_of_each_other():
     assert sorted(s.workload for s in three.settings) == [
         "mixed", "other cdcdcdcdcdcd", "other efefefefefef"
     ]  # fmt: skip
+
+
+def test_arrivals_are_told_by_burstiness_where_they_can_be():
+    plain = point(ONE, burstiness=1.0)
+    bursts = point(ONE, repeat=1, arrival_process="gamma:cv=2", burstiness=2.0)
+    trace = point(ONE, repeat=2, arrival_process="trace")
+    assert measured([folder(plain, bursts)]).varied == ("burstiness",)
+    found = measured([folder(plain, trace)])
+    assert found.varied == ("burstiness", "process")
+    assert [s.describe(found.varied) for s in found.settings] == ["arrivals trace", "burstiness 1, arrivals poisson"]

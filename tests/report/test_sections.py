@@ -204,5 +204,5 @@ def test_a_workload_that_varies_has_no_curve_and_rows_of_its_own():
     assert all(figure.kind == "bars" for figure in figures_of(curves(view)).values())
     (table,) = (item for item in headline(view).items if isinstance(item, Table))
     assert [(row[0], row[1], row[4].split(" ")[0]) for row in table.rows] == [
-        ("mixed", "a", "90.0%"), ("mixed", "b", "80.0%"), ("other", "a", "70.0%"), ("other", "b", "60.0%")
+        ("a", "mixed", "90.0%"), ("b", "mixed", "80.0%"), ("a", "other", "70.0%"), ("b", "other", "60.0%")
     ]  # fmt: skip

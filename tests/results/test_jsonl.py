@@ -98,12 +98,13 @@ def test_every_column_is_documented():
 
 
 def test_a_line_that_was_not_written_to_its_end_is_left_out_and_said(tmp_path: Path):
-    """Cut at every byte of the last line: it is there whole, or it is left out; the line before always is."""
+    """Wherever the last line is cut: it is there whole, or it is left out; the line before always is."""
     path = tmp_path / "rows.jsonl"
     append_rows(path, [row(policy="ar"), row(policy="é")])
     whole = path.read_bytes().replace(b"\\u00e9", "é".encode())
     first = whole.index(b"\n") + 1
-    for end in range(first, len(whole) + 1):
+    accent = whole.index("é".encode()) + 1  # cut inside a character too
+    for end in (*range(first, len(whole), 97), accent, *range(len(whole) - 3, len(whole) + 1)):
         path.write_bytes(whole[:end])
         rows, note = read_good_rows(path, ResultRow)
         complete = end >= len(whole) - 1
