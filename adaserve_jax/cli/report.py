@@ -46,7 +46,8 @@ def report(
         ),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="requests per second that the tables of one rate show; without: the middle one")
+        float | None,
+        typer.Option(help="requests per second of the figures that show one rate; without: the middle one"),
     ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="file for that point's requests as trace events, which ui.perfetto.dev shows")

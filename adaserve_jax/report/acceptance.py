@@ -15,10 +15,9 @@ def acceptance(view: View) -> Section | None:
     """None: nobody drafted."""
     if not any(_sums(group)[1] for group in view.measured.groups.values()):
         return None
-    drawn = figures(view, (MEAN_ACCEPTED,))
-    if view.measured.varied:
-        drawn.insert(0, by_class(view, MEAN_ACCEPTED))
-    return Section("acceptance", "Accepted tokens", (*drawn, _table(view)))
+    bars = by_class(view, MEAN_ACCEPTED)
+    lines = [figure for figure in figures(view, (MEAN_ACCEPTED,)) if figure.key != bars.key]
+    return Section("acceptance", "Accepted tokens", (bars, *lines, _table(view)))
 
 
 def _table(view: View) -> Table:
@@ -31,9 +30,9 @@ def _table(view: View) -> Table:
                 rate = percent(accepted / drafted)
                 counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
                 per_verification = cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))
-                rows.append((*(setting.cell(axis) for axis in axes), group.who, *counts, per_verification))
+                rows.append((group.who, *(setting.cell(axis) for axis in axes), *counts, per_verification))
     columns = (
-        *(AXES[axis][0] for axis in axes), "policy", "verifications", "drafted", "accepted", "acceptance rate",
+        "policy", *(AXES[axis][0] for axis in axes), "verifications", "drafted", "accepted", "acceptance rate",
         MEAN_ACCEPTED.title,
     )  # fmt: skip
     numeric = frozenset(range(len(axes) + 1, len(columns)))

@@ -10,7 +10,7 @@ from adaserve_jax.report.acceptance import acceptance
 from adaserve_jax.report.compare import comparison
 from adaserve_jax.report.conditions import facts, invalid_points, warnings
 from adaserve_jax.report.curves import curves
-from adaserve_jax.report.document import Document, Section, Table, Text
+from adaserve_jax.report.document import Document, Section, Text
 from adaserve_jax.report.headline import headline
 from adaserve_jax.report.latency import latency
 from adaserve_jax.report.mlperf import mlperf
@@ -50,12 +50,6 @@ def build(
         find_point(found.points, timeline)
     sections = _sections(found, against, timeline, rate)
     return Document(title or f"Report of {listed(found.sources)}", facts(found), sections)
-
-
-def headline_tables(document: Document) -> tuple[Table, ...]:
-    """What a terminal shows of a report."""
-    held = (section for section in document.sections if section.key == "headline")
-    return tuple(item for section in held for item in section.items if isinstance(item, Table))
 
 
 def _sections(

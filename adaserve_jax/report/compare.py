@@ -48,7 +48,8 @@ def _names(
 ) -> list[str]:  # fmt: skip
     matched = {id(group) for key, group in keyed.items() if key in other}
     left = (group for group in measured.groups.values() if id(group) not in matched)
-    return [f"{group.who} {group.setting.describe()}" for group in left]
+    axes = dict.fromkeys(("rate_rps", *measured.varied))
+    return [f"{group.who} {group.setting.describe(axes)}" for group in left]
 
 
 def _unlike(pairs: Sequence[Pair], then: str) -> Iterator[str]:
@@ -78,8 +79,8 @@ def _table(view: View, pairs: Sequence[Pair], then: str) -> Table:
             if _holds(pair.ours, name) and _holds(pair.theirs, name):
                 found, better = cells(view.estimates, pair, name)
                 strong |= {(len(rows), first + column) for column in better}
-                rows.append((*(pair.ours.setting.cell(axis) for axis in axes), pair.ours.who, name, *found))
-    titles = (*(AXES[axis][0] for axis in axes), "policy", "requests", *columns("then / now"))
+                rows.append((pair.ours.who, *(pair.ours.setting.cell(axis) for axis in axes), name, *found))
+    titles = ("policy", *(AXES[axis][0] for axis in axes), "requests", *columns("then / now"))
     caption = (
         f"This run minus {then}, 95% intervals in parentheses; better and worse are said where the interval "
         "excludes 0. The ratio is that of violations then to violations now: above 1 there are fewer now."

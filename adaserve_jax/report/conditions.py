@@ -7,11 +7,10 @@ from pathlib import PurePath
 from statistics import fmean
 
 from adaserve_jax.report.document import Section, Table, Text
-from adaserve_jax.report.points import Measured, Point
+from adaserve_jax.report.points import HASH_LETTERS, Measured, Point
 from adaserve_jax.report.words import listed, size
 from adaserve_jax.results.schema import ResultRow
 
-HASH_LETTERS = 12
 BASELINE = "time of one token alone, without speculation"
 BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other are the same: they are measured anew by each run."""

@@ -40,7 +40,7 @@ def curves(view: View) -> Section:
 
 def figures(view: View, measures: Sequence[Measure]) -> list[Figure]:
     """Each measure along each axis that varies; by class at the focus where none does."""
-    lines = [figure for axis in view.measured.varied for figure in _along(view, axis, measures)]
+    lines = [figure for axis in view.axes for figure in _along(view, axis, measures)]
     return lines or [by_class(view, measure) for measure in measures]
 
 
@@ -64,7 +64,7 @@ def _along(view: View, axis: str, measures: Sequence[Measure]) -> Iterator[Figur
 
 def _figure(view: View, axis: str, settings: Sequence[Setting], held: str, measure: Measure, key: str) -> Figure:
     classes = (ALL_CLASSES,) if measure in ONLY_ALL else view.classes
-    x = [setting.value(axis) or 0.0 for setting in settings]
+    x = [setting.number(axis) for setting in settings]
     intervals = "Bands: 95% intervals." if any(group.has_records for group in view.measured.groups.values()) else ""
     return Figure(
         key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-{key}",
@@ -84,7 +84,7 @@ def _panel(view: View, axis: str, settings: Sequence[Setting], measure: Measure,
         known = [(s, g) for s, g in zip(settings, groups, strict=True) if g is not None]
         estimates = [view.estimates.of(group, measure, slo_class) for _, group in known]
         if any(each.value is not None for each in estimates):
-            x = [setting.value(axis) or 0.0 for setting, _ in known]
+            x = [setting.number(axis) for setting, _ in known]
             series.append(series_of(who, x, estimates, view.colour(who)))
     return _axes(slo_class, series, measure)
 

@@ -44,6 +44,10 @@ class Panel:
     y_percent: bool = False
     log_y: bool = False
 
+    def __post_init__(self) -> None:
+        if self.y_range is not None and not self.y_range[0] < self.y_range[1]:
+            raise ValueError(f"{self.title}: expected a y_range that rises, got {self.y_range}")
+
 
 @dataclass(frozen=True)
 class Figure:

@@ -14,6 +14,7 @@ from adaserve_jax.report.words import amount, cell, heading, listed, number, tit
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 
 MOST_ROWS = 48
+MOST_LOST = 6
 NOT_JUDGED = (MEAN_ACCEPTED,)
 """More accepted tokens are no aim of their own: a wider tree has more of them and costs more."""
 
@@ -112,10 +113,10 @@ def _table(view: View, settings: Sequence[Setting]) -> Table:
         }
         for group in view.measured.at(setting):
             strong |= {(len(rows), column) for who, column in leads if who == group.who}
-            rows.append((*(setting.cell(axis) for axis in axes), group.who, *_requests(group), *_figures(view, group)))
+            rows.append((group.who, *(setting.cell(axis) for axis in axes), *_requests(group), *_figures(view, group)))
     columns = (
-        *(AXES[axis][0] for axis in axes),
         "policy",
+        *(AXES[axis][0] for axis in axes),
         "requests",
         "with a target",
         *(heading(m) for m in HEADLINE),
@@ -132,10 +133,15 @@ def _table(view: View, settings: Sequence[Setting]) -> Table:
 
 
 def _left_out(view: View, settings: Sequence[Setting]) -> str:
-    """Who cannot have been ahead, having no valid point there; empty where nobody is missing."""
+    """Who cannot have been ahead, having invalid points only; empty where that is nobody."""
     axes = view.measured.varied
-    parts = [f"{listed(gone)} at {s.describe(axes)}" for s in settings if (gone := view.measured.missing(s))]
-    return f"Not every policy has a valid point at every setting. Missing: {'; '.join(parts)}." if parts else ""
+    parts = [
+        f"{listed(lost)} at {s.describe(axes) or s.describe(('rate_rps',))}"
+        for s in settings
+        if (lost := view.measured.lost(s))
+    ]
+    more = f"; and at {len(parts) - MOST_LOST} more settings" if len(parts) > MOST_LOST else ""
+    return f"Not compared, as their points are invalid: {'; '.join(parts[:MOST_LOST])}{more}." if parts else ""
 
 
 def _repeats(view: View) -> str:

@@ -40,12 +40,12 @@ def latency(view: View) -> Section:
 def _table(view: View) -> Table:
     axes = view.measured.varied[:1]
     rows = tuple(
-        (*(setting.cell(axis) for axis in axes), group.who, *cells)
+        (group.who, *(setting.cell(axis) for axis in axes), *cells)
         for setting in view.line
         for group in view.measured.at(setting)
         for cells in _rows(view, group)
     )
-    columns = (*(AXES[axis][0] for axis in axes), "policy", "requests", "number", "finished", *(m.title for m in TIMES))
+    columns = ("policy", *(AXES[axis][0] for axis in axes), "requests", "number", "finished", *(m.title for m in TIMES))
     first = len(axes) + 2
     others = [axis for axis in view.measured.varied if axis not in axes]
     where = f" At {view.focus.describe(others)}." if others else ""

@@ -26,10 +26,10 @@ COLOURS = {
     "s1": ("#c65102", "#f0a04b"),
     "s2": ("#00805d", "#33c79a"),
     "s3": ("#a3437f", "#e08fc0"),
-    "s4": ("#3b4754", "#c9d2dc"),
-    "s5": ("#8a6a00", "#e9d758"),
-    "s6": ("#5b4bb5", "#b3a6ff"),
-    "s7": ("#9c1c38", "#ff9c9c"),
+    "s4": ("#5c0f26", "#d8405a"),
+    "s5": ("#2f2be6", "#6158ff"),
+    "s6": ("#574700", "#f4ec3c"),
+    "s7": ("#808cb0", "#f2f5f8"),
 }
 """Name -> light, dark."""
 SERIES_COLOURS = tuple(name for name in COLOURS if name[0] == "s" and name[1:].isdecimal())

@@ -10,6 +10,8 @@ from adaserve_jax.report.setting import AXES
 from adaserve_jax.report.view import MOST_PANELS, View, spread
 from adaserve_jax.report.words import listed, ms, percent
 
+TITLE = "Where the time goes"
+NO_SAMPLES = "No point has samples: what was measured through a URL has none, nor have runs from before they existed."
 PHASES = ("plan_s", "draft_s", "select_s", "verify_s", "commit_s")
 
 
@@ -45,11 +47,10 @@ class Steps:
         )
 
 
-def phases(view: View) -> Section | None:
-    """None: there are no samples at all."""
+def phases(view: View) -> Section:
     known = {group: steps for group in view.measured.groups.values() if (steps := Steps.of(group)) is not None}
     if not known:
-        return None
+        return Section("phases", TITLE, (Text(NO_SAMPLES),))
     panels = []
     for setting in spread(view.line, MOST_PANELS):
         groups = [group for group in view.measured.at(setting) if group in known]
@@ -72,7 +73,7 @@ def phases(view: View) -> Section | None:
     absent = dict.fromkeys(group.who for group in view.measured.groups.values() if group not in known)
     if absent:
         items.append(Text(f"Without samples, and so without phases, at some setting or all: {listed(list(absent))}."))
-    return Section("phases", "Where the time goes", tuple(items))
+    return Section("phases", TITLE, tuple(items))
 
 
 def _table(view: View, known: dict[Group, Steps]) -> Table:
@@ -88,9 +89,9 @@ def _table(view: View, known: dict[Group, Steps]) -> Table:
                     percent(steps.wait_s / busy_s if busy_s else None),
                     percent(busy_s / steps.of_s if steps.of_s else None), f"{steps.preemptions:,}", f"{steps.swaps:,}",
                 )  # fmt: skip
-                rows.append((*(setting.cell(axis) for axis in axes), group.who, *cells))
+                rows.append((group.who, *(setting.cell(axis) for axis in axes), *cells))
     columns = (
-        *(AXES[axis][0] for axis in axes), "policy", "steps", "that drafted", "ms per step", "waiting for the device",
+        "policy", *(AXES[axis][0] for axis in axes), "steps", "that drafted", "ms per step", "waiting for the device",
         "of the time in steps", "preemptions", "swaps of the draft",
     )  # fmt: skip
     numeric = frozenset(range(len(axes) + 1, len(columns)))

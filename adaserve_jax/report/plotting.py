@@ -66,13 +66,15 @@ def _lines(axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style],
     for order, series in enumerate(panel.series):
         style, points = styles[series.name], thinned(points_of(series), MOST_POINTS)
         x, y, low, high = _arrays(points, lanes)
+        known = np.isfinite(y)
+        if not known.any():
+            continue
         steps = figure.kind == "step"
         marked = len(points) <= MOST_MARKERS and not steps
         look = _look(style, markers=not steps) | {"zorder": 3 + order}
         if not marked and not steps:
             look["markevery"] = (0.04 * order, 0.25)
         axes.plot(x, y, drawstyle="steps-post" if steps else "default", **look)
-        known = np.isfinite(y)
         alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
         if not marked and alone.any():
             axes.plot(x[alone], y[alone], **_look(style, markers=True) | {"linestyle": "none", "zorder": 3 + order})
@@ -141,7 +143,6 @@ _DRAW = {"line": _lines, "step": _lines, "scatter": _points, "bars": _bars, "sta
 def _arrays(points: list[Any], lanes: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """x, y, low, high: f64[points]; NaN where there is nothing to draw."""
     table = np.array([(lanes.place(x), *rest) for x, *rest in points], dtype=np.float64).reshape(-1, 4)
-    table[~np.isfinite(table)] = np.nan
     return table[:, 0].copy(), table[:, 1], table[:, 2], table[:, 3]
 
 

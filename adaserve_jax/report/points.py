@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from adaserve_jax.errors import ConfigError
@@ -15,6 +15,7 @@ from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
 
+HASH_LETTERS = 12
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
     "max_requests", "max_context", "num_pages", "extension_pages", "elastic",
@@ -67,10 +68,11 @@ class Group:
 @dataclass(frozen=True, eq=False)
 class Measured:
     """All points of a report. whos: who served, in the order of the files; the index is the colour. groups: by who and
-    setting. notes: what the folders said of themselves."""
+    setting. invalid: who and setting of points that are not valid. notes: what the folders said of themselves."""
 
     points: tuple[Point, ...]
     groups: dict[tuple[str, Setting], Group]
+    invalid: tuple[tuple[str, Setting], ...]
     whos: tuple[str, ...]
     settings: tuple[Setting, ...]
     classes: tuple[str, ...]
@@ -83,19 +85,22 @@ class Measured:
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """Axes on which the valid points differ."""
-        return tuple(a for a in AXES if len({s.value(a) for s in self.settings}) > 1)
+        """Axes on which the valid points differ; not the process of arrivals where its burstiness says which."""
+        values = {axis: {setting.value(axis) for setting in self.settings} for axis in AXES}
+        told = len(values["burstiness"]) > 1 and None not in values["burstiness"]
+        return tuple(axis for axis, held in values.items() if len(held) > 1 and not (told and axis == "process"))
 
-    def values(self, axis: str) -> list[float]:
-        return sorted({value for s in self.settings if (value := s.value(axis)) is not None})
+    @property
+    def rates(self) -> list[float]:
+        return sorted({setting.rate_rps for setting in self.settings})
 
     def at(self, setting: Setting) -> list[Group]:
         """Groups of one setting, in the order of whos."""
         return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
 
-    def missing(self, setting: Setting) -> list[str]:
-        """Who has valid points elsewhere, and none at the setting."""
-        return [who for who in self.whos if (who, setting) not in self.groups]
+    def lost(self, setting: Setting) -> list[str]:
+        """Who was measured at the setting to no avail: all points there are invalid."""
+        return [who for who, at in self.invalid if at == setting and (who, at) not in self.groups]
 
     def colour(self, who: str) -> int:
         return self.whos.index(who)
@@ -103,7 +108,7 @@ class Measured:
 
 def measured(folders: Sequence[RunFolder]) -> Measured:
     """The points of all folders. Raises ConfigError: none has a row."""
-    points = _named([point for folder in folders for point in _points(folder, _label(folder, folders))])
+    points = _named(_loads_apart([point for folder in folders for point in _points(folder, _label(folder, folders))]))
     if not points:
         named = ", ".join(str(folder.path) for folder in folders)
         raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
@@ -111,16 +116,20 @@ def measured(folders: Sequence[RunFolder]) -> Measured:
     for point in points:
         held[point.served_by].add(point.source)
     grouped: dict[tuple[str, Setting], list[Point]] = defaultdict(list)
+    invalid: dict[tuple[str, Setting], None] = {}
     whos: dict[str, None] = {}
     for point in points:
         who = f"{point.source}: {point.served_by}" if len(held[point.served_by]) > 1 else point.served_by
         if point.row.valid:
             whos[who] = None
             grouped[who, point.setting].append(point)
+        else:
+            invalid[who, point.setting] = None
     valid = [point for point in points if point.row.valid]
     return Measured(
         points=tuple(points),
         groups={key: Group(*key, tuple(each)) for key, each in grouped.items()},
+        invalid=tuple(invalid),
         whos=tuple(whos),
         settings=tuple(sorted({point.setting for point in valid}, key=lambda s: s.order)),
         classes=tuple(sorted({name for point in valid for name in point.rows} - {ALL_CLASSES})),
@@ -170,10 +179,10 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
 
 def _sources(rows: Sequence[ResultRow], label: str) -> dict[str, str]:
     """By run: the folder's label, and the first run's that was made alike where the runs of one folder were not."""
-    made: dict[str, tuple[tuple[object, ...], dict[Setting, str]]] = {}
+    made: dict[str, tuple[tuple[object, ...], dict[Setting, set[str]]]] = {}
     for row in rows:
         about = tuple(getattr(row, name) for name in SAME_RUN)
-        made.setdefault(row.run_id, (about, {}))[1][Setting.of(row)] = row.workload_hash
+        made.setdefault(row.run_id, (about, defaultdict(set)))[1][Setting.of(row)].add(row.workload_hash)
     firsts: dict[str, str] = {}
     for run_id, (about, loads) in made.items():
         alike = (
@@ -205,17 +214,30 @@ def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
     return str(folder.path)
 
 
+def _loads_apart(points: Sequence[Point]) -> list[Point]:
+    """With the workload in those settings at which several were measured, which are no repeats of each other."""
+    loads: dict[Setting, dict[str, str]] = defaultdict(dict)
+    for point in points:
+        loads[point.setting][point.row.workload_hash] = point.row.workload
+    apart = []
+    for point in points:
+        held = loads[point.setting]
+        if len(held) > 1:
+            name = held[point.row.workload_hash]
+            if list(held.values()).count(name) > 1:
+                name += f" {point.row.workload_hash[:HASH_LETTERS]}"
+            point = replace(point, setting=replace(point.setting, workload=name))
+        apart.append(point)
+    return apart
+
+
 def _named(points: Sequence[Point]) -> list[Point]:
     """With names that are unique: by source, then by run, then by number where they are not."""
     for prefix in (lambda p, n: f"{p.source}: {p.name}", lambda p, n: f"{p.row.run_id}: {p.name}",
                    lambda p, n: f"{p.name} ({n})"):  # fmt: skip
         count = Counter(point.name for point in points)
         points = [
-            point if count[point.name] == 1 else _renamed(point, prefix(point, number))
+            point if count[point.name] == 1 else replace(point, name=prefix(point, number))
             for number, point in enumerate(points, 1)
         ]
     return list(points)
-
-
-def _renamed(point: Point, name: str) -> Point:
-    return Point(point.source, name, point.served_by, point.setting, point.rows, point.records, point.samples)

@@ -12,6 +12,8 @@ AXES = {
     "urgent_share": ("urgent share", "{:.0%}"),
     "slo_scale": ("target scale", "{:g}"),
     "burstiness": ("burstiness", "{:g}"),
+    "process": ("arrivals", "{}"),
+    "workload": ("workload", "{}"),
 }
 """By column: what people call it, and how a value is written."""
 AXIS_LABELS = {
@@ -19,29 +21,38 @@ AXIS_LABELS = {
     "slo_scale": "factor of all TPOT targets",
     "burstiness": "coefficient of variation of the gaps between arrivals",
 }  # fmt: skip
+"""Of those that are numbers, along which curves are drawn."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """None: not varied in its run."""
+    """None: not varied in its run. workload: empty unless another one was measured at the same setting."""
 
     process: str
     rate_rps: float
     urgent_share: float | None
     slo_scale: float | None
     burstiness: float | None
+    workload: str = ""
 
     @classmethod
     def of(cls, row: ResultRow) -> Setting:
-        return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, row.burstiness)
+        """Rows from before burstiness was noted have that of their process."""
+        burstiness = 1.0 if row.burstiness is None and row.arrival_process == "poisson" else row.burstiness
+        return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, burstiness)
 
     @property
     def order(self) -> tuple[float | str, ...]:
         """Settings sort by it: rate first."""
-        return (*(-1.0 if (value := self.value(axis)) is None else value for axis in AXES), self.process)
+        return (*(self.number(axis) for axis in AXIS_LABELS), self.process, self.workload)
 
-    def value(self, axis: str) -> float | None:
-        return getattr(self, axis)
+    def value(self, axis: str) -> float | str | None:
+        return getattr(self, axis) or None if axis == "workload" else getattr(self, axis)
+
+    def number(self, axis: str) -> float:
+        """The value of one of `AXIS_LABELS`, -1 where it was not varied."""
+        value = getattr(self, axis)
+        return -1.0 if value is None else value
 
     def cell(self, axis: str) -> str:
         """The value as a table shows it: "2/s", "60%"."""
@@ -55,5 +66,5 @@ class Setting:
 
     def but(self, axis: str) -> tuple[object, ...]:
         """All of it but one axis. Arrivals of one burstiness have a process of that name, which varies with it."""
-        process = None if axis == "burstiness" else self.process
-        return (process, *(self.value(other) for other in AXES if other != axis))
+        left_out = ("burstiness", "process") if axis == "burstiness" else (axis,)
+        return tuple(self.value(other) for other in AXES if other not in left_out)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
+from math import isfinite
 from typing import Any
 from xml.etree import ElementTree
 
@@ -174,14 +175,15 @@ def _rounded(numbers: str) -> str:
 
 
 def _cleaned(figure: Figure) -> Figure:
-    """Its texts on one line each, without characters that XML does not allow."""
+    """Its texts on one line each, without characters that XML does not allow; a gap for what is no finite number."""
 
     def text(value: str) -> str:
         return printable(" ".join(value.split()))
 
     def series(one: Series) -> Series:
         xs = tuple(text(x) if isinstance(x, str) else x for x in one.x)
-        return replace(one, name=text(one.name), x=xs, labels=tuple(map(text, one.labels)))
+        y, low, high = (tuple(map(_finite, column)) for column in (one.y, one.low, one.high))
+        return replace(one, name=text(one.name), x=xs, y=y, low=low, high=high, labels=tuple(map(text, one.labels)))
 
     panels = tuple(
         replace(p, title=text(p.title), y_label=text(p.y_label), series=tuple(map(series, p.series)))
@@ -189,3 +191,7 @@ def _cleaned(figure: Figure) -> Figure:
     )
     marks = tuple((x, text(label)) for x, label in figure.marks)
     return replace(figure, title=text(figure.title), x_label=text(figure.x_label), panels=panels, marks=marks)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from adaserve_jax.report.conditions import condition_line
-from adaserve_jax.report.document import Figure, Panel, Section, Series
+from adaserve_jax.report.document import Figure, Panel, Section, Series, Text
 from adaserve_jax.report.points import Point, find_point
 from adaserve_jax.report.view import View
 from adaserve_jax.results.samples import Sample
@@ -26,12 +26,12 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, Read], ...]], ...] = (
 
 
 def over_time(view: View, name: str | None) -> Section | None:
-    """name: the point; None: `default_point`. None is returned where the point, or every point, has no samples. Raises
-    ConfigError: no such point."""
+    """name: the point; None: `default_point`, and no section where that is none. Raises ConfigError: no such point."""
     point = default_point(view) if name is None else find_point(view.measured.points, name)
-    if point is None or not point.samples:
+    if point is None:
         return None
-    return Section("timeline", "One run over time", (_figure(point),))
+    drawn = _figure(point) if point.samples else Text(f"{point.name} has no samples, and so no course over time.", True)
+    return Section("timeline", "One run over time", (drawn,))
 
 
 def default_point(view: View) -> Point | None:

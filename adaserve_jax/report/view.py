@@ -12,7 +12,7 @@ from adaserve_jax.report.conditions import condition_line
 from adaserve_jax.report.document import Series
 from adaserve_jax.report.estimates import Estimate, Estimates
 from adaserve_jax.report.points import Group, Measured
-from adaserve_jax.report.setting import Setting
+from adaserve_jax.report.setting import AXIS_LABELS, Setting
 from adaserve_jax.results.schema import ALL_CLASSES
 
 MOST_PANELS = 6
@@ -32,7 +32,7 @@ class View:
     @classmethod
     def of(cls, measured: Measured, rate: float | None = None) -> View:
         """rate: of the focus; None: the middle one. Raises ConfigError: no valid point has it."""
-        rates = measured.values("rate_rps")
+        rates = measured.rates
         if rate is not None and rate not in rates:
             known = ", ".join(f"{each:g}" for each in rates)
             raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {rate:g}")
@@ -57,6 +57,11 @@ class View:
         return (ALL_CLASSES, *classes)[:MOST_PANELS]
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Those that vary and are numbers."""
+        return tuple(axis for axis in self.measured.varied if axis in AXIS_LABELS)
+
+    @property
     def line(self) -> tuple[Setting, ...]:
         """The settings through the focus along the first axis that varies, in the order of that axis."""
         varied = self.measured.varied
@@ -72,7 +77,7 @@ class View:
             if setting.value(axis) is not None:
                 lines[setting.but(axis)].append(setting)
         others = [other for other in self.measured.varied if other != axis]
-        along = [sorted(each, key=lambda s: s.value(axis) or 0.0) for each in lines.values() if len(each) > 1]
+        along = [sorted(each, key=lambda s: s.number(axis)) for each in lines.values() if len(each) > 1]
         return [(each[0].describe(others), tuple(each)) for each in spread(along, MOST_SLICES)]
 
     def focus_groups(self) -> list[Group]:

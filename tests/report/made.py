@@ -59,7 +59,7 @@ def random_requests(count: int, seed: int, policy: str = "ar", tpot: float = 0.2
     made = []
     for number in range(count):
         slo_class = ("chat", "code", "batch")[number % 3]
-        status: Status = rng.choice(["finished"] * 8 + ["rejected", "unfinished"])
+        status: Status = str(rng.choice(["finished"] * 8 + ["rejected", "unfinished"]))
         steps = int(rng.integers(1, 9))
         made.append(request(
             number, slo_class=slo_class, status=status, tokens=0 if status == "rejected" else int(rng.integers(1, 20)),

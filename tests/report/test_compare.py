@@ -109,3 +109,8 @@ def test_one_policy_against_each_of_the_others():
         ("ar", "1/s", "+40.0", "5.00"), ("spec:4", "1/s", "+0.0", "1.00"), ("spec:4", "2/s", "-75.0", "0.00")
     ]  # fmt: skip
     assert versus(View.of(measured([folder(point(requests(0)))]))) is None
+
+
+def test_rows_from_before_burstiness_was_noted_are_matched():
+    _, table, _ = compare([point(requests(0), burstiness=1.0)], [point(requests(0))])
+    assert len(table.rows) == 1

@@ -147,3 +147,20 @@ def test_who_drafts_nothing_has_no_accepted_tokens():
     group = only_group(point([request(0, spec=(4, 0, 0))]))
     assert group.points[0].row.mean_accepted == 0.0
     assert Estimates().value(group, MEAN_ACCEPTED) is None
+
+
+def test_what_differs_from_repeat_to_repeat_for_both_falls_away():
+    rng = np.random.default_rng(4)
+    drift = rng.uniform(0.1, 0.4, 6)  # how slow the machine was in each repeat
+    ours, theirs = (
+        [
+            point([request(i, tpot=slow * drift[n], tpot_slo=None) for i in range(8)], policy=policy, repeat=n)
+            for n in range(6)
+        ]
+        for policy, slow in (("a", 0.9), ("b", 1.0))
+    )
+    a, b = measured([folder(*ours, *theirs)]).groups.values()
+    estimates = Estimates()
+    difference, alone = estimates.difference(a, b, TPOT_P50), estimates.of(a, TPOT_P50)
+    assert difference.value == pytest.approx(-0.1 * np.median(np.repeat(drift, 8)))
+    assert difference.high < 0 and difference.high - difference.low < (alone.high - alone.low) / 5

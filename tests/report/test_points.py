@@ -75,3 +75,28 @@ def test_an_unknown_point_is_refused_with_those_that_there_are():
 def test_a_folder_without_rows_is_refused():
     with pytest.raises(ConfigError, match="expected folders with results to report on, found no row in run"):
         measured([folder()])
+
+
+def test_workloads_of_one_setting_are_no_repeats_of_each_other():
+    other = replace(PROVENANCE, workload="other", workload_hash="cd" * 32)
+    twin = replace(PROVENANCE, run_id="r2", workload="other", workload_hash="ef" * 32)
+    one, two = point(ONE), point(ONE, repeat=1, provenance=other)
+    found = measured([folder(one, two)])
+    assert [(s.workload, s.describe(found.varied)) for s in found.settings] == [
+        ("mixed", "workload mixed"), ("other", "workload other")
+    ]  # fmt: skip
+    assert [len(group.points) for group in found.groups.values()] == [1, 1]
+    three = measured([folder(one, two, path="a"), folder(point(ONE, provenance=twin), path="b")])
+    assert sorted(s.workload for s in three.settings) == [
+        "mixed", "other cdcdcdcdcdcd", "other efefefefefef"
+    ]  # fmt: skip
+
+
+def test_arrivals_are_told_by_burstiness_where_they_can_be():
+    plain = point(ONE, burstiness=1.0)
+    bursts = point(ONE, repeat=1, arrival_process="gamma:cv=2", burstiness=2.0)
+    trace = point(ONE, repeat=2, arrival_process="trace")
+    assert measured([folder(plain, bursts)]).varied == ("burstiness",)
+    found = measured([folder(plain, trace)])
+    assert found.varied == ("burstiness", "process")
+    assert [s.describe(found.varied) for s in found.settings] == ["arrivals trace", "burstiness 1, arrivals poisson"]

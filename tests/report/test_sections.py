@@ -1,19 +1,22 @@
 """Figures and tables of the sections, against values worked out by hand from made requests and samples."""
 
+from dataclasses import replace
+
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.acceptance import acceptance
 from adaserve_jax.report.curves import curves
 from adaserve_jax.report.document import Figure, Table, Text
+from adaserve_jax.report.headline import headline
 from adaserve_jax.report.latency import latency
 from adaserve_jax.report.pareto import pareto
-from adaserve_jax.report.phases import phases
+from adaserve_jax.report.phases import NO_SAMPLES, phases
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.timeline import generation_rates, over_time
 from adaserve_jax.report.view import View
 from adaserve_jax.report.violations import violations
-from tests.report.made import folder, point, request, samples_over
+from tests.report.made import PROVENANCE, folder, point, request, samples_over
 
 
 def view_of(*points, rate: float | None = None) -> View:
@@ -152,7 +155,7 @@ def test_phases_are_those_of_the_last_sample():
     # 40 + 20 steps of 15 ms, 3 of them waiting, in 4 + 2 s
     assert table.rows == (("a", "60", "50.0%", "15.0", "20.0%", "15.0%", "2", "4"),)
     assert section.items[-1] == Text("Without samples, and so without phases, at some setting or all: away.")
-    assert phases(view_of(point(requests(0)))) is None
+    assert phases(view_of(point(requests(0)))).items == (Text(NO_SAMPLES),)
 
 
 def test_timeline_is_of_the_first_policy_that_drafts_at_the_middle_rate():
@@ -171,7 +174,8 @@ def test_timeline_is_of_the_first_policy_that_drafts_at_the_middle_rate():
     assert panels["Draft in device memory"].series[0].y == (0.0, 1.0, 0.0)
     assert panels["Tokens"].series[0].y == (40.0, 40.0, None)
     assert over_time(view, "a@3/s").items[0].title == "a@3/s over time"
-    assert over_time(view, "ar@2/s") is None
+    assert over_time(view, "ar@2/s").items == (Text("ar@2/s has no samples, and so no course over time.", True),)
+    assert over_time(view_of(point(requests(0))), None) is None
     with pytest.raises(ConfigError, match="expected one of the points 'ar@2/s', 'a@1/s'"):
         over_time(view, "b@1/s")
 
@@ -188,3 +192,17 @@ def test_a_chosen_rate_moves_the_focus():
     assert view_of(*points, rate=4.0).focus.rate_rps == 4.0
     with pytest.raises(ConfigError, match=r"expected a rate that was measured \(1, 2, 4 requests per second\), got 3"):
         view_of(*points, rate=3.0)
+
+
+def test_a_workload_that_varies_has_no_curve_and_rows_of_its_own():
+    other = replace(PROVENANCE, workload="other", workload_hash="cd" * 32)
+    view = view_of(
+        point(requests(1), policy="a"), point(requests(2), policy="b"),
+        point(requests(3), policy="a", repeat=1, provenance=other),
+        point(requests(4), policy="b", repeat=1, provenance=other),
+    )  # fmt: skip
+    assert all(figure.kind == "bars" for figure in figures_of(curves(view)).values())
+    (table,) = (item for item in headline(view).items if isinstance(item, Table))
+    assert [(row[0], row[1], row[4].split(" ")[0]) for row in table.rows] == [
+        ("a", "mixed", "90.0%"), ("b", "mixed", "80.0%"), ("a", "other", "70.0%"), ("b", "other", "60.0%")
+    ]  # fmt: skip

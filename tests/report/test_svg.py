@@ -6,6 +6,8 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report import svg
@@ -199,3 +201,34 @@ def test_without_matplotlib_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(svg, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install adaserve-jax\[plot\].*or write the report as Markdown"):
         draw(simple())
+
+
+ODD = st.sampled_from([None, 0.0, 1.0, -1.0, 0.5, 3, 1e-300, 1e12, 1e300, float("nan"), float("inf")])
+NAMES = st.sampled_from(["a", "b", "", "a long name of a point @ 2/s urgent=0.6", "<b>", "日本"])
+
+
+@st.composite
+def odd_series(draw_value, names: bool) -> Series:
+    size = draw_value(st.sampled_from([0, 1, 2, 5, 450]))
+    xs = st.lists(NAMES if names else st.floats(-1e9, 1e9), min_size=min(size, 5), max_size=min(size, 5))
+    column = st.lists(ODD, min_size=min(size, 5), max_size=min(size, 5))
+    times = max(1, size // 5)
+    x, y, low, high = (tuple(draw_value(each)) * times for each in (xs, column, column, column))
+    bounds = (low, high) if draw_value(st.booleans()) else ((), ())
+    return Series(draw_value(NAMES), x, y, *bounds, colour=draw_value(st.integers(0, 20)))
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(st.data(), st.sampled_from(["line", "step", "scatter", "bars", "stack", "area"]), st.booleans())
+def test_whatever_the_values_something_is_drawn(data, kind, names):
+    series = st.lists(odd_series(names=names and kind != "area"), max_size=4).map(tuple)
+    made_panels = tuple(Panel(title, data.draw(series), "y") for title in ("", "t" * 70))
+    found = panels(draw(Figure("k", "T", "", kind, "x", made_panels, marks=((1.0, "mark"),))))
+    assert len(found) == 2
+    for root in found:
+        assert not [a for e in root.iter() for a in e.attrib.values() if "nan" in a.split() or "inf" in a.split()]
+
+
+def test_a_range_that_does_not_rise_is_refused():
+    with pytest.raises(ValueError, match=r"t: expected a y_range that rises, got \(1, 1\)"):
+        Panel("t", (), "y", (1, 1))
