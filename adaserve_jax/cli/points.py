@@ -25,7 +25,9 @@ def print_rows(rows: Sequence[ResultRow]) -> None:
     console.print(table)
     reasons = refused(rows)
     if reasons:
-        say(f"not reported, because they were not measured as they must be: {len(reasons)} points", style="bold red")
+        points = len({(row.run_id, point_of(row)) for row in rows})
+        told = f"not reported, because they were not measured as they must be: {len(reasons)} of {points} points"
+        say(told, style="bold red")
         for reason in reasons:
             say(f"  {reason}", style="red")
 

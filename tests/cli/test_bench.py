@@ -99,7 +99,7 @@ def test_a_late_client_is_refused_in_table_and_status(bench, capsys):
     printed, told = capsys.readouterr()
     assert "spec:4" not in printed
     told = " ".join(told.split())
-    assert "not reported, because they were not measured as they must be: 2 points" in told
+    assert "not reported, because they were not measured as they must be: 2 of 2 points" in told
     assert re.search(r"ar@60/s: client was late: p99 \d+ ms, allowed 10 ms", told)
 
 
