@@ -47,6 +47,7 @@ class Setting:
         return (*(self.number(axis) for axis in AXIS_LABELS), self.process, self.workload)
 
     def value(self, axis: str) -> float | str | None:
+        """None where it was not varied."""
         return getattr(self, axis) or None if axis == "workload" else getattr(self, axis)
 
     def number(self, axis: str) -> float:
@@ -59,7 +60,7 @@ class Setting:
         value = self.value(axis)
         return "-" if value is None else AXES[axis][1].format(value)
 
-    def describe(self, axes: Iterable[str] = tuple(AXES)) -> str:
+    def describe(self, axes: Iterable[str]) -> str:
         """E.g. "2/s, urgent share 60%"; of the axes that are given and known."""
         known = (axis for axis in axes if self.value(axis) is not None)
         return ", ".join(self.cell(a) if a == "rate_rps" else f"{AXES[a][0]} {self.cell(a)}" for a in known)

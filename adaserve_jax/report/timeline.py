@@ -11,14 +11,15 @@ from adaserve_jax.report.points import Point, find_point
 from adaserve_jax.report.view import View
 from adaserve_jax.results.samples import Sample
 
+RATE_S = 1.0
 Read = Callable[[Sample], float]
 PANELS: tuple[tuple[str, str, tuple[tuple[str, Read], ...]], ...] = (
     ("Draft", "levels, nodes", (("depth", lambda s: s.depth), ("width", lambda s: s.width))),
     ("Budget", "verified tree nodes", (("budget", lambda s: s.budget),)),
     ("Requests", "requests", (("running", lambda s: s.running), ("waiting", lambda s: s.waiting))),
     ("KV pages", "pages", (
-        ("used", lambda s: s.pages_used), ("of", lambda s: s.pages_total),
-        ("extension used", lambda s: s.extension_used), ("extension of", lambda s: s.extension_total))),
+        ("used", lambda s: s.pages_used), ("all", lambda s: s.pages_total),
+        ("extension used", lambda s: s.extension_used), ("extension", lambda s: s.extension_total))),
     ("Draft in device memory", "1: there", (("draft", lambda s: float(s.draft_resident)),)),
     ("Tokens", "tokens per second", ()),
 )  # fmt: skip
@@ -51,7 +52,7 @@ def _figure(point: Point) -> Figure:
             for colour, (name, of) in enumerate(read)
             if not name.startswith("extension") or any(sample.extension_total for sample in samples)
             for values in (tuple(float(of(sample)) for sample in samples),)
-        ] or [Series("generated", x, generation_rates(samples))]
+        ] or [Series("generated", *generation_rates(samples))]
         panels.append(Panel(title, tuple(series), y_label))
     return Figure(
         key="timeline",
@@ -63,10 +64,12 @@ def _figure(point: Point) -> Figure:
     )
 
 
-def generation_rates(samples: Sequence[Sample]) -> tuple[float | None, ...]:
-    """Tokens per second from each sample to the next; of the last one nothing is known."""
-    rates: list[float | None] = []
-    for sooner, later in pairwise(samples):
-        passed_s = later.t_s - sooner.t_s
-        rates.append((later.generation_tokens - sooner.generation_tokens) / passed_s if passed_s > 0 else None)
-    return (*rates, None)
+def generation_rates(samples: Sequence[Sample]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Times, and tokens per second from each of them to the next; of the last one nothing is known. Samples that follow
+    within `RATE_S` are passed over: between two samples there may be no step, or two."""
+    kept = list(samples[:1])
+    for sample in samples[1:]:
+        if sample.t_s >= kept[-1].t_s + RATE_S:
+            kept.append(sample)
+    rates = [(b.generation_tokens - a.generation_tokens) / (b.t_s - a.t_s) for a, b in pairwise(kept)]
+    return tuple(sample.t_s for sample in kept), (*rates, None)

@@ -170,7 +170,7 @@ def test_timeline_is_of_the_first_policy_that_drafts_at_the_middle_rate():
     assert [(s.name, s.x, s.y) for s in panels["Draft"].series] == [
         ("depth", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0)), ("width", (1.0, 2.0, 3.0), (2.0, 2.0, 2.0))
     ]  # fmt: skip
-    assert [s.name for s in panels["KV pages"].series] == ["used", "of"]  # there was no extension
+    assert [s.name for s in panels["KV pages"].series] == ["used", "all"]  # there was no extension
     assert panels["Draft in device memory"].series[0].y == (0.0, 1.0, 0.0)
     assert panels["Tokens"].series[0].y == (40.0, 40.0, None)
     assert over_time(view, "a@3/s").items[0].title == "a@3/s over time"
@@ -180,10 +180,12 @@ def test_timeline_is_of_the_first_policy_that_drafts_at_the_middle_rate():
         over_time(view, "b@1/s")
 
 
-def test_rates_between_samples():
+def test_rates_are_of_a_second_or_more():
     two = samples_over(2)
-    assert generation_rates(two) == (40.0, None)
-    assert generation_rates([two[0], two[0]]) == (None, None)
+    assert generation_rates(two) == ((1.0, 2.0), (40.0, None))
+    assert generation_rates([two[0], two[0]]) == ((1.0,), (None,))
+    between = replace(two[0], t_s=1.5, generation_tokens=41)
+    assert generation_rates([two[0], between, two[1]]) == ((1.0, 2.0), (40.0, None))
 
 
 def test_a_chosen_rate_moves_the_focus():
