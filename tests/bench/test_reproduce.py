@@ -118,12 +118,18 @@ def test_a_claim_is_decided_by_its_line_and_compared_with_the_papers_number(modu
     )  # fmt: skip
 
 
-def test_a_figure_is_run_judged_and_shown_from_end_to_end(modules, tmp_path: Path) -> None:
-    """Whose one command is the smallest: the generated trace of AdaServe's figure 13, simulated."""
+def test_a_figure_is_run_judged_and_shown_from_end_to_end(modules, tmp_path: Path, monkeypatch) -> None:
+    """The first 60 requests of the generated trace of AdaServe's figure 13, simulated: only chat has peaked by then."""
+    monkeypatch.delitem(modules["pages"].RENDERERS, ".html")  # whose drawing takes longer than the rest
+    entries = modules["registry"].ENTRIES
+    form = entries["adaserve-13"].forms["cpu"]
+    (step,) = form.steps
+    short = replace(form, steps=(replace(step, argv=(*step.argv, "--requests", "60")),))
+    monkeypatch.setitem(entries, "adaserve-13", replace(entries["adaserve-13"], forms={"cpu": short}))
     done = run(modules, "run", "adaserve-13", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "adaserve-13-cpu.json").read_text())
-    assert found["values"]["peaks off, s"] <= 20 and found["values"]["least swing"] > 1
+    assert found["values"]["peaks off, s"] > 20 and found["values"]["least swing"] > 1
     assert (tmp_path / "fluctuating" / "results.jsonl").exists()
     assert "AdaServe, figure 13 (cpu)" in done.output
     again = run(modules, "run", "adaserve-13", "--out", tmp_path)
@@ -132,7 +138,7 @@ def test_a_figure_is_run_judged_and_shown_from_end_to_end(modules, tmp_path: Pat
     assert run(modules, "status", "--runs", tmp_path, "--out", written).exit_code == 0
     entries = {entry["name"]: entry for entry in json.loads(written.read_text())["entries"]}
     form = entries["adaserve-13"]["forms"]["cpu"]
-    assert form["state"] == "measured" and [claim["holds"] for claim in form["claims"]] == [True, True]
+    assert form["state"] == "measured" and [claim["holds"] for claim in form["claims"]] == [False, True]
     assert str(tmp_path) not in json.dumps(form), "commands are shown with placeholders"
     assert entries["osd-3"]["forms"]["cpu"]["state"] == "not there yet"
     assert entries["adaserve-8"]["forms"]["cpu"]["state"] == "not run"

@@ -81,7 +81,8 @@ def test_rows_of_a_bench_are_judged_the_same_way(modules, tmp_path: Path) -> Non
             "policy": policy, "rate_rps": rate, "attainment": attainment, "goodput_tps": goodput, "valid": True,
             "mean_accepted": accepted, "requests_with_slo": 10, "slo_class": "all", "commit": "c",
         }  # fmt: skip
-        required = {f.name: None for f in fields(ResultRow) if f.default is MISSING}
+        empty = {"str": "", "int": 0, "float": 0.0, "bool": False}
+        required = {f.name: empty.get(str(f.type)) for f in fields(ResultRow) if f.default is MISSING}
         return ResultRow(**required | known)
 
     rows = [
