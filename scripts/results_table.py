@@ -1,9 +1,9 @@
-"""Writes the measured tables of docs/results.md, between its markers, from committed results; no number is typed.
+"""Writes the measured tables of docs/results.md and docs/reproduce.md, between their markers, from committed results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
-nightjar_engine.py and nightjar_offload.py. Imports no jax.
+nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Any
 
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
+from results_reproduce import claim_tables, stand_tables
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
+FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
 FIGURES = (
     f"| requests at once | temperature | system | decode, tokens/s | times `{REFERENCE}` | whole call, tokens/s "
     f"| times `{REFERENCE}` | tokens per step | draft nodes accepted | texts that differ |\n"
@@ -232,13 +234,13 @@ POLICY_PARTS = {
 }  # fmt: skip
 
 
-def between(page: str, name: str, parts: Sequence[str]) -> str:
+def between(page: str, name: str, parts: Sequence[str], path: Path = PAGE) -> str:
     """`page` with what stands between the markers of `name` replaced. Raises ValueError when a marker is missing."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, found_begin, rest = page.partition(begin)
     _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"{PAGE.name} must hold {begin} and {end}, in this order")
+        raise ValueError(f"{path.name} must hold {begin} and {end}, in this order")
     return "\n\n".join([f"{before}{begin}", *(parts or ["No run is committed."]), f"{end}{after}"])
 
 
@@ -255,12 +257,19 @@ def main() -> int:
     for name, tables_of in POLICY_PARTS.items():
         found = [tables_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}-*.json"))]
         new = between(new, name, found)
-    if arguments.check:
-        if new != old:
-            print(f"{PAGE.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)
-        return int(new != old)
-    PAGE.write_text(new)
-    return 0
+    status = json.loads((results / "reproduce.json").read_text())
+    new = between(new, "reproduce", [stand_tables(status)])
+    figures = FIGURES_PAGE.read_text()
+    written = {
+        PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE))
+    }  # fmt: skip
+    stale = [path for path, (before, after) in written.items() if before != after]
+    for path in stale:
+        if arguments.check:
+            print(f"{path.name} does not show benchmarks/results; run `make docs`", file=sys.stderr)
+        else:
+            path.write_text(written[path][1])
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":
