@@ -20,7 +20,18 @@ from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
 
-QUICK = ("--policies", "ar,spec:4", "--rates", "60", "--duration", "0.15", "--warmup-requests", "0")
+QUICK = (
+    "--policies",
+    "ar,spec:4",
+    "--rates",
+    "60",
+    "--duration",
+    "0.15",
+    "--warmup-requests",
+    "0",
+    "--max-late-ms",
+    "5000",
+)
 
 
 @pytest.fixture
@@ -59,11 +70,11 @@ def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
 def test_the_plan_and_the_engines_options_are_passed_on(bench, tmp_path: Path, capsys):
     arguments = ("--policies", "adaserve, spec:4", "--rates", "50,80", "--duration", "0.1", "--seed", "4", "--out", "o")
-    assert bench(*arguments, "--max-requests", "3", "--repeats", "2", "--max-late-ms", "500") == 0
+    assert bench(*arguments, "--max-requests", "3", "--repeats", "2", "--max-late-ms", "5000") == 0
     assert bench.configs == [EngineConfig(policy="adaserve", seed=4, max_requests=3)]  # that may give the draft away
     plan = json.loads((tmp_path / "o" / "plan.json").read_text())["plan"]
     assert (plan["policies"], plan["rates"], plan["repeats"]) == (["adaserve", "spec:4"], [50.0, 80.0], 2)
-    assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 0.5, 4, 3)
+    assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 5.0, 4, 3)
     assert "policy" not in plan and "compile_cache" not in plan
     folder = RunFolder.load(tmp_path / "o")
     assert len({row.point for row in folder.rows}) == 2 * 2 * 2
@@ -134,7 +145,8 @@ def test_ctrl_c_while_the_engine_opens_is_no_traceback(bench, monkeypatch, capsy
 
 
 def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypatch):
-    arguments = ("--policies", "ar", "--duration", "0.1", "--warmup-requests", "0", "--out", "o", "--drain", "5")
+    arguments = ("--policies", "ar", "--duration", "0.1", "--warmup-requests", "0", "--out", "o", "--drain", "5",
+                 "--max-late-ms", "5000")  # fmt: skip
     monkeypatch.setattr(bench_module, "default_rates", lambda *_: (60.0,))
     assert bench(*arguments) == 0
     monkeypatch.setattr(bench_module, "default_rates", lambda *_: pytest.fail("measured anew"))
@@ -171,7 +183,7 @@ def test_what_cannot_be_is_said(bench, capsys, arguments: tuple[str, ...], messa
 
 
 def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsys):
-    arguments = ("--policies", "ar", "--rates", "60", "--duration", "0.1", "--warmup-requests", "0", "--out", "o")
+    arguments = ("--policies", "ar", "--rates", "60", "--duration", "0.1", "--max-late-ms", "5000", "--out", "o")
     assert bench(*arguments) == 0
     assert bench(*arguments) == 2
     assert "o holds the rows of another run; give another --out, or --resume" in " ".join(
