@@ -19,7 +19,7 @@ from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from tests.results.points import record, row, sample
 
-PLAN = BenchPlan(("ar", "spec:4"), (80.0,), duration_s=0.08, warmup_requests=0, repeats=2, drain_s=5.0)
+PLAN = BenchPlan(("ar", "spec:4"), (80.0,), duration_s=0.1, warmup_requests=0, repeats=2, drain_s=5.0, max_late_s=5.0)
 FILES = ("results.jsonl", "requests.jsonl", "samples.jsonl")
 
 

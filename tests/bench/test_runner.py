@@ -63,7 +63,7 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
 
 
 def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
-    plan = BenchPlan(("ar",), (100.0,), duration_s=0.2)
+    plan = BenchPlan(("ar",), (100.0,), duration_s=0.2, max_late_s=5.0)
     rows = run_bench(plan, workload, make_bench, tmp_path)
     assert read_rows(tmp_path / "results.jsonl", ResultRow) == rows
     records = read_rows(tmp_path / "requests.jsonl", RequestRecord)
