@@ -72,7 +72,7 @@ class Found:
     """What a run found. values: numbers that claims are decided by, None where one cannot be had. shown: tables and
     figures of it. about: name and value of what it ran on, as its results say."""
 
-    values: dict[str, float | None]
+    values: Mapping[str, float | None]
     shown: tuple[Figure | Table, ...] = ()
     about: dict[str, str] = field(default_factory=dict)
 
