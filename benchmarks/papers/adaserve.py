@@ -34,9 +34,10 @@ def _sweep(sweep: str, minutes: float) -> Step:
 
 
 def _both(claims: Iterable[tuple[str, str, float | None, float | None, float]]) -> tuple[Claim, ...]:
-    """For each of the machines: text, value, the paper's numbers for the two, and the line that it must be above."""
+    """For each of the machines: text, value, the paper's numbers for the two, and the line that it must be above,
+    or at least at where the paper has no number."""
     return tuple(
-        Claim(f"{machine}: {text}", f"{machine}: {value}", "at least", line, paper)
+        Claim(f"{machine}: {text}", f"{machine}: {value}", "at least" if paper is None else "above", line, paper)
         for text, value, *papers, line in claims
         for machine, paper in zip(MACHINES, papers, strict=True)
     )
