@@ -27,8 +27,8 @@ class Claim:
     """One statement of a paper, as a number that decides it.
 
     value: name of the number among those that a run finds. side, line: the statement is true of numbers on that side of
-    `line`, itself included except by `above`. paper: the paper's own number; None where it is only drawn. unit: what the
-    numbers are.
+    `line`, itself included except by `above`. paper: the paper's own number; None where it is only drawn. unit: what
+    the numbers are.
     """
 
     text: str
