@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -129,7 +130,7 @@ def _run(entry: Entry, form: Form, size: str, out: Path, data: Path | None) -> N
     note("in " + ", ".join(str(each) for each in written))
 
 
-def _print_claims(title: str, entry: Entry, form: Form, values: dict[str, float | None]) -> None:
+def _print_claims(title: str, entry: Entry, form: Form, values: Mapping[str, float | None]) -> None:
     found = pages.claims_table(pages.judged(form.claims, values))
     table = Table(*found.columns, title=title, title_justify="left")
     for row in found.rows:

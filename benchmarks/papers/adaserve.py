@@ -34,9 +34,10 @@ def _sweep(sweep: str, minutes: float) -> Step:
 
 
 def _both(claims: Iterable[tuple[str, str, float | None, float | None, float]]) -> tuple[Claim, ...]:
-    """For each of the machines: text, value, the paper's numbers for the two, and the line that it must be above."""
+    """For each of the machines: text, value, the paper's numbers for the two, and the line that it must be above,
+    or at least at where the paper has no number."""
     return tuple(
-        Claim(f"{machine}: {text}", f"{machine}: {value}", "at least", line, paper)
+        Claim(f"{machine}: {text}", f"{machine}: {value}", "at least" if paper is None else "above", line, paper)
         for text, value, *papers, line in claims
         for machine, paper in zip(MACHINES, papers, strict=True)
     )
@@ -119,13 +120,12 @@ STRICT_CLAIMS = tuple(
     )
     for machine in MACHINES
 )  # fmt: skip
-ACCEPTED_CLAIMS = tuple(
-    Claim(f"{machine}: {text}", f"{machine}: {value}", side, line, None, unit)
-    for text, value, side, line, unit in (
-        ("accepted tokens at the lowest rate over those at the highest", "accepted falls", "at least", 1.0, "times"),
-        ("how far those of fixed chains vary over rates", "accepted of chains varies", "at most", 0.05, "share"),
-    )
-    for machine in MACHINES
+FALLS, VARIES = (
+    "accepted tokens at the lowest rate over those at the highest", "how far those of fixed chains vary over rates"
+)  # fmt: skip
+ACCEPTED_CLAIMS = (
+    *(Claim(f"{at}: {FALLS}", f"{at}: accepted falls", "at least", 1.0) for at in MACHINES),
+    *(Claim(f"{at}: {VARIES}", f"{at}: accepted of chains varies", "at most", 0.05, None, "share") for at in MACHINES),
 )
 FLUCTUATING_CLAIMS = (
     ("attainment above the best baseline's at every mean rate, at the closest", "least lead", None, None, 0.0),

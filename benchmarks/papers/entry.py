@@ -15,7 +15,9 @@ from adaserve_jax.report.document import Figure, Table
 SIZES = ("cpu", "engine", "gpu")
 """cpu: minutes on a CPU, most of it simulated; engine: in miniature on the real engine, on a CPU; gpu: the real engine
 on a GPU, with a large target."""
-Side = Literal["at least", "at most"]
+Side = Literal["above", "at least", "at most"]
+NOISE = 1e-9
+"""Numbers nearer than this are equal: sums of floats are."""
 Folders = Mapping[str, Path]
 """The folder of each step, by the step's name."""
 
@@ -25,7 +27,8 @@ class Claim:
     """One statement of a paper, as a number that decides it.
 
     value: name of the number among those that a run finds. side, line: the statement is true of numbers on that side of
-    `line`, itself included. paper: the paper's own number; None where it is only drawn. unit: what the numbers are.
+    `line`, itself included except by `above`. paper: the paper's own number; None where it is only drawn. unit: what
+    the numbers are.
     """
 
     text: str
@@ -37,7 +40,9 @@ class Claim:
 
     def holds(self, ours: float | None) -> bool | None:
         """Whether ours is on the side of the line that the paper states; None where ours is not known."""
-        return None if ours is None else self._reached(ours, self.line)
+        if ours is None:
+            return None
+        return ours > self.line + NOISE if self.side == "above" else self._reached(ours, self.line)
 
     def reaches(self, ours: float | None) -> bool | None:
         """Whether ours is at least as good as the paper's number; None where one of them is not known."""
@@ -48,7 +53,7 @@ class Claim:
         return None if ours is None or not self.paper else ours / self.paper
 
     def _reached(self, ours: float, line: float) -> bool:
-        return ours >= line if self.side == "at least" else ours <= line
+        return ours <= line + NOISE if self.side == "at most" else ours >= line - NOISE
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ class Found:
     """What a run found. values: numbers that claims are decided by, None where one cannot be had. shown: tables and
     figures of it. about: name and value of what it ran on, as its results say."""
 
-    values: dict[str, float | None]
+    values: Mapping[str, float | None]
     shown: tuple[Figure | Table, ...] = ()
     about: dict[str, str] = field(default_factory=dict)
 

@@ -47,12 +47,12 @@ def claim_cells(claim: dict[str, Any]) -> tuple[str, ...]:
 
 
 def number(value: float | None, unit: str) -> str:
-    """With three digits and its unit; shares in percent."""
+    """With four digits and its unit; shares in percent."""
     if value is None:
         return "-"
     if unit == "share":
-        return f"{100 * value:.3g} %"
-    return f"{value:.3g}" + (f" {unit}" if unit not in ("", "times") else "")
+        return f"{100 * value:.4g} %"
+    return f"{value:.4g}" + (f" {unit}" if unit not in ("", "times") else "")
 
 
 def word(holds: bool | None) -> str:

@@ -34,7 +34,7 @@ def least(values: Iterable[float | None]) -> float | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def series(by_name: Mapping[str, Mapping[float | str, float | None]]) -> tuple[Series, ...]:
+def series(by_name: Mapping[str, Mapping[Any, float | None]]) -> tuple[Series, ...]:
     """One for each name, in order, from its values by x."""
     return tuple(
         Series(name, tuple(values), tuple(values.values()), colour=colour)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -121,5 +120,4 @@ def _ended(here: Path) -> dict:
 def _has_gpu() -> bool:
     """Asked in a process of its own, so that the device stays free for the steps."""
     code = "import jax, sys; sys.exit(jax.default_backend() != 'gpu')"
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.run([sys.executable, "-c", code], env=os.environ, check=False, **quiet).returncode == 0
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,7 @@ class RunRow:
     seconds: float
     data: str
     about: dict[str, str]
-    values: dict[str, float | None]
+    values: Mapping[str, float | None]
 
 
 def row_of(name: str, size: str, found: Found, seconds: float, data: str) -> RunRow:
@@ -86,7 +86,7 @@ def status_of(entries: Iterable[Entry], rows: Iterable[RunRow]) -> dict[str, Any
     }
 
 
-def judged(claims: Iterable[Claim], values: dict[str, float | None]) -> list[dict[str, Any]]:
+def judged(claims: Iterable[Claim], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
     """Each claim beside what was found: the direction, whether the paper's own number is reached, ours over it."""
     found = []
     for claim in claims:

@@ -109,7 +109,8 @@ def _varies(points: Points, name: str) -> float | None:
 
 
 def _names(points: Points) -> list[str]:
-    return list(dict.fromkeys(name for at in points.values() for name in at))
+    """Ours first, so that it looks the same in every figure."""
+    return sorted({name for at in points.values() for name in at}, key=lambda name: (name != OURS, name))
 
 
 def _figure(machine: str, sweep: str, points: Points) -> Figure:
@@ -120,7 +121,11 @@ def _figure(machine: str, sweep: str, points: Points) -> Figure:
     panels = (
         ("requests met", "share of requests", series(dict(curves(lambda line: line.attainment)))),
         ("goodput", "tokens/s", series(dict(curves(lambda line: line.goodput)))),
-        ("accepted", "tokens per verification", series(dict(curves(lambda line: line.overall["mean_accepted"])))),
+        (
+            "accepted",
+            "tokens per verification",
+            series(dict(curves(lambda line: line.overall["mean_accepted"] or None))),
+        ),
     )
     caption = f"{machine}, simulated; baselines at the paper's setting; TPOT targets only."
     return figure(
@@ -133,7 +138,7 @@ def _table(machine: str, sweep: str, points: Points) -> Table:
     rows = tuple((name, *(_cell(at[name]) if name in at else "-" for at in points.values())) for name in _names(points))
     columns = ("policy", *(f"{value:g}" for value in points))
     caption = "Requests met, goodput in tokens/s, and the 99th percentile of TTFT, for which no request has a target."
-    return Table(f"{machine}-{sweep}-table", f"{machine} by {SWEEPS[sweep]}", caption, columns, rows)
+    return Table(f"{machine}-{sweep}-table", f"{machine} by {SWEEPS[sweep]}, in numbers", caption, columns, rows)
 
 
 def _cell(line: Line) -> str:

@@ -107,6 +107,9 @@ def test_a_claim_is_decided_by_its_line_and_compared_with_the_papers_number(modu
     assert (first["holds"], first["reaches"], first["ratio"]) == (True, False, 0.75)
     assert (second["holds"], second["reaches"], second["ratio"]) == (True, True, pytest.approx(0.8))
     assert claim.holds(1.0) and not claim.holds(0.99) and fewer.holds(1.0) and not fewer.holds(1.01)
+    advantage = replace(claim, side="above")
+    assert advantage.holds(1.1) and not advantage.holds(1.0 + 1e-12) and claim.holds(1.0 - 1e-12)
+    assert advantage.reaches(4.0)
     (unknown,) = modules["status"].judged([claim], {"v": None})
     assert (unknown["ours"], unknown["holds"], unknown["reaches"], unknown["ratio"]) == (None, None, None, None)
     cells = modules["pages"].claim_cells
@@ -114,7 +117,7 @@ def test_a_claim_is_decided_by_its_line_and_compared_with_the_papers_number(modu
     assert cells(unknown)[3:] == ("-", "not known", "-") and third == first
     drawn = modules["entry"].Claim("share", "s", "at most", 0.4, None, "share")
     assert cells(*modules["status"].judged([drawn], {"s": 0.2654})) == (
-        "share", "at most 40 %", "-", "26.5 %", "yes", "-"
+        "share", "at most 40 %", "-", "26.54 %", "yes", "-"
     )  # fmt: skip
 
 

@@ -71,6 +71,7 @@ def test_sweeps_are_judged_against_the_best_baseline_of_each_point(modules, tmp_
     assert found.about == {"commit": "c0ffee", "machine": "m", "device": "d"}
     drawn, table = found.shown
     assert [panel.title for panel in drawn.panels] == ["requests met", "goodput", "accepted"]
+    assert [each.name for each in drawn.panels[0].series] == ["adaserve", "adaserve-paper", "ar", "spec:4"]
     assert drawn.panels[0].series[0].y == (1.0, 0.9) and drawn.panels[2].series[2].y == (None, None)
     assert table.rows[0] == ("adaserve", "100.0%, 600, 1.2 s", "90.0%, 1000, 1.2 s")
 
