@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import adaserve_jax
-from adaserve_jax.bench.arrivals import Arrival, Schedule, poisson_schedule, trace_schedule
+from adaserve_jax.bench.arrivals import Arrival, Schedule, make_schedule, parse_arrivals
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
 from adaserve_jax.bench.recording import AcceptanceRecord
@@ -210,9 +210,8 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
 
 
 def _schedule(plan: BenchPlan, workload: Workload, rate: float | None) -> Schedule:
-    if rate is None:
-        return trace_schedule(workload, duration_s=plan.duration_s, seed=plan.seed)
-    return poisson_schedule(workload, rate_rps=rate, duration_s=plan.duration_s, seed=plan.seed)
+    arrivals = parse_arrivals("poisson")
+    return make_schedule(workload, arrivals, rate_rps=rate, duration_s=plan.duration_s, seed=plan.seed)
 
 
 def _provenance(plan: BenchPlan, workload: Workload, engine: BenchEngine) -> Provenance:
