@@ -31,11 +31,12 @@ class TraceRequest:
 @dataclass(frozen=True)
 class Trace:
     """Requests in order of due_s. sha256, hex: as of the workload that it was made of; of a trace made from another
-    (`derived`), of that one's hash and what was done to it."""
+    (`derived`), of that one's hash and what was done to it. notes: sentences on what reading left out."""
 
     name: str
     sha256: str
     requests: tuple[TraceRequest, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -54,15 +55,15 @@ class Trace:
     def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:
         """Another trace of `requests`, put in order, that says by its name and hash how it came from this one."""
         ordered = tuple(sorted(requests, key=lambda request: request.due_s))
-        return Trace(f"{self.name} {note}", derived_hash(self.sha256, note), ordered)
+        return Trace(f"{self.name} {note}", derived_hash(self.sha256, note), ordered, self.notes)
 
 
 def load_trace(
     path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
     ttft_slo_s: float | None = None, time_scale: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT target
-    that every request is given. time_scale: what its times are multiplied by; both are in the hash.
+    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT
+    target that every request is given. time_scale: what its times are multiplied by; both are in the hash.
 
     Raises ConfigError naming file, line and field.
     """
@@ -75,7 +76,7 @@ def load_trace(
         return trace
     with_ttft = {slo: replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in {each.slo for each in trace.requests}}
     requests = tuple(replace(each, slo=with_ttft[each.slo]) for each in trace.requests)
-    return Trace(trace.name, derived_hash(trace.sha256, f"ttft {ttft_slo_s:g} s"), requests)
+    return replace(trace, sha256=derived_hash(trace.sha256, f"ttft {ttft_slo_s:g} s"), requests=requests)
 
 
 def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
@@ -95,12 +96,12 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
     if not due:
         raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
     requests = sorted((_request(at, item, workload.name) for at, item in due), key=lambda request: request.due_s)
-    return Trace(name, sha256, tuple(requests))
+    return Trace(name, sha256, tuple(requests), workload.notes)
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of the
-    format. Raises ConfigError when the file cannot be written."""
+    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of
+    the format. Raises ConfigError when the file cannot be written."""
     text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
     data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
     try:

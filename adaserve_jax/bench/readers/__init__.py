@@ -43,9 +43,10 @@ def find_format(name: str, source: Source) -> Format:
     if len(fitting) == 1:
         return fitting[0]
     found = ", ".join(each.name for each in fitting)
+    fields = ", ".join(sorted(keys))[:200].encode(errors="replace").decode() or "no fields"
     said = f"looks like several formats ({found})" if fitting else "looks like no known format"
     raise ConfigError(
-        f"workload {source.place} {said}: its first request has {', '.join(sorted(keys))[:200] or 'no fields'}; "
+        f"workload {source.place} {said}: its first request has {fields}; "
         f"say --format, one of {', '.join(FORMATS)}"
     )
 

@@ -2,7 +2,7 @@
 
 Tables of TIMESTAMP, ContextTokens and GeneratedTokens.
 The years differ in how they write times: 2023-11-16 18:15:46.6805900 and 2024-05-10 00:00:00.009930+00:00. Times count
-from the earliest. Source: github.com/Azure/AzurePublicDataset.
+from the earliest. Requests without a prompt or an answer are left out, and the workload's notes count them. Source: github.com/Azure/AzurePublicDataset.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from adaserve_jax.bench.readers.fields import Fields
-from adaserve_jax.bench.readers.format import Format, Gaps, has_columns
+from adaserve_jax.bench.readers.format import EMPTY, Format, Gaps, has_columns
 from adaserve_jax.bench.readers.source import Source
 from adaserve_jax.bench.workload_items import Lengths, WorkloadItem
 
@@ -21,10 +21,13 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\
 
 
 def read(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
-    rows = [(_nanoseconds(row), Lengths(row.integer(CONTEXT), row.integer(GENERATED))) for row in source.rows()]
-    first = min((at for at, _ in rows), default=0)
-    for at, lengths in rows:
-        yield gaps.item(arrival_s=(at - first) / 1e9, lengths=lengths)
+    rows = [(_nanoseconds(row), row.integer(CONTEXT, low=0), row.integer(GENERATED, low=0)) for row in source.rows()]
+    first = min((at for at, _, _ in rows), default=0)
+    for at, prompt, output in rows:
+        if prompt and output:
+            yield gaps.item(arrival_s=(at - first) / 1e9, lengths=Lengths(prompt, output))
+        else:
+            gaps.left_out[EMPTY] += 1
 
 
 def _nanoseconds(row: Fields) -> int:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adaserve_jax.bench.readers.fields import MOST_TOKENS
-from adaserve_jax.bench.readers.format import Format, Gaps, has_columns
+from adaserve_jax.bench.readers.format import EMPTY, Format, Gaps, has_columns
 from adaserve_jax.bench.readers.source import Source
 from adaserve_jax.bench.workload_items import Lengths, WorkloadItem
 
@@ -23,13 +22,14 @@ CLASSES = {"Conversation log": "chat", "API log": "api"}
 def read(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
     for row in source.rows():
         at_s = row.seconds(TIME)
-        prompt, output = row.integer(REQUEST, low=0), row.integer(RESPONSE, low=0, high=MOST_TOKENS)
-        if row.values[LOG] not in CLASSES:
+        prompt, output = row.integer(REQUEST, low=0), row.integer(RESPONSE, low=0)
+        slo_class = CLASSES.get(row.string(LOG))
+        if slo_class is None:
             raise row.fail(LOG, " or ".join(map(repr, CLASSES)))
-        if not (prompt and output):
-            gaps.left_out["requests without a prompt or an answer"] += 1
-            continue
-        yield gaps.item(slo_class=CLASSES[row.values[LOG]], arrival_s=at_s, lengths=Lengths(prompt, output))
+        if prompt and output:
+            yield gaps.item(slo_class=slo_class, arrival_s=at_s, lengths=Lengths(prompt, output))
+        else:
+            gaps.left_out[EMPTY] += 1
 
 
 FORMAT = Format("burstgpt", has_columns(TIME, REQUEST, RESPONSE, LOG), read)

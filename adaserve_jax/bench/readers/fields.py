@@ -25,7 +25,7 @@ class Fields:
     is_row: bool = False
 
     def fail(self, field: str, expected: str) -> ConfigError:
-        got = "nothing" if field not in self.values else f"{self.values[field]!r:.200}"
+        got = "nothing" if field not in self.values else _shown(self.values[field])
         return ConfigError(f"{self.where}: {field}: expected {expected}, got {got}")
 
     def has(self, field: str) -> bool:
@@ -35,7 +35,7 @@ class Fields:
         """Raises ConfigError: a field that is not known."""
         unknown = sorted(self.values.keys() - set(known))
         if unknown:
-            raise ConfigError(f"{self.where}: unknown field {unknown[0]!r}; known fields are {', '.join(known)}")
+            raise ConfigError(f"{self.where}: unknown field {_shown(unknown[0])}; known fields are {', '.join(known)}")
 
     def text(self, field: str, *, required: bool = True, empty: bool = False) -> str | None:
         """None: absent and not required."""
@@ -104,12 +104,18 @@ def _turn(turn: object) -> Message | None:
     role, content = turn["role"], turn["content"]
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = (
-            "".join(map(str, texts)) if len(texts) == len(content) and all(isinstance(t, str) for t in texts) else None
-        )
+        strings = [text for text in texts if isinstance(text, str)]
+        content = "".join(strings) if strings and len(strings) == len(content) else None
     if not (isinstance(role, str) and isinstance(content, str) and _is_unicode(role + content)):
         return None
     return Message(role, content)
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.200}"
+    except RecursionError:
+        return "something nested too deeply to show"
 
 
 def _is_unicode(text: str) -> bool:

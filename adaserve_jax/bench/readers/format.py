@@ -15,6 +15,8 @@ MAX_TOKENS = 256
 TEMPERATURE = 1.0
 """Of a request that does not say: OpenAI's default."""
 DEFAULT_CLASS = "default"
+EMPTY = "requests without a prompt or an answer"
+"""Left out: there is nothing to replay."""
 
 
 @dataclass(frozen=True)

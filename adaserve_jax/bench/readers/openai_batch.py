@@ -46,7 +46,7 @@ def read(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
 def _item(body: Fields, is_chat: bool, gaps: Gaps) -> WorkloadItem:
     for name in body.values.keys() - READ - WITHOUT_EFFECT:
         if body.has(name):
-            gaps.left_out[f"{name} in the bodies of requests"] += 1
+            gaps.left_out[f"{name!r:.60} in the bodies of requests"] += 1
     messages: tuple[Message, ...] = body.messages() if is_chat else ()
     if is_chat and not messages:
         raise body.fail("messages", 'a non-empty list of {"role": text, "content": text}')

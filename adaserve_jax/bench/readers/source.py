@@ -22,7 +22,7 @@ from adaserve_jax.bench.readers.fields import Fields
 from adaserve_jax.errors import ConfigError
 
 MOST_BYTES = 256 << 20
-MOST_REQUESTS = 1_000_000
+MOST_REQUESTS = 2_000_000
 """Larger files, uncompressed, and requests beyond these bounds are refused."""
 _BLANK = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
@@ -142,10 +142,13 @@ class Source:
                 ) from error
             yield line, value
             at = _skip(text, at)
-            if text[at : at + 1] == ",":
-                at = _skip(text, at + 1)
-            elif text[at : at + 1] != "]":
+            if text[at : at + 1] == "]":
+                break
+            if text[at : at + 1] != ",":
                 raise ConfigError(f"{self.place}:{line}: expected a comma or the end of the array after this object")
+            at = _skip(text, at + 1)
+            if text[at : at + 1] == "]":
+                raise ConfigError(f"{self.place}:{line}: expected another object after the comma that follows this one")
         if _skip(text, at + 1) != len(text):
             raise ConfigError(f"{self.place}: expected nothing after the end of the JSON array")
 
