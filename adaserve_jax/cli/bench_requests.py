@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from adaserve_jax.bench.readers import AUTO, FORMATS
+from adaserve_jax.bench.readers import FORMATS
 from adaserve_jax.bench.slo_table import EXAMPLE, SloTable, parse_slos
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError

@@ -88,7 +88,7 @@ def test_a_traces_prompts_are_beside_it_class_by_class(tmp_path: Path) -> None:
     assert not workload.items[0].sampling(0).ignore_eos and workload.items[1].sampling(0).ignore_eos
     assert workload.sha256 != sample(tmp_path, "adaserve-trace", texts=False).sha256, "other texts, another workload"
     (tmp_path / "prompts_chat.jsonl").write_text('{"id": "chat-0001", "prompt": "hi"}\n')
-    with pytest.raises(ConfigError, match="w.txt:2: prompt_id: expected an id of the file of prompts of class chat"):
+    with pytest.raises(ConfigError, match=r"w.txt:2: prompt_id: expected an id of the file of prompts of class chat"):
         sample(tmp_path, "adaserve-trace")
     assert load_trace(tmp_path / "w.txt").classes == ["chat", "code"], "a simulation needs no text"
 
@@ -109,7 +109,10 @@ def test_spec_bench_replays_first_turns(tmp_path: Path) -> None:
     assert told(workload) == [("Write a line about rain.", "mt_bench", SLO(), 256, None, None)]
     assert workload.notes == ("left out: 1 later turns of conversations",)
     (tmp_path / "w.txt").write_text('{"category": "rag", "turns": ["One."]}')
-    assert (load_workload(tmp_path / "w.txt").items[0].slo_class, load_workload(tmp_path / "w.txt").notes) == ("rag", ())
+    assert (load_workload(tmp_path / "w.txt").items[0].slo_class, load_workload(tmp_path / "w.txt").notes) == (
+        "rag",
+        (),
+    )
 
 
 def test_batches_of_chats_and_completions(tmp_path: Path) -> None:
@@ -132,7 +135,11 @@ def test_batches_of_chats_and_completions(tmp_path: Path) -> None:
 
 
 def test_azures_times_count_from_the_earliest(tmp_path: Path) -> None:
-    rows = ("2024-05-10 00:00:01.259930+00:00,9,7", "2024-05-10 02:00:00.009930+02:00,374,44", "2024-05-10T00:00:09Z,5,0")
+    rows = (
+        "2024-05-10 00:00:01.259930+00:00,9,7",
+        "2024-05-10 02:00:00.009930+02:00,374,44",
+        "2024-05-10T00:00:09Z,5,0",
+    )
     path = tmp_path / "w.csv"
     path.write_text("\r\n".join(("TIMESTAMP,ContextTokens,GeneratedTokens", *rows)) + "\r\n")
     workload = load_workload(path)
@@ -164,12 +171,14 @@ def test_mooncakes_blocks_and_burstgpts_logs(tmp_path: Path) -> None:
 def test_what_fits_several_formats_or_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
     path.write_text('{"instruction": "Add.", "question": "1 + 1?", "answer": "2"}\n')
-    with pytest.raises(ConfigError, match=r"w.jsonl looks like several formats \(gsm8k, alpaca\).*say --format, one of"):
+    with pytest.raises(
+        ConfigError, match=r"w.jsonl looks like several formats \(gsm8k, alpaca\).*say --format, one of"
+    ):
         load_workload(path)
     assert load_workload(path, format="alpaca").items[0].prompt == "Add."
     for text in ('{"text": "a"}', "time,tokens\n1,2\n", "[]"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="w.jsonl looks like no known format: its first request has"):
+        with pytest.raises(ConfigError, match=r"w.jsonl looks like no known format: its first request has"):
             load_workload(path)
     with pytest.raises(ConfigError, match="no workload format 'csv'; give auto or one of jsonl, adaserve"):
         load_workload(path, format="csv")
@@ -185,5 +194,5 @@ def test_what_fills_gaps_is_in_name_and_hash(tmp_path: Path) -> None:
     assert len(hashes) == 4
     assert sample(tmp_path, "openai-batch", max_tokens=9).items[0].max_tokens == 32, "of those that do not say"
     for options in ({"max_tokens": 0}, {"temperature": 101.0}, {"temperature": float("nan")}):
-        with pytest.raises(ConfigError, match="max tokens must be at least 1|temperature must be from 0 to 100"):
+        with pytest.raises(ConfigError, match=r"max tokens must be at least 1|temperature must be from 0 to 100"):
             sample(tmp_path, "gsm8k", **options)

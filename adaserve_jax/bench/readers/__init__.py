@@ -46,8 +46,7 @@ def find_format(name: str, source: Source) -> Format:
     fields = ", ".join(sorted(keys))[:200].encode(errors="replace").decode() or "no fields"
     said = f"looks like several formats ({found})" if fitting else "looks like no known format"
     raise ConfigError(
-        f"workload {source.place} {said}: its first request has {fields}; "
-        f"say --format, one of {', '.join(FORMATS)}"
+        f"workload {source.place} {said}: its first request has {fields}; say --format, one of {', '.join(FORMATS)}"
     )
 
 

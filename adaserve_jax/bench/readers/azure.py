@@ -2,7 +2,8 @@
 
 Tables of TIMESTAMP, ContextTokens and GeneratedTokens.
 The years differ in how they write times: 2023-11-16 18:15:46.6805900 and 2024-05-10 00:00:00.009930+00:00. Times count
-from the earliest. Requests without a prompt or an answer are left out, and the workload's notes count them. Source: github.com/Azure/AzurePublicDataset.
+from the earliest. Requests without a prompt or an answer are left out, and the workload's notes count them.
+Source: github.com/Azure/AzurePublicDataset.
 """
 
 from __future__ import annotations
