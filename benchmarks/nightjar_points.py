@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve_jax.bench.azure import load_azure
 from adaserve_jax.bench.machines import Machine, load_machine
 from adaserve_jax.bench.segments import (
     MINUTE_S,
@@ -24,7 +23,7 @@ from adaserve_jax.bench.segments import (
     with_lengths,
 )
 from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
+from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.types import SLO
@@ -174,7 +173,7 @@ class Workloads:
 
 def segment_of(path: Path) -> Trace:
     """The load's shape and lengths: of a file of Azure's, the minutes in which its rate swings most."""
-    return busiest_swing(load_azure(path, SLO_CLASS), SEGMENT_MINUTES)
+    return busiest_swing(load_trace(path, format="azure", slo_class=SLO_CLASS), SEGMENT_MINUTES)
 
 
 def made_segment(seed: int = 0) -> Trace:

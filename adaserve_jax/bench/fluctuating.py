@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from adaserve_jax.bench import intensity
+from adaserve_jax.bench.arrival_spec import FLAT_SHARE, PEAK_WIDTH_S
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
@@ -19,9 +21,6 @@ from adaserve_jax.types import SLO
 DURATION_S = 360.0
 RATE_RPS = 3.0
 """Mean requests per second of all classes together, unless another one is given."""
-FLAT_SHARE = 0.25
-PEAK_WIDTH_S = 35.0
-"""Standard deviation of arrivals around a peak."""
 OUTPUT_TOKENS = 256
 PROMPT_LOG_SD = 0.5
 """Standard deviation of the logarithm of prompt lengths, which are drawn as log-normal."""
@@ -45,10 +44,8 @@ PEAKS = {
 
 def intensity_rps(name: str, at_s: np.ndarray, rate_rps: float = RATE_RPS) -> np.ndarray:
     """f64, expected arrivals per second of class `name` at times `at_s`; each class has the same share of all."""
-    peak_s = PEAKS[name].at_s
-    inside = _normal_cdf((DURATION_S - peak_s) / PEAK_WIDTH_S) - _normal_cdf(-peak_s / PEAK_WIDTH_S)
-    density = np.exp(-0.5 * ((at_s - peak_s) / PEAK_WIDTH_S) ** 2) / (PEAK_WIDTH_S * math.sqrt(2 * math.pi) * inside)
-    return rate_rps / len(PEAKS) * (FLAT_SHARE + (1 - FLAT_SHARE) * DURATION_S * density)
+    law = intensity.Peak(PEAKS[name].at_s, PEAK_WIDTH_S, FLAT_SHARE, DURATION_S)
+    return rate_rps / len(PEAKS) * law.intensity(at_s)
 
 
 def fluctuating_trace(
@@ -96,7 +93,3 @@ def _bodies(name: str, like: Trace | None, ttft_slo_s: float | None) -> list[Tra
 def _drawn(body: TraceRequest, name: str, rng: np.random.Generator) -> TraceRequest:
     tokens = PEAKS[name].median_prompt_tokens * math.exp(PROMPT_LOG_SD * rng.standard_normal())
     return replace(body, prompt_tokens=max(1, round(tokens)))
-
-
-def _normal_cdf(x: float) -> float:
-    return 0.5 * (1 + math.erf(x / math.sqrt(2)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve_jax.bench.arrivals import POISSON, TRACE, parse_arrivals
+from adaserve_jax.bench.arrival_spec import POISSON, TRACE, parse_arrivals
 from adaserve_jax.errors import ConfigError
 
 

@@ -1,22 +1,20 @@
-"""Traces of requests by length and target, without text: what a simulation needs. Reads AdaServe's published format.
-
-One JSON object per line, gzip or plain: t_ms, input_length, output_length, prompt_id ("code-0096": its class), and
-slo_ratio: above 0 a multiple of the baseline latency, below 0 milliseconds per token.
-"""
+"""Traces of requests by length and target, without text: what a simulation needs, from every workload with lengths."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adaserve_jax.errors import ConfigError, RequestError
+from adaserve_jax.bench.arrivals import Schedule
+from adaserve_jax.bench.readers import AUTO
+from adaserve_jax.bench.slo_table import SloTable
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.bench.workload_items import Workload, WorkloadItem, derived_hash
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
-
-FIELDS = ("t_ms", "prompt_id", "slo_ratio", "output_length", "input_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +30,13 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of due_s. sha256, hex: of the file's bytes; of a trace made from another (`derived`), of that
-    one's hash and what was done to it."""
+    """Requests in order of due_s. sha256, hex: as of the workload that it was made of; of a trace made from another
+    (`derived`), of that one's hash and what was done to it. notes: sentences on what reading left out."""
 
     name: str
     sha256: str
     requests: tuple[TraceRequest, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -56,34 +55,68 @@ class Trace:
     def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:
         """Another trace of `requests`, put in order, that says by its name and hash how it came from this one."""
         ordered = tuple(sorted(requests, key=lambda request: request.due_s))
-        return Trace(f"{self.name} {note}", hashlib.sha256(f"{self.sha256} {note}".encode()).hexdigest(), ordered)
+        return Trace(f"{self.name} {note}", derived_hash(self.sha256, note), ordered, self.notes)
 
 
-def load_trace(path: Path, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
-    """Read a trace. ttft_slo_s: a TTFT target that every request is given. time_scale: what its times are multiplied
-    by. Raises ConfigError naming file, line and field."""
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read trace {path}: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    requests = [_request(line, f"{path}:{number}", ttft_slo_s, time_scale) for number, line in lines]
-    if not requests:
-        raise ConfigError(f"trace {path} holds no request")
-    requests.sort(key=lambda request: request.due_s)
-    return Trace(path.name, hashlib.sha256(raw).hexdigest(), tuple(requests))
+def load_trace(
+    path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
+    ttft_slo_s: float | None = None, time_scale: float = 1.0,
+) -> Trace:  # fmt: skip
+    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT
+    target that every request is given. time_scale: what its times are multiplied by; both are in the hash.
+
+    Raises ConfigError naming file, line and field.
+    """
+    trace = trace_of(load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False))
+    if time_scale != 1.0:
+        trace = trace.derived(
+            f"times x {time_scale:g}", (replace(each, due_s=each.due_s * time_scale) for each in trace.requests)
+        )
+    if ttft_slo_s is None:
+        return trace
+    with_ttft = {slo: replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in {each.slo for each in trace.requests}}
+    requests = tuple(replace(each, slo=with_ttft[each.slo]) for each in trace.requests)
+    return replace(trace, sha256=derived_hash(trace.sha256, f"ttft {ttft_slo_s:g} s"), requests=requests)
+
+
+def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
+    """The lengths and targets of a workload's requests, at its own times or at those of a schedule of it.
+
+    Raises ConfigError: a request has no lengths, or there are no times.
+    """
+    if schedule is not None:
+        due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
+        note = f"{schedule.process} {schedule.rate_rps:.4g}/s {schedule.duration_s:g} s seed {schedule.seed}"
+        sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
+    elif workload.has_arrivals:
+        due = [(item.arrival_s or 0.0, item) for item in workload.items]
+        sha256, name = workload.sha256, workload.name
+    else:
+        raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")
+    if not due:
+        raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
+    requests = sorted((_request(at, item, workload.name) for at, item in due), key=lambda request: request.due_s)
+    return Trace(name, sha256, tuple(requests), workload.notes)
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace in the format that `load_trace` reads, compressed when `path` ends in .gz. TTFT targets are not
-    part of the format. Raises ConfigError when the file cannot be written."""
+    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of
+    the format. Raises ConfigError when the file cannot be written."""
     text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
     data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
     try:
         path.write_bytes(data)
     except OSError as error:
         raise ConfigError(f"cannot write trace {path}: {error.strerror}; choose another folder") from error
+
+
+def _request(due_s: float, item: WorkloadItem, name: str) -> TraceRequest:
+    if item.lengths is None:
+        raise ConfigError(
+            f"workload {name} has texts and not the lengths that a simulation needs; give a trace, such as AdaServe's, "
+            "Azure's, Mooncake's or BurstGPT's"
+        )
+    return TraceRequest(due_s, item.lengths.prompt_tokens, item.lengths.output_tokens, item.slo, item.slo_class)
 
 
 def _line(index: int, request: TraceRequest) -> str:
@@ -96,21 +129,3 @@ def _line(index: int, request: TraceRequest) -> str:
         "input_length": request.prompt_tokens,
     }
     return json.dumps(values)
-
-
-def _request(line: str, where: str, ttft_slo_s: float | None, time_scale: float) -> TraceRequest:
-    try:
-        values = json.loads(line)
-        missing = [name for name in FIELDS if name not in values]
-        if missing:
-            raise ConfigError(f"{where}: field {missing[0]!r} is missing")
-        ratio = float(values["slo_ratio"])
-        ttft_ms = None if ttft_slo_s is None else ttft_slo_s * 1e3
-        slo = SLO(relative=ratio, ttft_ms=ttft_ms) if ratio > 0 else SLO(tpot_ms=-ratio, ttft_ms=ttft_ms)
-        prompt, output = int(values["input_length"]), int(values["output_length"])
-        if min(prompt, output) < 1:
-            raise ConfigError(f"{where}: input_length and output_length must be at least 1, got {prompt} and {output}")
-        due_s = float(values["t_ms"]) / 1e3 * time_scale
-        return TraceRequest(due_s, prompt, output, slo, str(values["prompt_id"]).rpartition("-")[0] or "default")
-    except (ValueError, TypeError, RequestError) as error:
-        raise ConfigError(f"{where}: {error}") from error

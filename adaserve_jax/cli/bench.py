@@ -16,12 +16,12 @@ import typer
 from adaserve_jax.bench.default_rates import default_rates
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan
+from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.resuming import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, run_bench
 from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.bench_bar import bench_bar
 from adaserve_jax.cli.bench_requests import (
-    AUTO,
     FORMAT_HELP,
     SLOS_HELP,
     parse_rate,
@@ -83,6 +83,12 @@ def bench(
     workload: Annotated[Path | None, typer.Option(help="file of requests; without one, the packaged workload")] = None,
     format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
     slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="most output tokens of requests that do not say; without, as the format has it")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="temperature of requests that do not say; without, as the format has it")
+    ] = None,
     seed: Annotated[int, typer.Option(help="seeds arrivals, the order of requests and their sampling")] = 0,
     drain: Annotated[float, typer.Option(help="most seconds to wait for requests after the last arrival")] = 30.0,
     max_late_ms: Annotated[
@@ -101,7 +107,11 @@ def bench(
     use = _use(out, resume=resume, append=append)
     folder = out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     check_folder(folder, use)
-    requests = read_workload(workload, format, slos, with_texts=remote.url is not None)
+    requests = read_workload(
+        workload, format, slos, max_tokens=max_tokens, temperature=temperature, with_texts=remote.url is not None
+    )
+    for note in requests.notes:
+        say(f"{requests.name}: {note}")
     given = BenchPlan(
         policies=expand(comma_list("policies", policies, str)),
         rates=(None,) if rates == AUTO else comma_list("rates", rates, parse_rate),

@@ -5,27 +5,26 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from adaserve_jax.bench.readers import FORMATS
+from adaserve_jax.bench.slo_table import EXAMPLE, SloTable, parse_slos
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
 
-if TYPE_CHECKING:
-    from adaserve_jax.bench.slo_table import SloTable
-
-AUTO, TRACE = "auto", "trace"
-FORMAT_HELP = "format of the files; auto: found out from what they hold"
-SLOS_HELP = "targets by class, ms: code:relative=1.2,ttft=4000;chat:tpot=50;*:tpot=100, * for requests without any"
+TRACE = "trace"
+FORMAT_HELP = f"format of the files: {', '.join(FORMATS)}; auto: found out from what they hold"
+SLOS_HELP = f"targets by class, ms: {EXAMPLE}, * for requests without any, none for no target"
 
 
-def read_workload(path: Path | None, format: str, slos: str | None, *, with_texts: bool) -> Workload:
-    """The requests of a bench run; without a path the packaged ones. with_texts: those that are known by their lengths
-    only get texts of about that many tokens, as nobody here can count those of a server."""
-    if format == AUTO and slos is None:
-        loaded = load_workload(path)
-    else:
-        loaded = load_workload(path, format=format, slos=read_slos(slos))
-    if not with_texts or all(item.prompt is not None or item.messages for item in loaded.items):
+def read_workload(
+    path: Path | None, format: str, slos: str | None, *, max_tokens: int | None = None,
+    temperature: float | None = None, with_texts: bool = False,
+) -> Workload:  # fmt: skip
+    """The requests of a bench run; without a path the packaged ones. max_tokens, temperature: of requests that do not
+    say. with_texts: those that are known by their lengths only get texts of about that many tokens, as nobody here can
+    count those of a server."""
+    loaded = load_workload(path, format=format, slos=read_slos(slos), max_tokens=max_tokens, temperature=temperature)
+    if not with_texts or not any(item.by_length for item in loaded.items):
         return loaded
     from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
 
@@ -37,11 +36,7 @@ def read_workload(path: Path | None, format: str, slos: str | None, *, with_text
 
 def read_slos(text: str | None) -> SloTable | None:
     """The table of --slos."""
-    if text is None:
-        return None
-    from adaserve_jax.bench.slo_table import parse_slos
-
-    return parse_slos(text)
+    return None if text is None else parse_slos(text)
 
 
 def parse_rate(text: str) -> float | None:

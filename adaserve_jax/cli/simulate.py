@@ -11,14 +11,15 @@ import typer
 from adaserve_jax.bench.acceptance import load_acceptance
 from adaserve_jax.bench.fluctuating import RATE_RPS, fluctuating_trace
 from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
 from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, load_trace, save_trace
-from adaserve_jax.cli.bench_requests import AUTO, FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
+from adaserve_jax.cli.bench_requests import FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.points import note_point, print_rows, say_what_is_next
+from adaserve_jax.cli.points import note_point, print_rows, say, say_what_is_next
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
@@ -155,11 +156,10 @@ def simulate(
 
 
 def _load(path: Path, format: str, slos: str | None, ttft_slo_s: float | None, time_scale: float) -> Trace:
-    if format == AUTO and slos is None:
-        return load_trace(path, ttft_slo_s=ttft_slo_s, time_scale=time_scale)
-    return load_trace(
-        path, format=format, slos=read_slos(slos), ttft_slo_s=ttft_slo_s, time_scale=time_scale
-    )  # fmt: skip
+    trace = load_trace(path, format=format, slos=read_slos(slos), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+    for note in trace.notes:
+        say(f"{trace.name}: {note}")
+    return trace
 
 
 def _fluctuating(

@@ -1,0 +1,94 @@
+"""What a workload is: requests with a text or lengths, targets, perhaps times. Knows neither files nor engines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from adaserve_jax.sampling import SamplingParams
+from adaserve_jax.types import SLO
+
+BLOCK_TOKENS = 512
+"""Prompt tokens that one block of `Lengths` stands for, unless it says otherwise: Mooncake's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a trace tells of a request instead of its text, or beside it. blocks: names of the prompt's blocks of
+    `block_tokens` tokens, the last one perhaps begun only; prompts whose first blocks have equal names begin alike.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadItem:
+    """One request to replay. Either `prompt` or `messages` is set, or neither: then only `lengths` is known.
+
+    lengths may stand beside a text: a simulation goes by them, a bench by the text. seed None: one is derived from the
+    run's seed. arrival_s: on the workload's own clock.
+    """
+
+    prompt: str | None
+    messages: tuple[Message, ...]
+    max_tokens: int
+    slo_class: str
+    slo: SLO
+    temperature: float
+    seed: int | None
+    arrival_s: float | None
+    lengths: Lengths | None = None
+
+    @property
+    def by_length(self) -> bool:
+        """Whether nothing but lengths is known, so that a text has to be made (`prompt_text`)."""
+        return self.prompt is None and not self.messages
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """Sampling parameters with this item's seed, or `seed` when it brings none. Outputs of requests that are known
+        by length only are exactly as long as the trace says."""
+        chosen = seed if self.seed is None else self.seed
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, seed=chosen, ignore_eos=self.by_length
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests to replay; items is not empty. sha256, hex: of what the file holds; of a workload made from another
+    (`derived`), of that one's hash and what was done to it. notes: sentences on what reading left out."""
+
+    name: str
+    sha256: str
+    items: tuple[WorkloadItem, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def has_arrivals(self) -> bool:
+        return self.items[0].arrival_s is not None
+
+    @property
+    def classes(self) -> list[str]:
+        """In name order."""
+        return sorted({item.slo_class for item in self.items})
+
+    def derived(self, note: str, items: Iterable[WorkloadItem]) -> Workload:
+        """Another workload of `items`, that says by its name and hash how it came from this one."""
+        return Workload(f"{self.name} {note}", derived_hash(self.sha256, note), tuple(items), self.notes)
+
+
+def derived_hash(sha256: str, note: str) -> str:
+    """Hex, of requests that came from those of `sha256` by what `note` says."""
+    return hashlib.sha256(f"{sha256} {note}".encode()).hexdigest()
