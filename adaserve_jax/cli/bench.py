@@ -17,12 +17,12 @@ from adaserve_jax.bench.arrival_spec import EXAMPLES
 from adaserve_jax.bench.default_rates import default_rates
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan
+from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.resuming import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, run_bench
 from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.bench_bar import bench_bar
 from adaserve_jax.cli.bench_requests import (
-    AUTO,
     FORMAT_HELP,
     LENGTHS_HELP,
     SLOS_HELP,

@@ -11,12 +11,13 @@ import typer
 from adaserve_jax.bench.acceptance import load_acceptance
 from adaserve_jax.bench.fluctuating import RATE_RPS, fluctuating_trace
 from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
 from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, load_trace, save_trace
-from adaserve_jax.cli.bench_requests import AUTO, FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
+from adaserve_jax.cli.bench_requests import FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows, say, say_what_is_next
 from adaserve_jax.config import FIELD_HELP, EngineConfig
