@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.console import result_table
-from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar

@@ -17,7 +17,8 @@ from nightjar_requests import Sizes
 from nightjar_views import FIGURES
 
 from adaserve_jax.bench.engine import BenchEngine
-from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
@@ -40,16 +41,15 @@ class Rounds:
 
     def conditions(self, engine: BenchEngine) -> dict[str, Any]:
         """Where and with what all runs are made."""
-        info = engine.client.info
-        target_params, draft_params = engine.num_parameters()
+        about = engine.about
         return {
             "commit": self.commit,
             "machine": machine_name(),
-            "device": info.device,
-            "jax_version": info.jax_version,
-            "target_params": target_params,
-            "draft_params": draft_params,
-            "max_requests": info.max_requests,
+            "device": about.device,
+            "jax_version": about.jax_version,
+            "target_params": about.target_params,
+            "draft_params": about.draft_params,
+            "max_requests": about.max_requests,
             "span_s": self.sizes.span_s,
         }
 
@@ -75,7 +75,8 @@ class Rounds:
                 return None
             shutil.rmtree(folder, ignore_errors=True)
             row = self._run(number, policy, make(), engine, folder)
-            noted.write_text(json.dumps(engine.client.stats().scheduler.swaps) + "\n")
+            stats = engine.stats()
+            noted.write_text(json.dumps({} if stats is None else stats.swaps) + "\n")
             notes().print(
                 f"round {number + 1}, {load} load, {name}: {row.throughput_tps:.1f} tokens/s, "
                 f"{row.e2e_mean_s or 0:.2f} s, {row.running_mean or 0:.1f} running; "

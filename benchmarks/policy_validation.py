@@ -35,9 +35,10 @@ from validation_requests import PROMPT_PARTS, Asked, as_trace, as_workload, aske
 from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance
 from adaserve_jax.bench.local import LocalBenchEngine
 from adaserve_jax.bench.machines import Machine, load_machine
+from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.profiling import measure_profile
 from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.simulation import SimulationPlan, simulate
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.cli.terminal import notes, open_bench_engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import typer
 from typer.testing import CliRunner
 
 from adaserve_jax.cli import app as cli_app
-from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.cli import generate as generate_module
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.reference import render
@@ -174,8 +172,8 @@ def test_wrong_values_are_one_line(monkeypatch, capsys, arguments: list[str], me
         (["serve", "--class", "x=5"], "No such option: --class"),
         (["serve", "extra"], "(extra); see 'adaserve serve --help'"),
         (
-            ["bench", "--policies", "ar", "--rates", "1", "--duration", "1"],
-            "Missing option '--out'; see 'adaserve bench",
+            ["simulate", "--policies", "ar"],
+            "Missing option '--out'; see 'adaserve simulate",
         ),
         (["generate"], "Missing argument 'prompt'"),
         (["fly"], "No such command 'fly'; see 'adaserve --help'"),
@@ -272,37 +270,6 @@ def test_generate_draws_and_shows_a_seed(monkeypatch, capsys):
 def test_generate_says_when_a_target_was_out_of_reach(feasible: bool, said: str):
     metrics = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=5, tpot_slo_s=0.001, slo_feasible=feasible)
     assert generate_module.summary(metrics).endswith(f", {said}")
-
-
-def test_bench_passes_its_plan_on_and_prints_a_table(monkeypatch, capsys, tmp_path: Path):
-    seen = {}
-
-    def run_bench(plan, workload, open_engine, out, on_point):
-        seen.update(plan=plan, workload=workload, engine=open_engine("spec:4"), out=out)
-        return []
-
-    workload = tmp_path / "w.jsonl"
-    workload.write_text(json.dumps({"prompt": "x"}) + "\n")
-    monkeypatch.setattr(bench_module, "run_bench", run_bench)
-    monkeypatch.setattr(bench_module, "open_bench_engine", lambda config, record=False: config)
-    arguments = ["--policies", "adaserve, spec:4", "--rates", "1.5,trace", "--duration", "9", "--seed", "4"]
-    status = run_main(
-        monkeypatch,
-        "bench",
-        *arguments,
-        "--out",
-        str(tmp_path / "o"),
-        "--workload",
-        str(workload),
-        "--max-requests",
-        "3",
-    )
-    assert status == 0
-    plan = seen["plan"]
-    assert (plan.policies, plan.rates, plan.duration_s) == (("adaserve", "spec:4"), (1.5, None), 9.0)
-    assert plan.max_late_s == pytest.approx(0.05)
-    assert seen["engine"] == EngineConfig(policy="adaserve", seed=4, max_requests=3)  # that may give the draft away
-    assert "0 rows in" in " ".join(capsys.readouterr().err.split())
 
 
 def test_version_names_package_python_and_jax(monkeypatch, capsys):

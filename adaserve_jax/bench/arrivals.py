@@ -31,6 +31,31 @@ class Schedule:
     arrivals: tuple[Arrival, ...]
 
 
+@dataclass(frozen=True)
+class ArrivalSpec:
+    """A process of arrivals. text: as it is written. cv: coefficient of variation of the gaps."""
+
+    process: str
+    text: str
+    cv: float = 1.0
+
+
+def parse_arrivals(text: str) -> ArrivalSpec:
+    """The process that `text` names. Raises ConfigError naming those that there are."""
+    if text not in (POISSON, TRACE):
+        raise ConfigError(f"arrivals must be {POISSON} or {TRACE}, got {text!r}")
+    return ArrivalSpec(text, text)
+
+
+def make_schedule(
+    workload: Workload, spec: ArrivalSpec, *, rate_rps: float | None, duration_s: float, seed: int
+) -> Schedule:
+    """All requests of one run. rate_rps None: the workload's own times."""
+    if rate_rps is None or spec.process == TRACE:
+        return trace_schedule(workload, duration_s=duration_s, seed=seed)
+    return poisson_schedule(workload, rate_rps=rate_rps, duration_s=duration_s, seed=seed)
+
+
 def poisson_schedule(workload: Workload, *, rate_rps: float, duration_s: float, seed: int) -> Schedule:
     """Exponential gaps of mean 1/rate until `duration_s`; items in shuffled passes over the workload, so that every
     pass has the workload's mix. The same arguments give the same schedule, whatever the policy under test.

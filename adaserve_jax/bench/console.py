@@ -1,4 +1,4 @@
-"""Result rows as a table for the terminal."""
+"""Result rows as a table for the terminal: those that may be compared, and which may not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
+from adaserve_jax.results.run_folder import point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 HEADERS = (
@@ -21,23 +22,35 @@ HEADERS = (
     "TTFT p50/p99\nms",
     "TPOT p50/p99\nms",
     "accepted\n/verify",
-    "valid",
 )
-TEXT_COLUMNS = ("workload", "policy", "class", "valid")
+VARIED = {"system": "system", "workload": "workload", "replicas": "replicas", "urgent_share": "urgent\nshare",
+          "slo_scale": "SLO\nscale", "burstiness": "CV", "repeat": "repeat"}  # fmt: skip
+"""Columns that are shown where they differ between rows, and their headers."""
+TEXT_COLUMNS = ("system", "workload", "policy", "class")
 
 
 def result_table(rows: Sequence[ResultRow]) -> Table:
-    """One line per row; the lines of single classes are dimmed below the one over all. About 110 columns wide, and
-    more where rows differ in workload or replicas, which then have columns."""
+    """One line per valid row; the lines of single classes are dimmed below the one over all. About 110 columns wide,
+    and more where rows differ in what VARIED names."""
+    shown = [row for row in rows if row.valid]
     table = Table(title=_title(rows), header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    varied = [name for name in ("workload", "replicas") if len({getattr(row, name) for row in rows}) > 1]
-    for name in (*varied, *HEADERS):
+    varied = [name for name in VARIED if len({getattr(row, name) for row in shown}) > 1]
+    changes = {(row.urgent_share, row.slo_scale) for row in shown}
+    if "workload" in varied and len(changes) == len({row.workload for row in shown}):
+        varied.remove("workload")  # it says no more than these do
+    for name in (*(VARIED[each] for each in varied), *HEADERS):
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
-    for row in rows:
+    for row in shown:
         overall = row.slo_class == ALL_CLASSES
-        cells = (*(str(getattr(row, name)) for name in varied), *_cells(row))
+        cells = (*(_plain(getattr(row, name)) for name in varied), *_cells(row))
         table.add_row(*cells, style=None if overall else "dim")
     return table
+
+
+def refused(rows: Sequence[ResultRow]) -> list[str]:
+    """The points that are not reported, each with the reason."""
+    invalid = [row for row in rows if not row.valid and row.slo_class == ALL_CLASSES]
+    return [f"{point_of(row)}: {row.invalid_reason}" for row in invalid]
 
 
 def _title(rows: Sequence[ResultRow]) -> str | None:
@@ -62,8 +75,13 @@ def _cells(row: ResultRow) -> tuple[str, ...]:
         f"{_ms(row.ttft_p50_s)} / {_ms(row.ttft_p99_s)}",
         f"{_ms(row.tpot_p50_s)} / {_ms(row.tpot_p99_s)}",
         "-" if row.mean_accepted is None else f"{row.mean_accepted:.2f}",
-        "yes" if row.valid else "NO",
     )
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "as is"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _percent(share: float | None) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from adaserve_jax.bench.client_engine import ClientEngine
 from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.config import EngineConfig
@@ -11,8 +15,11 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.types import Executor, Progress
 
+if TYPE_CHECKING:
+    from adaserve_jax.bench.prompt_text import PromptWriter
 
-class LocalBenchEngine:
+
+class LocalBenchEngine(ClientEngine):
     """Implements `BenchEngine` with the engine in this process, ready when the constructor returns.
 
     Raises what loading raises: CheckpointError, ConfigError.
@@ -23,27 +30,36 @@ class LocalBenchEngine:
         self.config = config
         self.recorder = AcceptanceRecorder()
         self.tokenizer = Tokenizer.from_folder(resolve_folder(config.target, "target"))
-        self.client = LocalEngine(config, progress, self._observed if record else None)
-        self.client.start()
+        engine = LocalEngine(config, progress, self._observed if record else None)
+        engine.start()
+        super().__init__(
+            engine, self.encode, engine.set_policy, parameters=parameters_of(config),
+            max_prefill_tokens=config.max_prefill_tokens,
+        )  # fmt: skip
 
     def _observed(self, executor: Executor) -> Executor:
         return RecordingExecutor(executor, self.recorder)
 
-    def encode(self, item: WorkloadItem) -> list[int]:
-        """Token ids of the item's prompt, or of its messages through the model's chat template."""
-        return encode_item(self.tokenizer, item)
+    def encode(self, item: WorkloadItem, seed: int = 0) -> list[int]:
+        """Token ids of the item's prompt. seed: for one that is known by its length only, whose text is made."""
+        if item.prompt is not None or item.messages:
+            return encode_item(self.tokenizer, item)
+        return self.tokenizer.encode(self._writer.write(item.lengths, seed))
 
-    def set_policy(self, name: str) -> None:
-        """Serve by `name` from now on, without compiling; only while idle."""
-        self.client.set_policy(name)
+    @cached_property
+    def _writer(self) -> PromptWriter:
+        from adaserve_jax.bench.prompt_text import PromptWriter
 
-    def num_parameters(self) -> tuple[int | None, int | None]:
-        """Parameters of target and draft."""
-        draft = self.config.draft
-        return (
-            count_parameters(resolve_folder(self.config.target, "target")),
-            None if draft is None else count_parameters(resolve_folder(draft, "draft")),
-        )
+        return PromptWriter(lambda text: len(self.tokenizer.encode(text)))
+
+
+def parameters_of(config: EngineConfig) -> tuple[int | None, int | None]:
+    """Parameters of target and draft; None where unknown or absent."""
+    draft = config.draft
+    return (
+        count_parameters(resolve_folder(config.target, "target")),
+        None if draft is None else count_parameters(resolve_folder(draft, "draft")),
+    )
 
 
 def encode_item(tokenizer: Tokenizer, item: WorkloadItem) -> list[int]:

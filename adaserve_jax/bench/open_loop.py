@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from adaserve_jax.bench.probe import RequestProbe
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.results.records import RequestRecord
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,35 @@ class DueRequest:
     request: GenerateRequest
 
 
+class Probe(Protocol):
+    """What a client noted of one request."""
+
+    @property
+    def token_times_s(self) -> Sequence[float]:
+        """time.monotonic of each output token."""
+        ...
+
+    @property
+    def late_s(self) -> float:
+        """How much later than due it was submitted."""
+        ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    def record(
+        self, *, run_id: str, point: str, policy: str, rate_rps: float, start_s: float, baseline_s: float
+    ) -> RequestRecord:
+        """Its line of requests.jsonl. start_s: of the loop."""
+        ...
+
+
 @dataclass(frozen=True)
 class LoopResult:
     """One open-loop run. start_s: time.monotonic at its start. wall_s: from there to the last end, or to the cut-off
     when requests were cut off. late_*_s: how far behind its own schedule the client submitted."""
 
-    probes: tuple[RequestProbe, ...]
+    probes: tuple[Probe, ...]
     start_s: float
     wall_s: float
     late_max_s: float
@@ -37,35 +62,44 @@ class LoopResult:
 
 
 class _Outstanding:
-    """Counts requests submitted and not yet ended; ends come from the engine's thread."""
+    """Counts requests submitted and not yet ended, and says so; ends come from the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: Callable[[int], None] | None) -> None:
         self._count = 0
+        self._on_change = on_change
         self._changed = threading.Condition()
 
     def add(self) -> None:
         with self._changed:
             self._count += 1
+            self._say()
 
     def remove(self) -> None:
         with self._changed:
             self._count -= 1
+            self._say()
             self._changed.notify_all()
 
     def wait_none(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._count <= 0, timeout_s)
 
+    def _say(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self._count)
+
 
 def drive(
-    client: EngineClient, requests: Sequence[DueRequest], *, drain_s: float, settle_s: float = 10.0
-) -> LoopResult:
+    client: EngineClient, requests: Sequence[DueRequest], *, drain_s: float, settle_s: float = 10.0,
+    on_progress: Callable[[int], None] | None = None,
+) -> LoopResult:  # fmt: skip
     """Submit `requests` (in order of due_s) on time, then wait at most `drain_s` for those in flight.
 
     What is left then is aborted and has `settle_s` to end. Ctrl-C stops submitting and cuts off likewise; requests
-    not yet submitted are not part of the result.
+    not yet submitted are not part of the result. on_progress: told how many are in flight whenever that changes, from
+    any thread; it must be quick.
     """
-    outstanding = _Outstanding()
+    outstanding = _Outstanding(on_progress)
     probes: list[RequestProbe] = []
     interrupted = engine_died = False
     start_s = time.monotonic()

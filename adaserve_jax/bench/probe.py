@@ -62,7 +62,9 @@ class RequestProbe:
         self._cut_off = True
         client.abort(self.request.request_id)
 
-    def record(self, *, run_id: str, policy: str, rate_rps: float, start_s: float, baseline_s: float) -> RequestRecord:
+    def record(
+        self, *, run_id: str, point: str, policy: str, rate_rps: float, start_s: float, baseline_s: float
+    ) -> RequestRecord:
         """The request's record; times by the engine's metrics where it gave them, else as seen here."""
         status, code = self._status()
         metrics = self._last.metrics if self._last is not None and self._last.metrics is not None else None
@@ -70,6 +72,7 @@ class RequestProbe:
         return RequestRecord.of(
             metrics or self._observed(baseline_s),
             run_id=run_id,
+            point=point,
             policy=policy,
             rate_rps=rate_rps,
             request_id=self.request.request_id,

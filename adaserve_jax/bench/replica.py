@@ -36,8 +36,9 @@ class Replica:
 
     def __init__(
         self, index: int, scheduler: Scheduler, executor: Executor, clock: VirtualClock, on_end: OnEnd,
-        *, keep_token_times: bool = True,
+        *, keep_token_times: bool = True, on_step: Callable[[float], None] | None = None,
     ):  # fmt: skip
+        """on_step: told the time of the end of every step, after what the step brought was taken in."""
         self.index = index
         self.clock = clock
         self._open: dict[str, tuple[Assigned, int]] = {}
@@ -48,6 +49,7 @@ class Replica:
         self._executor = executor
         self._on_end = on_end
         self._keep_token_times = keep_token_times
+        self._on_step = on_step
         self._in_flight: tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome] | None = None
 
     @property
@@ -57,6 +59,11 @@ class Replica:
     @property
     def stats(self) -> StepStats:
         return self._scheduler.stats
+
+    @property
+    def totals(self) -> StepStats:
+        """As `stats`, for who asks often; the next step changes them."""
+        return self._scheduler.totals
 
     @property
     def is_stepping(self) -> bool:
@@ -94,6 +101,8 @@ class Replica:
         now = self.clock.now()
         self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
         swap_if_due(self._scheduler, self._executor, self.clock.now)
+        if self._on_step is not None:
+            self._on_step(now)
 
     def cut_off(self) -> None:
         """End all requests as they are."""

@@ -1,205 +1,207 @@
-"""Runs policies x rates on one engine and writes result rows and request records as each point ends."""
+"""Runs the points of a plan on one engine and writes result rows, request records and samples as each point ends."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 import adaserve_jax
-from adaserve_jax.bench.arrivals import Arrival, Schedule, poisson_schedule, trace_schedule
-from adaserve_jax.bench.engine import BenchEngine, OpenEngine
-from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
+from adaserve_jax.bench.arrivals import Arrival
+from adaserve_jax.bench.engine import Ask, BenchEngine, Due, OpenEngine, RecordingEngine
+from adaserve_jax.bench.loads import Loaded, load_all
+from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.plan import BenchPlan, Load, Point
 from adaserve_jax.bench.recording import AcceptanceRecord
+from adaserve_jax.bench.resuming import ACCEPTANCE, Begun, FolderUse, begin_folder
+from adaserve_jax.bench.sampling import Sampler
+from adaserve_jax.bench.watching import Watch
 from adaserve_jax.bench.workload import Workload
-from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.jsonl import append_rows, make_folder
+from adaserve_jax.results.jsonl import append_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
+from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
-from adaserve_jax.types import SamplingParams
 
 WARMUP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class BenchPlan:
-    """What to measure. rates: requests per second, None for the workload's own times.
-
-    drain_s: longest wait after the last arrival. max_late_s: a run whose client submits later than this at the 99th
-    percentile is marked invalid. warmup_requests: sent before each point and left out of its result.
-    max_prefill_tokens: the engine's option, for the rows. record: whether acceptance is noted, by an engine that was
-    opened to do so; every request then has a seed of its own, whatever the workload says, to be told apart by.
-    """
-
-    policies: tuple[str, ...]
-    rates: tuple[float | None, ...]
-    duration_s: float
-    seed: int = 0
-    drain_s: float = 30.0
-    max_late_s: float = 0.05
-    warmup_requests: int = 4
-    max_prefill_tokens: int = 0
-    record: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.policies or not self.rates:
-            raise ConfigError("a bench run needs at least one policy and one rate")
-
-    @property
-    def points(self) -> list[tuple[str, float | None]]:
-        """Policy and rate of each point: rate by rate, the first policy rotating, so that slow drift of the machine
-        falls on all policies alike."""
-        shifted = ((i % len(self.policies), rate) for i, rate in enumerate(self.rates))
-        return [(policy, rate) for i, rate in shifted for policy in self.policies[i:] + self.policies[:i]]
-
-
-OnPoint = Callable[[int, int, list[ResultRow]], None]
-"""on_point(done, total, rows of the point that just ended)."""
+INTERRUPTED = "interrupted"
+"""Reason of a point that Ctrl-C ended."""
 
 
 def run_bench(
-    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, on_point: OnPoint | None = None,
-    *, close: bool = True,
+    plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, watch: Watch | None = None, *,
+    close: bool = True, use: FolderUse = "append", about: Mapping[str, Any] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
-    """Measure every point of `plan`; returns all rows. Files in `out`: results.jsonl, requests.jsonl, and when it
-    records acceptance.jsonl (appended).
+    """Measure every point of `plan`; returns all rows, first those of points that were there when it was resumed.
 
-    Ctrl-C ends the run after writing what the current point has, marked invalid. close: whether the engine is closed at
-    the end.
+    Files in `out`: plan.json, results.jsonl, requests.jsonl, samples.jsonl, and when it records acceptance.jsonl; the
+    rows of a point are written last, so that a point with rows is there whole. Ctrl-C while a point is driven ends the
+    run after writing what the point has, marked invalid; at other times it is passed on. close: whether the engine is
+    closed at the end. use: of a folder that holds rows. about: settings beside the plan's that a resumed run must have
+    too.
     """
-    schedules = {rate: _schedule(plan, workload, rate) for rate in plan.rates}
-    make_folder(out)
-    engine = open_engine(plan.points[0][0])
-    rows: list[ResultRow] = []
+    watch = watch or Watch()
+    loads = load_all(plan, workload)
+    settings = {**plan.settings(), "workload": workload.name, "workload_hash": workload.sha256, **(about or {})}
+    begun = begin_folder(out, settings, use)
+    rows = list(begun.rows)
+    todo = [point for point in plan.points if point.name not in begun.done]
+    watch.opened(todo, rows)
+    if not todo:
+        return rows
+    engine = open_engine(todo[0].policy)
     try:
-        for policy in plan.policies:
-            engine.set_policy(policy)  # an unknown name is refused before anything is measured
-        bench = _Bench(plan, workload, engine, _provenance(plan, workload, engine))
-        for done, (policy, rate) in enumerate(plan.points, 1):
-            point_rows, records, stop = bench.measure(policy, schedules[rate])
-            append_rows(out / "results.jsonl", point_rows)
-            append_rows(out / "requests.jsonl", records)
-            if plan.record:
-                append_rows(out / "acceptance.jsonl", bench.recorded(policy, schedules[rate]))
-            rows += point_rows
-            if on_point is not None:
-                on_point(done, len(plan.points), point_rows)
-            if stop:
+        _check_policies(plan.policies, engine)
+        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine), watch)
+        for point in todo:
+            watch.begins(point)
+            measured = bench.measure(point)
+            measured.write(out)
+            rows += measured.rows
+            watch.ended(point, measured.rows, engine.notes)
+            if measured.loop.interrupted or measured.loop.engine_died:
                 break
     finally:
         if close:
-            engine.client.close()
+            engine.close()
     return rows
+
+
+def _check_policies(policies: Sequence[str], engine: BenchEngine) -> None:
+    """An unknown name is refused before anything is measured."""
+    known = engine.about.policies
+    unknown = [name for name in policies if known is not None and name not in known]
+    if unknown:
+        raise ConfigError(f"{engine.about.system} serves by {', '.join(known or ())}, not by {unknown[0]!r}")
+    for policy in policies:
+        engine.set_policy(policy)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One point."""
+
+    loop: LoopResult
+    rows: list[ResultRow]
+    records: list[RequestRecord]
+    samples: list[Sample]
+    acceptance: list[AcceptanceRecord]
+
+    def write(self, out: Path) -> None:
+        lines = {REQUESTS: self.records, SAMPLES: self.samples, ACCEPTANCE: self.acceptance, RESULTS: self.rows}
+        for name, each in lines.items():
+            if each:
+                append_rows(out / name, each)
 
 
 @dataclass(frozen=True)
 class _Bench:
     plan: BenchPlan
-    workload: Workload
+    loads: Mapping[Load, Loaded]
     engine: BenchEngine
     provenance: Provenance
+    watch: Watch
 
-    def measure(self, policy: str, schedule: Schedule) -> tuple[list[ResultRow], list[RequestRecord], bool]:
-        """Rows and records of one point, and whether the whole run must stop."""
-        client, info = self.engine.client, self.engine.client.info
-        self.engine.set_policy(policy)
-        requests = self._requests(policy, schedule)
-        self._warm_up(requests)
+    def measure(self, point: Point) -> _Measured:
+        """Warm up, drive, and sum up."""
+        loaded = self.loads[point.load]
+        self.engine.set_policy(point.policy)
+        due = [Due(arrival.due_s, self.engine.prepare(self._ask(point, number, arrival)))
+               for number, arrival in enumerate(loaded.schedule.arrivals)]  # fmt: skip
+        self._warm_up(point, loaded)
         if self.plan.record:
-            self.recorded(policy, schedule)  # of the warm-up, and dropped
-        loop = drive(client, requests, drain_s=self.plan.drain_s)
+            self._recorded(point, loaded)  # of the warm-up, and dropped
+        with Sampler(self.engine.stats) as sampler:
+            loop = self.engine.drive(due, drain_s=self.plan.drain_s, on_progress=self.watch.in_flight)
+        run_id, rate_rps = self.provenance.run_id, loaded.schedule.rate_rps
         records = [
             probe.record(
-                run_id=self.provenance.run_id,
-                policy=policy,
-                rate_rps=schedule.rate_rps,
-                start_s=loop.start_s,
-                baseline_s=info.baseline_s,
+                run_id=run_id, point=point.name, policy=point.policy, rate_rps=rate_rps, start_s=loop.start_s,
+                baseline_s=self.provenance.baseline_s,
             )
             for probe in loop.probes
-        ]
-        conditions = self._conditions(policy, schedule, loop)
-        summaries = summarize(records, wall_s=loop.wall_s)
-        rows = [ResultRow.join(self.provenance, conditions, summary) for summary in summaries]
-        return rows, records, loop.interrupted or loop.engine_died
+        ]  # fmt: skip
+        workload = loaded.workload
+        provenance = replace(self.provenance, workload=workload.name, workload_hash=workload.sha256)
+        conditions = self._conditions(point, loaded, loop)
+        rows = [ResultRow.join(provenance, conditions, each) for each in summarize(records, wall_s=loop.wall_s)]
+        samples = sampler.samples(run_id=run_id, point=point.name, start_s=loop.start_s)
+        acceptance = self._recorded(point, loaded) if self.plan.record else []
+        return _Measured(loop, rows, records, samples, acceptance)
 
-    def recorded(self, policy: str, schedule: Schedule) -> list[AcceptanceRecord]:
+    def _recorded(self, point: Point, loaded: Loaded) -> list[AcceptanceRecord]:
         """What was noted since the last call; only while the engine is idle."""
         names = {
-            arrival.seed: (_request_id(policy, schedule, number), arrival.item.slo_class)
-            for number, arrival in enumerate(schedule.arrivals)
+            arrival.seed: (_request_id(point, number), arrival.item.slo_class)
+            for number, arrival in enumerate(loaded.schedule.arrivals)
         }
-        about = {"run_id": self.provenance.run_id, "policy": policy, "rate_rps": schedule.rate_rps}
-        return self.engine.recorder.take(names, **about)
+        about = {"run_id": self.provenance.run_id, "policy": point.policy, "rate_rps": loaded.schedule.rate_rps}
+        return cast(RecordingEngine, self.engine).recorder.take(names, **about)
 
-    def _sampling(self, arrival: Arrival) -> SamplingParams:
-        sampling = arrival.item.sampling(arrival.seed)
-        return replace(sampling, seed=arrival.seed) if self.plan.record else sampling
+    def _ask(self, point: Point, number: int, arrival: Arrival) -> Ask:
+        item = arrival.item
+        return Ask(
+            request_id=_request_id(point, number),
+            item=item,
+            seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
+            slo=item.slo,
+            cache_salt=f"{self.provenance.run_id} {point.name}",
+            max_tokens=item.max_tokens,
+        )
 
-    def _requests(self, policy: str, schedule: Schedule) -> list[DueRequest]:
-        """Tokenised ahead, so that the client does nothing but submit during the run."""
-        return [
-            DueRequest(
-                arrival.due_s,
-                GenerateRequest(
-                    request_id=_request_id(policy, schedule, number),
-                    prompt_ids=self.engine.encode(arrival.item),
-                    sampling=self._sampling(arrival),
-                    slo=arrival.item.slo,
-                    slo_class=arrival.item.slo_class,
-                    cache_salt=f"{self.provenance.run_id} {policy} {schedule.rate_rps}",
-                ),
-            )
-            for number, arrival in enumerate(schedule.arrivals)
-        ]
-
-    def _warm_up(self, requests: list[DueRequest]) -> None:
+    def _warm_up(self, point: Point, loaded: Loaded) -> None:
         """Send the first few requests, shortened, all at once; their results are dropped."""
+        asks = [self._ask(point, number, arrival)
+                for number, arrival in enumerate(loaded.schedule.arrivals[: self.plan.warmup_requests])]  # fmt: skip
         short = [
-            DueRequest(
-                0.0,
-                replace(
-                    due.request,
-                    request_id=f"warmup-{due.request.request_id}",
-                    cache_salt=f"warmup {due.request.cache_salt}",
-                    sampling=replace(
-                        due.request.sampling, max_tokens=min(WARMUP_TOKENS, due.request.sampling.max_tokens)
-                    ),
-                ),
+            replace(
+                ask,
+                request_id=f"warmup-{ask.request_id}",
+                cache_salt=f"warmup {ask.cache_salt}",
+                max_tokens=min(WARMUP_TOKENS, ask.max_tokens),
             )
-            for due in requests[: self.plan.warmup_requests]
+            for ask in asks
         ]
-        if drive(self.engine.client, short, drain_s=self.plan.drain_s).interrupted:
+        due = [Due(0.0, self.engine.prepare(ask)) for ask in short]
+        if self.engine.drive(due, drain_s=self.plan.drain_s).interrupted:
             raise KeyboardInterrupt
 
-    def _conditions(self, policy: str, schedule: Schedule, loop: LoopResult) -> Conditions:
+    def _conditions(self, point: Point, loaded: Loaded, loop: LoopResult) -> Conditions:
         reason = _invalid_reason(loop, self.plan.max_late_s)
+        schedule, load = loaded.schedule, point.load
         return Conditions(
-            policy=policy,
+            policy=point.policy,
             arrival_process=schedule.process,
             rate_rps=schedule.rate_rps,
             duration_s=schedule.duration_s,
             wall_s=loop.wall_s,
-            compiles_after_ready=0 if loop.engine_died else self.engine.client.stats().compiles_after_ready,
+            compiles_after_ready=0 if loop.engine_died else self.engine.compiles_after_ready(),
             client_late_max_s=loop.late_max_s,
             client_late_p99_s=loop.late_p99_s,
             valid=reason is None,
             invalid_reason=reason,
+            system=self.engine.about.system,
+            point=point.name,
+            repeat=load.repeat,
+            urgent_share=load.urgent_share,
+            slo_scale=load.slo_scale,
+            burstiness=loaded.burstiness,
+            token_source=self.engine.token_source,
         )
 
 
-def _request_id(policy: str, schedule: Schedule, number: int) -> str:
-    return f"{policy}@{schedule.rate_rps:g}-{number}"
+def _request_id(point: Point, number: int) -> str:
+    return f"{point.name}-{number}"
 
 
 def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
     if loop.interrupted:
-        return "interrupted"
+        return INTERRUPTED
     if loop.engine_died:
         return "engine died"
     if not loop.probes:
@@ -209,34 +211,27 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
     return None
 
 
-def _schedule(plan: BenchPlan, workload: Workload, rate: float | None) -> Schedule:
-    if rate is None:
-        return trace_schedule(workload, duration_s=plan.duration_s, seed=plan.seed)
-    return poisson_schedule(workload, rate_rps=rate, duration_s=plan.duration_s, seed=plan.seed)
-
-
-def _provenance(plan: BenchPlan, workload: Workload, engine: BenchEngine) -> Provenance:
-    info = engine.client.info
-    target_params, draft_params = engine.num_parameters()
-    now = datetime.now(UTC)
+def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine) -> Provenance:
+    about = engine.about
     return Provenance(
-        run_id=f"{now:%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
-        started_at=now.isoformat(timespec="seconds"),
+        run_id=begun.run_id,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=source_commit(),
         package_version=adaserve_jax.__version__,
         machine=machine_name(),
-        device=info.device,
-        jax_version=info.jax_version,
-        target=info.target,
-        draft=info.draft,
-        target_params=target_params,
-        draft_params=draft_params,
-        deterministic=info.deterministic,
-        max_requests=info.max_requests,
-        max_context=info.max_context,
-        baseline_s=info.baseline_s,
+        device=about.device,
+        jax_version=about.jax_version,
+        target=about.target,
+        draft=about.draft,
+        target_params=about.target_params,
+        draft_params=about.draft_params,
+        deterministic=about.deterministic,
+        max_requests=about.max_requests,
+        max_context=about.max_context,
+        baseline_s=about.baseline_s,
         workload=workload.name,
         workload_hash=workload.sha256,
         seed=plan.seed,
-        max_prefill_tokens=plan.max_prefill_tokens,
+        max_prefill_tokens=about.max_prefill_tokens,
+        plan_hash=begun.plan_hash,
     )

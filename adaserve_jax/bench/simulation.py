@@ -5,10 +5,8 @@ Nothing is decoded: the executor draws acceptance, the clock passes by the machi
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache
 from typing import Literal
 
@@ -21,15 +19,19 @@ from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.replica import Replica
 from adaserve_jax.bench.routers import Assigned, find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
+from adaserve_jax.bench.sim_samples import SimSampler
 from adaserve_jax.bench.sim_text import CONCENTRATION
-from adaserve_jax.bench.simulation_rows import result_rows
+from adaserve_jax.bench.simulation_rows import Varied, plan_hash, result_rows, trace_tags
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.bench.tuning import Grid, Score, Setting, Tuned, tune
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.results.aggregate import summarize
+from adaserve_jax.results.provenance import new_run_id
 from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.results.run_folder import PointKey
+from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.scheduler import build_scheduler
@@ -76,37 +78,45 @@ class SimulationPlan:
 
 @dataclass
 class Simulated:
-    """One policy over one trace. wall_s: of the virtual clock. stats: the totals of each replica's scheduler."""
+    """One policy over one trace. wall_s: of the virtual clock. stats: the totals of each replica's scheduler. samples:
+    where they were asked for."""
 
     records: list[RequestRecord]
     wall_s: float
     stats: list[StepStats]
+    samples: list[Sample] = field(default_factory=list)
 
 
 OnPoint = Callable[[Simulated, list[ResultRow]], None]
 
 
 def simulate_all(
-    plan: SimulationPlan, machine: Machine, traces: list[Trace], on_point: OnPoint | None = None
-) -> list[ResultRow]:
-    """Every policy over every trace, with every number of replicas. Raises ConfigError for an unknown policy."""
+    plan: SimulationPlan, machine: Machine, traces: Sequence[Trace], on_point: OnPoint | None = None,
+    varied: Sequence[Varied] | None = None,
+) -> list[ResultRow]:  # fmt: skip
+    """Every policy over every trace, with every number of replicas, and samples of each. varied: what of each trace
+    was, for the rows. Raises ConfigError for an unknown policy."""
     rows: list[ResultRow] = []
-    run_id = new_run_id()
-    for trace in traces:
+    run_id, hashed = new_run_id(), plan_hash(plan, machine, traces)
+    varied = varied or [Varied()] * len(traces)
+    for trace, tag, changed in zip(traces, trace_tags(traces, varied), varied, strict=True):
         for replicas in plan.replicas:
             settings: list[tuple[str, SimulationPlan, str | None]] = [(policy, plan, None) for policy in plan.policies]
             if plan.tune != "no":
                 tuned = tune_fixed(plan, machine, trace, replicas=replicas, exhaustive=plan.tune == "grid")
                 settings.append((*as_run(tuned.setting, plan), TUNED))
             for policy, as_planned, label in settings:
-                simulated = simulate(policy, as_planned, machine, trace, run_id=run_id, replicas=replicas)
-                point = result_rows(
+                point = f"{label or policy}@{tag}" + (f" x{replicas}" if len(plan.replicas) > 1 else "")
+                simulated = simulate(
+                    policy, as_planned, machine, trace, run_id=run_id, point=point, replicas=replicas, sample=True
+                )
+                of_point = result_rows(
                     policy, as_planned, machine, trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id,
-                    replicas=replicas, label=label,
+                    replicas=replicas, label=label, point=point, varied=changed, plan_hash=hashed,
                 )  # fmt: skip
-                rows += point
+                rows += of_point
                 if on_point is not None:
-                    on_point(simulated, point)
+                    on_point(simulated, of_point)
     return rows
 
 
@@ -140,26 +150,23 @@ def as_run(setting: Setting, plan: SimulationPlan) -> tuple[str, SimulationPlan]
     return f"spec:{setting.draft_tokens}", as_planned
 
 
-def new_run_id() -> str:
-    """Unique, and in order of time."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-
-
 def simulate(
     policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, *,
-    run_id: str = "", replicas: int = 1, recorder: AcceptanceRecorder | None = None,
+    run_id: str = "", point: str = "", replicas: int = 1, recorder: AcceptanceRecorder | None = None,
+    sample: bool = False,
 ) -> Simulated:  # fmt: skip
-    """One policy over one trace, on `replicas` replicas. recorder: notes what verifications reveal of acceptance."""
-    return _Simulation(policy, plan, machine, trace, run_id, replicas, recorder).run()
+    """One policy over one trace, on `replicas` replicas. run_id, point: for the records. recorder: notes what
+    verifications reveal of acceptance. sample: whether samples are taken."""
+    return _Simulation(policy, plan, machine, trace, (run_id, point), replicas, recorder, sample).run()
 
 
 class _Simulation:
     def __init__(
-        self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, run_id: str, replicas: int,
-        recorder: AcceptanceRecorder | None,
+        self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, key: PointKey, replicas: int,
+        recorder: AcceptanceRecorder | None, sample: bool,
     ):  # fmt: skip
         self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
-        self._run_id, self._recorder = run_id, recorder
+        (self._run_id, self._point), self._recorder = key, recorder
         self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
         self._limits = plan.limits(machine)
         _check_pages(self._limits, trace)
@@ -169,6 +176,7 @@ class _Simulation:
         order = np.argsort(seeds)
         self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
         self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
+        self._sampler = self._make_sampler() if sample else None
         self._replicas = [self._replica(index) for index in range(replicas)]
         self._records: list[RequestRecord] = []
 
@@ -183,7 +191,15 @@ class _Simulation:
             replica.add(self._request(number, arrivals[number]), arrivals[number])
 
         wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
-        return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas])
+        samples = [] if self._sampler is None else self._sampler.samples
+        return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas], samples)
+
+    def _make_sampler(self) -> SimSampler:
+        duration_s = self._trace.duration_s + self._plan.drain_s
+        return SimSampler(self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s)
+
+    def _totals(self) -> list[StepStats]:
+        return [replica.totals for replica in self._replicas]
 
     def _replica(self, index: int) -> Replica:
         """Replicas differ in what their policies draw at random, and in nothing else."""
@@ -200,7 +216,10 @@ class _Simulation:
         )  # fmt: skip
         scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
-        return Replica(index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times)
+        return Replica(
+            index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times,
+            on_step=None if self._sampler is None else self._sampler.note,
+        )  # fmt: skip
 
     def _chances(self) -> np.ndarray:
         """f64[requests], acceptance of the draft's first choice."""
@@ -240,6 +259,7 @@ class _Simulation:
                 due_s=known.arrival_s,
                 token_offsets_s=token_offsets_s,
                 replica=replica.index,
+                point=self._point,
             )
         )
 

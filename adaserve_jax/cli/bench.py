@@ -1,84 +1,213 @@
-"""`adaserve bench`: policies x rates over a workload, a table, and result rows."""
+"""`adaserve bench`: policies x loads over a workload, a table, and a folder to make a report of."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, fields, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.bench.runner import BenchPlan, run_bench
-from adaserve_jax.bench.workload import load_workload
-from adaserve_jax.cli.options import comma_list, takes
-from adaserve_jax.cli.points import note_point, print_rows
-from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.bench.default_rates import default_rates
+from adaserve_jax.bench.engine import BenchEngine, OpenEngine
+from adaserve_jax.bench.plan import POISSON, BenchPlan
+from adaserve_jax.bench.resuming import FolderUse, check_folder, planned
+from adaserve_jax.bench.runner import INTERRUPTED, run_bench
+from adaserve_jax.bench.workload import Workload
+from adaserve_jax.cli.bench_bar import bench_bar
+from adaserve_jax.cli.bench_requests import (
+    AUTO,
+    FORMAT_HELP,
+    SLOS_HELP,
+    parse_rate,
+    parse_share,
+    parse_slo_scale,
+    read_workload,
+)
+from adaserve_jax.cli.bench_url import UrlOptions
+from adaserve_jax.cli.options import comma_list, grouped, takes
+from adaserve_jax.cli.points import print_rows, say, say_what_is_next
+from adaserve_jax.cli.terminal import open_bench_engine
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policy_names import expand, policy_of
 
-TRACE = "trace"
+POLICIES = "ar,spec:4,adaserve"
+INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
+NOT_OF_THE_RUN = ("policy", "seed", "compile_cache")
+"""Engine options that the plan has, or that change no result."""
 
 
 @takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
+@grouped("remote", UrlOptions)
 def bench(
     config: EngineConfig,
+    remote: UrlOptions,
     policies: Annotated[
         str,
         typer.Option(
-            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name"
+            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name; with "
+            "--url: what the server's policy is called",
         ),
-    ],
-    rates: Annotated[str, typer.Option(help="requests per second, separated by commas; trace: the workload's times")],
-    duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each policy and rate")],
-    out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
-    workload: Annotated[Path | None, typer.Option(help="JSON lines file; without one, the packaged workload")] = None,
+    ] = POLICIES,
+    rates: Annotated[
+        str,
+        typer.Option(
+            help="requests per second, separated by commas; trace: the workload's times; auto: two that fit the engine"
+        ),
+    ] = AUTO,
+    urgent_shares: Annotated[
+        str, typer.Option(help="shares of the most urgent class to compare, separated by commas; without, as it is")
+    ] = "",
+    slo_scales: Annotated[
+        str,
+        typer.Option(help="relative targets to compare, in baseline latencies; without, as they are"),
+    ] = "",
+    arrivals: Annotated[
+        list[str] | None,
+        typer.Option(help="process of arrivals, poisson unless said; may be repeated to compare several"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="times that everything is measured, each with other arrivals")] = 1,
+    duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each point")] = 15.0,
+    out: Annotated[
+        Path | None, typer.Option(help="folder for rows, requests and samples; without, a new one named by the date")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="go on with the run in --out where it ended, or begin it there")] = False,
+    append: Annotated[bool, typer.Option(help="add the run to what --out holds")] = False,
+    workload: Annotated[Path | None, typer.Option(help="file of requests; without one, the packaged workload")] = None,
+    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
+    slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
     seed: Annotated[int, typer.Option(help="seeds arrivals, the order of requests and their sampling")] = 0,
     drain: Annotated[float, typer.Option(help="most seconds to wait for requests after the last arrival")] = 30.0,
     max_late_ms: Annotated[
-        float, typer.Option(help="a row is invalid when the client submits later than this, 99th percentile")
+        float, typer.Option(help="a point is not valid when the client submits later than this, 99th percentile")
     ] = 50.0,
     warmup_requests: Annotated[int, typer.Option(help="requests before each point, left out of its result")] = 4,
     record: Annotated[
         bool, typer.Option(help="also write acceptance.jsonl, which `adaserve simulate --acceptance` reads")
     ] = False,
 ) -> None:
-    """Measure SLO attainment, goodput and latencies under open-loop load. Columns: docs/metrics.md."""
-    plan = BenchPlan(
+    """Measure SLO attainment, goodput and latencies under open-loop load. Columns: docs/metrics.md.
+
+    Without any option: three policies on the packaged workload, in about two minutes. Exit status 1: a point was not
+    measured as it must be, and is not reported; 130: interrupted, what is done is kept.
+    """
+    use = _use(out, resume=resume, append=append)
+    folder = out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
+    check_folder(folder, use)
+    requests = read_workload(workload, format, slos, with_texts=remote.url is not None)
+    given = BenchPlan(
         policies=expand(comma_list("policies", policies, str)),
-        rates=comma_list("rates", rates, parse_rate),
+        rates=(None,) if rates == AUTO else comma_list("rates", rates, parse_rate),
         duration_s=duration,
         seed=seed,
         drain_s=drain,
         max_late_s=max_late_ms / 1e3,
         warmup_requests=warmup_requests,
-        max_prefill_tokens=config.max_prefill_tokens,
         record=record,
+        urgent_shares=comma_list("urgent_shares", urgent_shares, parse_share) or (None,),
+        slo_scales=comma_list("slo_scales", slo_scales, parse_slo_scale) or (None,),
+        arrivals=tuple(arrivals or (POISSON,)),
+        repeats=repeats,
     )
-    loaded = load_workload(workload)
-    # pools that extend are laid out at the start, or never: by a policy that wants them, if there is one
+    if remote.url is None:
+        remote.check_unused()
+        engine, about = _Lazy(lambda: _open(config, given)), _about(config)
+    else:
+        _check_for_url(config, given)
+        engine, about = _Lazy(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
+    rows, interrupted = [], False
+    try:
+        with closing(engine):
+            plan = given
+            if remote.url is not None:
+                plan = replace(plan, policies=engine().about.policies or given.policies)
+            if rates == AUTO:
+                plan = replace(plan, rates=_auto_rates(folder, use, requests, engine))
+            with bench_bar(plan) as bar:
+                rows = bar.rows
+                run_bench(plan, requests, engine, folder, bar, close=False, use=use, about=about)
+    except KeyboardInterrupt:
+        interrupted = True
+    _finish(rows, folder, interrupted=interrupted)
+
+
+class _Lazy:
+    """An engine that is opened when it is first asked for."""
+
+    def __init__(self, open_engine: Callable[[], BenchEngine]):
+        self._open = open_engine
+        self._engine: BenchEngine | None = None
+
+    def __call__(self, policy: str = "") -> BenchEngine:
+        """policy: it serves by any."""
+        if self._engine is None:
+            self._engine = self._open()
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+
+def _open(config: EngineConfig, plan: BenchPlan) -> BenchEngine:
+    """Pools that extend are laid out at the start, or never: by a policy that wants them, if there is one."""
     named = [replace(config, policy=name) for name in plan.policies]
     first = next((each for each in named if policy_of(each).elastic), named[0])
-    rows = run_bench(
-        plan,
-        loaded,
-        lambda _: open_bench_engine(replace(first, seed=seed), record=record),
-        out,
-        note_point,
-    )
-    print_rows(rows)
-    notes().print(f"{len(rows)} rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)
+    return open_bench_engine(replace(first, seed=plan.seed), record=plan.record)
 
 
-def parse_rate(text: str) -> float | None:
-    """A rate in requests per second, or None for "trace"."""
-    if text == TRACE:
-        return None
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not 0 < rate < math.inf:
-        raise ConfigError(f"--rates must be numbers above 0 or 'trace', separated by commas, got {text!r}")
-    return rate
+def _about(config: EngineConfig) -> dict[str, Any]:
+    return {name: value for name, value in asdict(config).items() if name not in NOT_OF_THE_RUN}
+
+
+def _check_for_url(config: EngineConfig, plan: BenchPlan) -> None:
+    """Raise ConfigError for what only an engine of this process can do."""
+    changed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+    if changed:
+        raise ConfigError(f"--{changed[0].replace('_', '-')} is of an engine in this process; leave it out with --url")
+    if plan.record:
+        raise ConfigError("--record needs an engine in this process; leave it out with --url")
+
+
+def _auto_rates(folder: Path, use: FolderUse, requests: Workload, engine: OpenEngine) -> tuple[float | None, ...]:
+    """Of the run that is resumed, as the machine may be measured a little otherwise now; else by this machine."""
+    held = planned(folder) if use == "resume" else None
+    if held is not None:
+        return tuple(held["rates"])
+    return default_rates(requests, engine("").about.baseline_s)
+
+
+def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
+    if resume and append:
+        raise ConfigError("--resume goes on with a run and --append adds one; give one of them")
+    if out is None and (resume or append):
+        raise ConfigError(f"--{'resume' if resume else 'append'} needs the run's folder; give it as --out")
+    return "resume" if resume else "append" if append else "new"
+
+
+def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> None:
+    """Print what there is; raises typer.Exit with a status that says how it went."""
+    if rows:
+        print_rows(rows)
+        say_what_is_next(folder)
+    if interrupted or any(row.invalid_reason == INTERRUPTED for row in rows):
+        say(f"interrupted; to go on: {_resume_command(folder)}")
+        raise typer.Exit(INTERRUPTED_STATUS)
+    if not all(row.valid for row in rows):
+        say(f"to measure again what is not reported: {_resume_command(folder)}")
+        raise typer.Exit(INVALID_STATUS)
+
+
+def _resume_command(folder: Path) -> str:
+    """This command line, so that it goes on in `folder`."""
+    given = [text for text in sys.argv[1:] if text not in ("--resume", "--append")]
+    if not any(text == "--out" or text.startswith("--out=") for text in given):
+        given += ["--out", str(folder)]
+    return shlex.join(["adaserve", *given, "--resume"])

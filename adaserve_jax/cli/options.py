@@ -87,3 +87,26 @@ def comma_list(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, .
                 f"--{name.replace('_', '-')} must be a comma-separated list of {kind.__name__} values, got {part!r}"
             ) from error
     return tuple(parsed)
+
+
+def grouped(parameter: str, kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a frozen dataclass whose fields are annotated with them; the command gets the built
+    `kind` as `parameter`."""
+    hints = get_type_hints(kind, include_extras=True)
+    options = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(kind)
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            built = kind(**{option.name: given.pop(option.name) for option in options if option.name in given})
+            command(**given, **{parameter: built})
+
+        kept = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+        run.__signature__ = inspect.Signature([*kept, *options])  # pyright: ignore[reportAttributeAccessIssue]
+        run.__annotations__ = {}
+        return run
+
+    return decorate

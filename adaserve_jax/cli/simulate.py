@@ -14,15 +14,16 @@ from adaserve_jax.bench.machines import load_machine, packaged_machines
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
+from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, load_trace, save_trace
-from adaserve_jax.cli.bench import parse_rate
+from adaserve_jax.cli.bench_requests import AUTO, FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.points import note_point, print_rows
-from adaserve_jax.cli.terminal import notes
+from adaserve_jax.cli.points import note_point, print_rows, say_what_is_next
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
+from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policy_names import expand, find_policy
 
@@ -34,8 +35,10 @@ def simulate(
             help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name"
         ),
     ],
-    out: Annotated[Path, typer.Option(help="folder for results.jsonl and requests.jsonl, which are appended to")],
-    traces: Annotated[list[Path] | None, typer.Argument(help="files in AdaServe's trace format, plain or .gz")] = None,
+    out: Annotated[Path, typer.Option(help="folder for rows, requests and samples, which are appended to")],
+    traces: Annotated[
+        list[Path] | None, typer.Argument(help="files of requests with their lengths, plain or .gz")
+    ] = None,
     fluctuating: Annotated[
         bool,
         typer.Option(
@@ -43,6 +46,8 @@ def simulate(
             "--seed; lengths and targets are drawn from the first of TRACES, where one is given"
         ),
     ] = False,
+    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
+    slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
     machine: Annotated[
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
@@ -123,13 +128,15 @@ def simulate(
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
-    loaded = [load_trace(path, ttft_slo_s=ttft_slo or None, time_scale=time_scale) for path in traces or []]
+    loaded = [_load(path, format, slos, ttft_slo or None, time_scale) for path in traces or []]
     if fluctuating:
-        reshaped = _fluctuating(loaded, shapes, seed, ttft_slo or None)
+        pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None)
     elif loaded:
-        reshaped = [reshape(trace, shape, seed) for trace in loaded for shape in shapes]
+        pairs = [(trace, shape) for trace in loaded for shape in shapes]
     else:
         raise ConfigError("nothing to simulate: give trace files, or --fluctuating for a generated trace")
+    reshaped = [reshape(trace, shape, seed) for trace, shape in pairs]
+    varied = [Varied.of(trace, shape, simulated.baseline_s) for trace, shape in pairs]
     make_folder(out)
     if save_traces:
         for number, trace in enumerate(reshaped):
@@ -138,22 +145,33 @@ def simulate(
     done = count(1)
 
     def on_point(point: Simulated, rows: list[ResultRow]) -> None:
-        append_rows(out / "results.jsonl", rows)
-        append_rows(out / "requests.jsonl", point.records)
+        append_rows(out / REQUESTS, point.records)
+        append_rows(out / SAMPLES, point.samples)
+        append_rows(out / RESULTS, rows)
         note_point(next(done), total, rows)
 
-    print_rows(simulate_all(plan, simulated, reshaped, on_point))
-    notes().print(f"rows in {out / 'results.jsonl'}", style="dim", highlight=False, soft_wrap=True)
+    print_rows(simulate_all(plan, simulated, reshaped, on_point, varied))
+    say_what_is_next(out)
 
 
-def _fluctuating(loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None) -> list[Trace]:
-    """A rate is the generated trace's own mean, so that its peaks stay where they are."""
+def _load(path: Path, format: str, slos: str | None, ttft_slo_s: float | None, time_scale: float) -> Trace:
+    if format == AUTO and slos is None:
+        return load_trace(path, ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+    return load_trace(
+        path, format=format, slos=read_slos(slos), ttft_slo_s=ttft_slo_s, time_scale=time_scale
+    )  # fmt: skip
+
+
+def _fluctuating(
+    loaded: list[Trace], shapes: list[Shape], seed: int, ttft_slo_s: float | None
+) -> list[tuple[Trace, Shape]]:
+    """The traces and how they are to be changed yet. A rate is the generated trace's own mean, so that its peaks stay
+    where they are."""
     like = loaded[0] if loaded else None
     return [
-        reshape(
+        (
             fluctuating_trace(seed=seed, rate_rps=shape.rate_rps or RATE_RPS, like=like, ttft_slo_s=ttft_slo_s),
             Shape(None, shape.mix, shape.slo_scale, shape.requests),
-            seed,
         )
         for shape in shapes
     ]

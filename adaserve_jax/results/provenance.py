@@ -7,8 +7,10 @@ import json
 import math
 import os
 import platform
+import secrets
 import struct
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ def source_commit(folder: Path | None = None) -> str:
         return UNKNOWN
     dirty = _git(where, "status", "--porcelain", "--untracked-files=no")
     return f"{commit}-dirty" if dirty else commit
+
+
+def new_run_id() -> str:
+    """Unique, and in order of time."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def machine_name() -> str:

@@ -30,7 +30,7 @@ SPARE = 0.02
 """Share of the bytes that are allowed which is freed beyond need, so that the next rows find room."""
 WAL_BYTES = 16 * 2**20
 """What the log beside the file shrinks to, once it was larger."""
-NOT_STORED = ("run_id", "policy", "rate_rps", "due_s", "late_s", "token_offsets_s", "replica")
+NOT_STORED = ("run_id", "policy", "rate_rps", "due_s", "late_s", "token_offsets_s", "replica", "point")
 """Fields of a RequestRecord that are in `runs`, that have another name here, or that a server does not have."""
 
 RUN_COLUMNS = tuple(f.name for f in fields(ServerRun))

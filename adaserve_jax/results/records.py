@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from adaserve_jax.types import RequestMetrics
@@ -17,7 +17,8 @@ class RequestRecord:
     status: finished (stop or length), rejected (refused at submission), failed (an error or a foreign abort),
     unfinished (cut off by the end of the run). due_s, late_s: when it was due since the start of the run, and how
     much later the client submitted it. token_offsets_s: time of each output token since the first one; tokens that
-    one step emitted share their time. A request that did not finish meets no target that it carries.
+    one step emitted share their time. point: what was measured, as in results.jsonl. A request that did not finish
+    meets no target that it carries.
     """
 
     run_id: str
@@ -48,6 +49,7 @@ class RequestRecord:
     preemptions: int
     token_offsets_s: tuple[float, ...]
     replica: int = 0
+    point: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_offsets_s", tuple(self.token_offsets_s))
@@ -67,6 +69,7 @@ class RequestRecord:
         late_s: float = 0.0,
         token_offsets_s: tuple[float, ...] = (),
         replica: int = 0,
+        point: str = "",
     ) -> RequestRecord:
         """The record of a request whose engine metrics are `metrics`."""
         finished = status == "finished"
@@ -101,6 +104,7 @@ class RequestRecord:
             preemptions=metrics.preemptions,
             token_offsets_s=token_offsets_s,
             replica=replica,
+            point=point,
         )
 
     @property

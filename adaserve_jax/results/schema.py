@@ -11,11 +11,14 @@ SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
 """Versions with the same columns. In 1 a violation was infeasible when its TPOT target was below `baseline_s`."""
 ALL_CLASSES = "all"
+OWN_SYSTEM = "adaserve_jax"
+"""What served, unless it was something else behind a URL."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where, when and with what the row was measured; the same for all rows of one bench run."""
+    """Where, when and with what the row was measured; the same for all rows of one bench run. plan_hash, hex: of all
+    that was to be measured, and how; the same for a run and for what resumes it."""
 
     run_id: str
     started_at: str
@@ -39,11 +42,15 @@ class Provenance:
     num_pages: int | None = field(default=None, kw_only=True)
     extension_pages: int | None = field(default=None, kw_only=True)
     elastic: str | None = field(default=None, kw_only=True)
+    plan_hash: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was varied, and whether the client kept up. slo_class "all" is the row over every class."""
+    """What was varied, and whether the client kept up. slo_class "all" is the row over every class.
+
+    point: readable name of one measured setting and repeat, unique in its run and the same after a resume.
+    """
 
     policy: str
     arrival_process: str
@@ -58,6 +65,13 @@ class Conditions:
     replicas: int = field(default=1, kw_only=True)
     router: str | None = field(default=None, kw_only=True)
     label: str | None = field(default=None, kw_only=True)
+    system: str = field(default=OWN_SYSTEM, kw_only=True)
+    point: str = field(default="", kw_only=True)
+    repeat: int = field(default=0, kw_only=True)
+    urgent_share: float | None = field(default=None, kw_only=True)
+    slo_scale: float | None = field(default=None, kw_only=True)
+    burstiness: float | None = field(default=None, kw_only=True)
+    token_source: str = field(default="engine", kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -134,24 +134,28 @@ class Scheduler:
         return self._cost.served
 
     @property
-    def stats(self) -> StepStats:
-        """A snapshot of the totals, with the gauges as of now."""
-        pool, prefixes = self._batch.pool, self._batch.prefixes
+    def totals(self) -> StepStats:
+        """The totals themselves, for who asks often: the next step changes them. Gauges of requests, pages, the draft
+        and the latest step are as of now; arms, calibration and the prefix cache are left out."""
+        stats, pool = self._stats, self._batch.pool
         extension_used = pool.extension_used
+        stats.running, stats.waiting = len(self._batch.running), self.num_waiting
+        stats.pages_used, stats.extension_used = pool.num_used - extension_used, extension_used
+        stats.extension_total = pool.num_pages - pool.base_pages
+        stats.preemptions, stats.draft_resident = self._batch.preemptions, self._draft_is_here
+        return stats
+
+    @property
+    def stats(self) -> StepStats:
+        """A snapshot of the totals, with all gauges as of now."""
+        pool, prefixes = self._batch.pool, self._batch.prefixes
         report = self._controller.arms()
         return replace(
-            self._stats,
-            running=len(self._batch.running),
-            waiting=self.num_waiting,
-            pages_used=pool.num_used - extension_used,
+            self.totals,
             pages_cached=pool.num_idle,
-            extension_used=extension_used,
             extension_cached=pool.extension_idle,
-            extension_total=pool.num_pages - pool.base_pages,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
-            preemptions=self._batch.preemptions,
-            draft_resident=self._draft_is_here,
             swaps=dict(self._stats.swaps),
             swap_s=dict(self._stats.swap_s),
             accepted_per_position=list(self._stats.accepted_per_position),

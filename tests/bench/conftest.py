@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from adaserve_jax.bench.client_engine import ClientEngine
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import EngineDeadError, QueueFullError, RequestError
@@ -36,7 +37,7 @@ class Script:
 
 
 class ScriptedEngine:
-    """Implements EngineClient and BenchEngine; notes what was asked of it."""
+    """Implements EngineClient; notes what was asked of it."""
 
     def __init__(self, script: Script, policy: str = "ar"):
         self.script = script
@@ -45,7 +46,6 @@ class ScriptedEngine:
         self.submit_times: list[float] = []
         self.in_flight: dict[str, tuple[GenerateRequest, Sink, float]] = {}
         self.alive, self.closed = True, False
-        self.client = self
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._ticket = itertools.count()
         self._changed = threading.Condition()
@@ -55,15 +55,9 @@ class ScriptedEngine:
     def info(self) -> EngineInfo:
         return EngineInfo("scripted", None, self.policies[-1], "cpu: fake", "0", 64, 8, 100, BASELINE_S)
 
-    def encode(self, item: WorkloadItem) -> list[int]:
-        return list((item.prompt or "chat").encode())
-
     def set_policy(self, name: str) -> None:
         assert not self.in_flight, "set_policy needs an idle engine"
         self.policies.append(name)
-
-    def num_parameters(self) -> tuple[int | None, int | None]:
-        return 1234, None
 
     def start(self) -> None: ...
 
@@ -145,6 +139,22 @@ class ScriptedEngine:
             action()
 
 
+def encode(item: WorkloadItem, seed: int) -> list[int]:
+    """A token for each character."""
+    return list((item.prompt or "chat").encode())
+
+
+class ScriptedBench(ClientEngine):
+    """A scripted engine as a bench run has it."""
+
+    client: ScriptedEngine
+
+    def __init__(self, client: ScriptedEngine, max_prefill_tokens: int = 0):
+        super().__init__(
+            client, encode, client.set_policy, parameters=(1234, None), max_prefill_tokens=max_prefill_tokens
+        )
+
+
 @pytest.fixture
 def make_engine():
     """make_engine(**script): a running scripted engine; all are closed after the test."""
@@ -157,3 +167,9 @@ def make_engine():
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def make_bench(make_engine):
+    """make_bench(**script): a scripted engine as a bench run has it; `client` is the engine."""
+    return lambda policy="ar", **script: ScriptedBench(make_engine(policy, **script))

@@ -11,8 +11,9 @@ import pytest
 
 from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance, load_acceptance
 from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.recording import MISS, AcceptanceRecord, AcceptanceRecorder
-from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.config import EngineConfig

@@ -52,32 +52,35 @@ def test_requests_have_the_segments_lengths_and_texts_of_their_own(modules, requ
 
 
 def test_policies_take_turns_and_what_is_there_is_not_run_again(
-    modules, requests, make_engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modules, requests, make_bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine("ar")
+    engine = make_bench("ar")
     sizes = replace(modules["requests"].QUICK, span_s=0.1)
     rounds = modules["rounds"].Rounds(tmp_path, 5.0, sizes, commit="c")
     monkeypatch.setattr("adaserve_jax.bench.runner.source_commit", lambda: "c")
-    monkeypatch.setattr(engine, "num_parameters", lambda: (2, 1), raising=False)
     wanted = {"policies": ("ar", "spec:2", "nightjar"), "loads": ("dynamic",), "most_rounds": 2}
     result = modules["engine"].measure(engine, requests, rounds, **wanted)
-    played = [policy for index, policy in enumerate(engine.policies) if index and policy != engine.policies[index - 1]]
+    played = [
+        policy
+        for index, policy in enumerate(engine.client.policies)
+        if index and policy != engine.client.policies[index - 1]
+    ]
     assert played == ["spec:2", "nightjar"] * 2 + ["ar"], "after the capacity, which `ar` is measured by"
     assert [(p["load"], p["policy"]) for p in result["points"]] == [
         (load, policy) for load in wanted["loads"] for policy in wanted["policies"]
     ]
     assert all(len(point["rounds"]) == 2 for point in result["points"])
     assert json.loads(json.dumps(result)) == result
-    submitted = len(engine.submitted)
+    submitted = len(engine.client.submitted)
     again = modules["engine"].measure(engine, requests, replace(rounds, rows={}, swaps={}), **wanted)
-    assert (again, len(engine.submitted)) == (result, submitted)
+    assert (again, len(engine.client.submitted)) == (result, submitted)
     other = modules["rounds"].Rounds(tmp_path, 1e-9, sizes, commit="d")
     assert other.measure(0, "low", "ar", "ar", lambda: pytest.fail("no time"), engine) is None
 
 
-def test_a_run_that_is_not_valid_is_refused(modules, requests, make_engine, tmp_path: Path) -> None:
+def test_a_run_that_is_not_valid_is_refused(modules, requests, make_bench, tmp_path: Path) -> None:
     rounds = modules["rounds"].Rounds(tmp_path, 5.0, replace(modules["requests"].QUICK, span_s=0.1), commit="c")
-    engine = make_engine("ar", dies_after=2)
+    engine = make_bench("ar", dies_after=2)
     with pytest.raises(ConfigError, match="ar of round 1 is not valid: engine died; run it again"):
         rounds.measure(0, "low", "ar", "ar", lambda: requests.workload("low", 100.0, 0), engine)
 

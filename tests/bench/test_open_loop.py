@@ -26,7 +26,14 @@ def requests(count: int, gap_s: float, *, slo_class: str = "chat", tokens: int =
 
 
 def records(loop: LoopResult) -> list[RequestRecord]:
-    settings = {"run_id": "r", "policy": "ar", "rate_rps": 1.0, "start_s": loop.start_s, "baseline_s": 0.004}
+    settings = {
+        "run_id": "r",
+        "point": "p",
+        "policy": "ar",
+        "rate_rps": 1.0,
+        "start_s": loop.start_s,
+        "baseline_s": 0.004,
+    }
     return [probe.record(**settings) for probe in loop.probes]
 
 
@@ -109,7 +116,7 @@ def test_a_target_out_of_reach_is_a_rejection_whenever_the_engine_says_so():
     ends = []
     probe = RequestProbe(requests(1, 0.0)[0].request, 10.0, lambda: ends.append(1))
     probe(OutputChunk("r0", 0, "", [], "error", None, "too fast", "slo_infeasible", "slo_tpot_ms"))
-    record = probe.record(run_id="r", policy="ar", rate_rps=1.0, start_s=10.0, baseline_s=0.004)
+    record = probe.record(run_id="r", point="p", policy="ar", rate_rps=1.0, start_s=10.0, baseline_s=0.004)
     assert ends == [1]
     assert (record.status, record.error_code, record.slo_met) == ("rejected", "slo_infeasible", False)
     assert (record.slo_feasible, violation_cause(record, acceptance_rate=0.5)) == (False, "infeasible")

@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.runner import BenchPlan, run_bench
+from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ResultRow
+from tests.bench.conftest import ScriptedBench
 
 
 @pytest.fixture
@@ -27,42 +29,42 @@ def workload(tmp_path: Path) -> Workload:
     return load_workload(path)
 
 
-def test_one_engine_serves_all_points_with_the_same_requests(make_engine, workload, tmp_path: Path):
+def test_one_engine_serves_all_points_with_the_same_requests(make_bench, workload, tmp_path: Path):
     opened = []
 
     def open_engine(policy: str):
-        opened.append(make_engine(policy))
+        opened.append(make_bench(policy))
         return opened[-1]
 
     plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.25, seed=3, warmup_requests=0)
     rows = run_bench(plan, workload, open_engine, tmp_path / "out")
     (engine,) = opened
-    assert engine.policies[:3] == ["ar", "ar", "spec:4"]  # opened, then every name is tried
-    assert engine.policies[3:] == ["ar", "spec:4", "spec:4", "ar"]  # the first policy rotates by rate
-    assert engine.closed
+    assert engine.client.policies[:3] == ["ar", "ar", "spec:4"]  # opened, then every name is tried
+    assert engine.client.policies[3:] == ["ar", "spec:4", "spec:4", "ar"]  # the first policy rotates by rate
+    assert engine.client.closed
     sent: dict[str, list] = {}
-    for r in engine.submitted:
+    for r in engine.client.submitted:
         sent.setdefault(r.request_id.rpartition("-")[0], []).append((r.prompt_ids, r.sampling, r.slo, r.slo_class))
-    assert sent["ar@40"] == sent["spec:4@40"] and sent["ar@80"] == sent["spec:4@80"]
+    assert sent["ar@40/s"] == sent["spec:4@40/s"] and sent["ar@80/s"] == sent["spec:4@80/s"]
     assert {(r.policy, r.rate_rps) for r in rows} == {(p, rate) for p in ("ar", "spec:4") for rate in (40.0, 80.0)}
     assert len({r.run_id for r in rows}) == 1
 
 
-def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_engine, workload, tmp_path: Path):
-    engine = make_engine("ar")
+def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, workload, tmp_path: Path):
+    engine = make_bench("ar")
     plan = BenchPlan(("ar", "spec:4"), (40.0, 80.0), duration_s=0.1, warmup_requests=2)
     for _ in range(2):
         run_bench(plan, workload, lambda _: engine, tmp_path, close=False)
     salts: dict[str, set[str]] = {}
-    for request in engine.submitted:
+    for request in engine.client.submitted:
         salts.setdefault(request.cache_salt, set()).add(request.request_id.rpartition("-")[0])
     assert len(salts) == 2 * 4 * 2, "a salt for each point of each run, and for its warm-up"
     assert all(len(points) == 1 for points in salts.values())
 
 
-def test_rows_and_records_are_on_disk_and_agree(make_engine, workload, tmp_path: Path):
+def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar",), (100.0,), duration_s=0.2)
-    rows = run_bench(plan, workload, make_engine, tmp_path)
+    rows = run_bench(plan, workload, make_bench, tmp_path)
     assert read_rows(tmp_path / "results.jsonl", ResultRow) == rows
     records = read_rows(tmp_path / "requests.jsonl", RequestRecord)
     total, *classes = rows
@@ -76,54 +78,54 @@ def test_rows_and_records_are_on_disk_and_agree(make_engine, workload, tmp_path:
     assert (total.target_params, total.draft_params, total.arrival_process) == (1234, None, "poisson")
 
 
-def test_no_text_of_a_request_is_written(make_engine, workload, tmp_path: Path):
-    run_bench(BenchPlan(("ar",), (60.0,), duration_s=0.2), workload, make_engine, tmp_path)
+def test_no_text_of_a_request_is_written(make_bench, workload, tmp_path: Path):
+    run_bench(BenchPlan(("ar",), (60.0,), duration_s=0.2), workload, make_bench, tmp_path)
     for file in tmp_path.glob("re*.jsonl"):
         assert "secret" not in file.read_text() and "words" not in file.read_text()
 
 
-def test_a_relative_target_is_judged_against_the_measured_baseline(make_engine, workload, tmp_path: Path):
-    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, lambda p: make_engine(p, tpot_s=0.007), tmp_path)
+def test_a_relative_target_is_judged_against_the_measured_baseline(make_bench, workload, tmp_path: Path):
+    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, lambda p: make_bench(p, tpot_s=0.007), tmp_path)
     by_class = {row.slo_class: row for row in rows}
     assert by_class["tight"].attainment == 0.0  # 1.5 x 4 ms < 7 ms
     assert by_class["loose"].attainment == 1.0
     assert by_class["free"].attainment is None
 
 
-def test_a_late_client_makes_the_row_invalid(make_engine, workload, tmp_path: Path):
+def test_a_late_client_makes_the_row_invalid(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar",), (100.0,), duration_s=0.3, max_late_s=0.02, warmup_requests=0)
-    rows = run_bench(plan, workload, lambda policy: make_engine(policy, submit_s=0.03), tmp_path)
+    rows = run_bench(plan, workload, lambda policy: make_bench(policy, submit_s=0.03), tmp_path)
     assert not rows[0].valid
     assert rows[0].invalid_reason is not None and "client was late: p99" in rows[0].invalid_reason
 
 
-def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_engine, workload, tmp_path: Path):
-    engine = make_engine()
-    real_submit = engine.submit
+def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_bench, workload, tmp_path: Path):
+    engine = make_bench()
+    real_submit = engine.client.submit
 
     def submit(request, sink):
-        if request.request_id == "ar@50-2":
+        if request.request_id == "ar@50/s-2":
             raise KeyboardInterrupt
         real_submit(request, sink)
 
-    engine.submit = submit
+    engine.client.submit = submit
     rows = run_bench(BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0), workload, lambda _: engine, tmp_path)
     assert {row.policy for row in rows} == {"ar"}
     assert (rows[0].valid, rows[0].invalid_reason, rows[0].requests) == (False, "interrupted", 3)
     assert len(read_rows(tmp_path / "requests.jsonl", RequestRecord)) == 3
-    assert engine.closed
+    assert engine.client.closed
 
 
-def test_a_dead_engine_is_reported_and_ends_the_run(make_engine, workload, tmp_path: Path):
+def test_a_dead_engine_is_reported_and_ends_the_run(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0)
-    rows = run_bench(plan, workload, lambda p: make_engine(p, dies_after=2), tmp_path)
+    rows = run_bench(plan, workload, lambda p: make_bench(p, dies_after=2), tmp_path)
     assert (rows[0].policy, rows[0].valid, rows[0].invalid_reason) == ("ar", False, "engine died")
     assert rows[0].cause_failed == 1 or rows[0].failed == 1
 
 
 def test_points_rotate_the_first_policy():
     plan = BenchPlan(("a", "b", "c"), (1.0, 2.0, None), 1.0)
-    firsts = [plan.points[i][0] for i in (0, 3, 6)]
+    firsts = [plan.points[i].policy for i in (0, 3, 6)]
     assert firsts == ["a", "b", "c"]
     assert len(set(plan.points)) == 9
 
@@ -132,12 +134,12 @@ def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path
     def never(policy: str):
         raise AssertionError("opened")
 
-    with pytest.raises(ConfigError, match="rate 'trace' needs arrival_s"):
+    with pytest.raises(ConfigError, match="arrival_s"):
         run_bench(BenchPlan(("ar",), (None,), 1.0), workload, never, tmp_path)
 
 
-def test_the_table_has_a_line_per_row(make_engine, workload, tmp_path: Path):
-    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, make_engine, tmp_path)
+def test_the_table_has_a_line_per_row(make_bench, workload, tmp_path: Path):
+    rows = run_bench(BenchPlan(("ar",), (60.0,), 0.2), workload, make_bench, tmp_path)
     table = result_table(rows)
     assert table.row_count == len(rows)
     assert "scripted" in str(table.title)
@@ -159,16 +161,17 @@ class Noting:
 
 
 def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(make_engine, workload, tmp_path: Path):
-    engine, recorder = make_engine("ar"), Noting()
+    recorder = Noting()
+    engine = ScriptedBench(make_engine("ar"), max_prefill_tokens=96)
     engine.recorder = recorder
-    plan = BenchPlan(("ar",), (60.0,), duration_s=0.2, max_prefill_tokens=96, record=True)
+    plan = BenchPlan(("ar",), (60.0,), duration_s=0.2, record=True)
     rows = run_bench(plan, workload, lambda policy: engine, tmp_path)
     records = read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord)
     requests = read_rows(tmp_path / "requests.jsonl", RequestRecord)
     assert {(r.request_id, r.slo_class) for r in records} == {(r.request_id, r.slo_class) for r in requests}
     assert len(records) == len(requests) > 3
     assert len(recorder.asked) == 2  # what the warm-up left, dropped; then the point
-    sent = [r for r in engine.submitted if not r.request_id.startswith("warmup")]
+    sent = [r for r in engine.client.submitted if not r.request_id.startswith("warmup")]
     assert {r.request_id: r.sampling.seed for r in sent} == {
         name: seed for seed, (name, _) in recorder.asked[1].items()
     }

@@ -15,6 +15,7 @@ from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
+from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 MACHINE = load_machine("llama-70b")
@@ -186,6 +187,41 @@ def test_the_command_sweeps_rates_scales_and_replicas_and_saves_its_traces(tmp_p
     saved = [load_trace(file) for file in sorted(out.glob("trace-*.jsonl.gz"))]
     assert [trace.requests[0].slo.relative for trace in saved] == [0.8, 1.6, 0.8, 1.6]
     assert [trace.rate_rps for trace in saved[:2]] == pytest.approx([2.0, 2.0])
+    assert [row.point for row in rows[:4]] == [
+        f"spec:2@2/s slo={scale} x{replicas}" for scale in ("0.8", "1.6") for replicas in (1, 2)
+    ]
+    assert len({row.point for row in rows}) == 8
+    assert {(row.urgent_share, row.slo_scale) for row in rows} == {(1.0, 0.8), (1.0, 1.6)}
+    folder = RunFolder.load(out)
+    assert folder.notes == () and {key_of(row) for row in rows} == set(folder.records)
+
+
+def test_the_command_repeated_writes_the_same_but_for_when_it_ran(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, count=8)
+    folders = []
+    for name in ("one", "other"):
+        arguments = [
+            "simulate",
+            str(path),
+            "--policies",
+            "adaserve,spec:2",
+            "--mix",
+            "code=1,chat=1",
+            "--mix",
+            "chat=1",
+        ]
+        app([*arguments, "--seed", "5", "--out", str(tmp_path / name)], standalone_mode=False)
+        folders.append(RunFolder.load(tmp_path / name))
+    assert {row.urgent_share for row in folders[0].rows} == {0.5, 0.0}
+    when = {"run_id": "", "started_at": ""}
+    rows = [[replace(row, **when) for row in folder.rows] for folder in folders]
+    assert rows[0] == rows[1] and len(rows[0][0].plan_hash) == 64
+    for lines in ("records", "samples"):
+        one, other = (
+            {point: [replace(line, run_id="") for line in of] for (_, point), of in getattr(folder, lines).items()}
+            for folder in folders
+        )
+        assert one == other and len(one) == 4
 
 
 def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path) -> None:

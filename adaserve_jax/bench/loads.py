@@ -1,0 +1,48 @@
+"""The requests of each load: a workload, changed as the load says, and when which of its items arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaserve_jax.bench.arrivals import Schedule, make_schedule, parse_arrivals
+from adaserve_jax.bench.plan import BenchPlan, Load
+from adaserve_jax.bench.workload import Workload
+
+STEADY = ("poisson", "gamma")
+"""Processes whose gaps follow one law throughout."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """workload: as changed, whose name and hash say so. burstiness: coefficient of variation of the gaps between
+    arrivals; None where the process has none that is the same throughout."""
+
+    workload: Workload
+    schedule: Schedule
+    burstiness: float | None
+
+
+def load_all(plan: BenchPlan, workload: Workload) -> dict[Load, Loaded]:
+    """Of every load of the plan. Raises ConfigError: a load cannot be made of this workload."""
+    shaped = {
+        (share, scale): _shaped(workload, share, scale) for share in plan.urgent_shares for scale in plan.slo_scales
+    }
+    return {load: _loaded(plan, load, shaped[load.urgent_share, load.slo_scale]) for load in plan.loads}
+
+
+def _shaped(workload: Workload, urgent_share: float | None, slo_scale: float | None) -> Workload:
+    if urgent_share is None and slo_scale is None:
+        return workload
+    from adaserve_jax.bench.mixing import with_slo_scale, with_urgent_share
+
+    shared = workload if urgent_share is None else with_urgent_share(workload, urgent_share)
+    return shared if slo_scale is None else with_slo_scale(shared, slo_scale)
+
+
+def _loaded(plan: BenchPlan, load: Load, workload: Workload) -> Loaded:
+    spec = parse_arrivals(load.arrivals)
+    schedule = make_schedule(
+        workload, spec, rate_rps=load.rate_rps, duration_s=plan.duration_s, seed=load.seed(plan.seed)
+    )
+    steady = load.rate_rps is not None and spec.process in STEADY
+    return Loaded(workload, schedule, spec.cv if steady else None)

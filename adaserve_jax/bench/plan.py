@@ -1,0 +1,114 @@
+"""What a bench run measures: policies x loads x repeats, in an order that is fair on a machine that drifts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from adaserve_jax.bench.arrivals import POISSON, TRACE, parse_arrivals
+from adaserve_jax.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Load:
+    """The requests that every policy gets alike. rate_rps: None for the workload's own times. urgent_share, slo_scale:
+    None for the workload as it is. arrivals: as `--arrivals` has it. repeat: each has arrivals and seeds of its own."""
+
+    rate_rps: float | None
+    urgent_share: float | None
+    slo_scale: float | None
+    arrivals: str
+    repeat: int
+
+    def seed(self, plan_seed: int) -> int:
+        """Of arrivals and of sampling: the plan's own for the first repeat, so that one repeat is as none."""
+        if not self.repeat:
+            return plan_seed
+        return int(np.random.SeedSequence((plan_seed, self.repeat)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One policy under one load. name: unique in the run, and the same when it is resumed."""
+
+    policy: str
+    load: Load
+    name: str
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What to measure. rates: requests per second, None for the workload's own times. urgent_shares, slo_scales: None
+    for the workload as it is. arrivals: processes, as `--arrivals` has them.
+
+    drain_s: longest wait after the last arrival. max_late_s: a point whose client submits later than this at the 99th
+    percentile is marked invalid. warmup_requests: sent before each point and left out of its result. record: whether
+    acceptance is noted, by an engine that was opened to do so; every request then has a seed of its own, whatever the
+    workload says, to be told apart by.
+    """
+
+    policies: tuple[str, ...]
+    rates: tuple[float | None, ...]
+    duration_s: float
+    seed: int = 0
+    drain_s: float = 30.0
+    max_late_s: float = 0.05
+    warmup_requests: int = 4
+    record: bool = False
+    urgent_shares: tuple[float | None, ...] = (None,)
+    slo_scales: tuple[float | None, ...] = (None,)
+    arrivals: tuple[str, ...] = (POISSON,)
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        for text in self.arrivals:
+            parse_arrivals(text)
+        grid = (self.policies, self.rates, self.urgent_shares, self.slo_scales, self.arrivals)
+        if not all(grid) or self.repeats < 1:
+            raise ConfigError(
+                "a bench run needs at least one policy, rate, urgent share, SLO scale, arrival process and repeat"
+            )
+        twice = [name for name, count in Counter(point.name for point in self.points).items() if count > 1]
+        if twice:
+            raise ConfigError(f"every point must be measured once, {twice[0]} is there twice")
+
+    @property
+    def loads(self) -> list[Load]:
+        """Repeat by repeat."""
+        grid = product(range(self.repeats), self.rates, self.urgent_shares, self.slo_scales, self.arrivals)
+        return [Load(rate, share, scale, arrivals, repeat) for repeat, rate, share, scale, arrivals in grid]
+
+    @property
+    def points(self) -> list[Point]:
+        """In the order of measuring: the policies of one load are neighbours, and the first of them rotates from load
+        to load and from repeat to repeat, so that slow drift of the machine falls on all policies alike."""
+        points, per_repeat = [], len(self.loads) // self.repeats
+        for number, load in enumerate(self.loads):
+            first = (number % per_repeat + load.repeat) % len(self.policies)
+            policies = self.policies[first:] + self.policies[:first]
+            points += [Point(policy, load, self._name(policy, load)) for policy in policies]
+        return points
+
+    def settings(self) -> dict[str, Any]:
+        """All of it by name, for `plan.json`."""
+        return asdict(self)
+
+    def _name(self, policy: str, load: Load) -> str:
+        parts = [f"{policy}@{TRACE}" if load.rate_rps is None else f"{policy}@{load.rate_rps:g}/s"]
+        if len(self.urgent_shares) > 1:
+            parts.append(f"urgent={_number(load.urgent_share)}")
+        if len(self.slo_scales) > 1:
+            parts.append(f"slo={_number(load.slo_scale)}")
+        if len(self.arrivals) > 1:
+            parts.append(load.arrivals)
+        if self.repeats > 1:
+            parts.append(f"#{load.repeat}")
+        return " ".join(parts)
+
+
+def _number(value: float | None) -> str:
+    return "as-is" if value is None else f"{value:g}"

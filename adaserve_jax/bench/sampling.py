@@ -1,0 +1,59 @@
+"""Samples an engine while a point is measured, from a thread of its own: what becomes samples.jsonl."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from adaserve_jax.results.samples import SAMPLE_S, Sample
+from adaserve_jax.stats import StepStats
+
+
+class Sampler:
+    """Reads `stats` when its context begins, every SAMPLE_S in it, and when it ends. Where `stats` gives None it takes
+    none. A reading is a copy of some forty numbers, and is made at most ten times a second."""
+
+    def __init__(self, stats: Callable[[], StepStats | None]):
+        self._stats = stats
+        self._since: StepStats | None = None
+        self._taken: list[tuple[float, StepStats]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._since = self._stats()
+        if self._since is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._since is not None:
+            self._thread.join()
+
+    def samples(self, *, run_id: str, point: str, start_s: float) -> list[Sample]:
+        """What was taken since start_s, by time.monotonic."""
+        if self._since is None:
+            return []
+        return [
+            Sample.of(stats, self._since, run_id=run_id, point=point, t_s=at_s - start_s)
+            for at_s, stats in self._taken
+            if at_s >= start_s
+        ]
+
+    def _run(self) -> None:
+        """Late once, on time again: no sample is made up for."""
+        next_s = time.monotonic() + SAMPLE_S
+        while not self._over.wait(max(0.0, next_s - time.monotonic())):
+            self._take()
+            next_s = max(next_s + SAMPLE_S, time.monotonic())
+        self._take()
+
+    def _take(self) -> None:
+        stats = self._stats()
+        if stats is not None:
+            self._taken.append((time.monotonic(), stats))

@@ -1,0 +1,77 @@
+"""What the options of `adaserve bench` and `adaserve simulate` say about requests: rates, shares, targets, files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaserve_jax.bench.workload import Workload, load_workload
+from adaserve_jax.errors import ConfigError
+
+if TYPE_CHECKING:
+    from adaserve_jax.bench.slo_table import SloTable
+
+AUTO, TRACE = "auto", "trace"
+FORMAT_HELP = "format of the files; auto: found out from what they hold"
+SLOS_HELP = "targets by class, ms: code:relative=1.2,ttft=4000;chat:tpot=50;*:tpot=100, * for requests without any"
+
+
+def read_workload(path: Path | None, format: str, slos: str | None, *, with_texts: bool) -> Workload:
+    """The requests of a bench run; without a path the packaged ones. with_texts: those that are known by their lengths
+    only get texts of about that many tokens, as nobody here can count those of a server."""
+    if format == AUTO and slos is None:
+        loaded = load_workload(path)
+    else:
+        loaded = load_workload(path, format=format, slos=read_slos(slos))
+    if not with_texts or all(item.prompt is not None or item.messages for item in loaded.items):
+        return loaded
+    from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
+
+    writer = PromptWriter(about_tokens)
+    texts = (replace(item, prompt=writer.write(item.lengths, number)) if item.by_length else item
+             for number, item in enumerate(loaded.items))  # fmt: skip
+    return replace(loaded, items=tuple(texts))
+
+
+def read_slos(text: str | None) -> SloTable | None:
+    """The table of --slos."""
+    if text is None:
+        return None
+    from adaserve_jax.bench.slo_table import parse_slos
+
+    return parse_slos(text)
+
+
+def parse_rate(text: str) -> float | None:
+    """A rate in requests per second, or None for "trace"."""
+    if text == TRACE:
+        return None
+    rate = _number(text)
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--rates must be numbers above 0 or 'trace', separated by commas, got {text!r}")
+    return rate
+
+
+def parse_share(text: str) -> float:
+    """A share from 0 to 1."""
+    share = _number(text)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--urgent-shares must be numbers from 0 to 1, separated by commas, got {text!r}")
+    return share
+
+
+def parse_slo_scale(text: str) -> float:
+    """A multiple of the baseline latency."""
+    scale = _number(text)
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"--slo-scales must be numbers above 0, separated by commas, got {text!r}")
+    return scale
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

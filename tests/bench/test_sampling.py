@@ -1,0 +1,98 @@
+"""Samples of an engine that is measured, and of one that is simulated."""
+
+import time
+from itertools import count, pairwise
+
+import pytest
+
+from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.runner import run_bench
+from adaserve_jax.bench.sampling import Sampler
+from adaserve_jax.bench.sim_samples import SimSampler, together
+from adaserve_jax.bench.simulation import SimulationPlan, simulate
+from adaserve_jax.bench.traces import Trace, TraceRequest
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.samples import SAMPLE_S
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO
+
+ABOUT = {"run_id": "r", "point": "p"}
+
+
+def test_samples_come_at_their_times_and_count_from_the_start():
+    steps = count(100, 10)
+    with Sampler(lambda: StepStats(steps=next(steps))) as sampler:
+        start_s = time.monotonic()
+        time.sleep(3.6 * SAMPLE_S)
+    samples = sampler.samples(**ABOUT, start_s=start_s)
+    assert [s.steps for s in samples] == [10 * (i + 1) for i in range(len(samples))]
+    assert 3 <= len(samples) <= 4, "three in their time, and one at the end"
+    assert all(0 < s.t_s < 1.0 for s in samples) and samples[0].run_id == "r"
+
+
+def test_an_engine_that_cannot_be_seen_has_no_samples():
+    with Sampler(lambda: None) as sampler:
+        pass
+    assert sampler.samples(**ABOUT, start_s=0.0) == []
+
+
+def test_a_bench_writes_the_samples_of_each_point_without_its_warm_up(make_bench, tmp_path):
+    engine = make_bench("ar")
+    steps = count()
+    engine.stats = lambda: StepStats(steps=next(steps), running=2)
+    run_bench(BenchPlan(("ar", "spec:4"), (60.0,), 0.25), load_workload(), lambda _: engine, tmp_path)
+    folder = RunFolder.load(tmp_path)
+    assert {point for _, point in folder.samples} == {"ar@60/s", "spec:4@60/s"}
+    for samples in folder.samples.values():
+        assert [s.steps for s in samples] == list(range(1, len(samples) + 1)), "counts begin with the point"
+        assert samples[0].running == 2 and samples[-1].t_s < 2.0
+
+
+def trace(requests: int) -> Trace:
+    made = tuple(TraceRequest(0.1 * i, 50, 40, SLO(tpot_ms=50), "chat") for i in range(requests))
+    return Trace("made", "0" * 64, made)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_samples_of_a_simulation_add_up_to_what_its_records_say(replicas: int):
+    machine = load_machine("llama-70b")
+    done = simulate("spec:4", SimulationPlan(("spec:4",)), machine, trace(40), replicas=replicas, sample=True, **ABOUT)
+    samples = done.samples
+    assert all(b.t_s >= a.t_s + SAMPLE_S - 1e-6 or int(b.t_s / SAMPLE_S) > int(a.t_s / SAMPLE_S)
+               for a, b in pairwise(samples))  # fmt: skip
+    assert len(samples) <= done.wall_s / SAMPLE_S + 1
+    last, slack = samples[-1], 0.5 * len(done.records)
+    tokens, accepted = (sum(getattr(r, name) for r in done.records) for name in ("output_tokens", "accepted_tokens"))
+    assert tokens - 40 * slack <= last.generation_tokens <= tokens
+    assert last.accepted_tokens <= accepted and last.steps <= sum(stats.steps for stats in done.stats)
+    for earlier, later in pairwise(samples):
+        assert later.steps > earlier.steps and later.verify_s > earlier.verify_s
+    assert max(s.running for s in samples) > 1 and all(s.depth in (0, 4) for s in samples)
+    assert all(s.plan_s == s.select_s == s.commit_s == 0 for s in samples)
+    assert all(s.pages_total == replicas * samples[0].pages_total // replicas and s.draft_resident for s in samples)
+    assert simulate("spec:4", SimulationPlan(("spec:4",)), machine, trace(4)).samples == []
+
+
+def test_a_simulation_repeated_has_the_same_samples_and_records():
+    machine, plan = load_machine("llama-70b"), SimulationPlan(("adaserve",), seed=3)
+    one, other = (simulate("adaserve", plan, machine, trace(12), sample=True, **ABOUT) for _ in range(2))
+    assert (one.samples, one.records, one.wall_s) == (other.samples, other.records, other.wall_s)
+
+
+def test_of_several_replicas_counts_are_added_and_depths_the_greatest():
+    replicas = [
+        StepStats(steps=3, running=2, last_depth=4, last_budget=9, draft_resident=True, swaps={"expand": 1}),
+        StepStats(steps=5, running=1, last_depth=2, last_budget=6, draft_resident=False, swaps={"expand": 2}),
+    ]
+    every = together(replicas)
+    assert (every.steps, every.running, every.last_depth, every.last_budget) == (8, 3, 4, 15)
+    assert not every.draft_resident and sum(every.swaps.values()) == 3
+
+
+def test_samples_of_a_long_simulation_are_further_apart():
+    sampler = SimSampler(lambda: [StepStats()], **ABOUT, duration_s=24 * 3600.0)
+    for step in range(1000):
+        sampler.note(step * 0.1)
+    assert 35 <= len(sampler.samples) <= 42  # 86400 s in 36000: every 2.4 s of 100 s

@@ -1,0 +1,184 @@
+"""`adaserve bench` from its options to its folder, its table and its exit status, on a scripted engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.bench.default_rates import default_rates
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.cli import app as cli_app
+from adaserve_jax.cli import bench as bench_module
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.schema import ALL_CLASSES
+from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
+
+QUICK = ("--policies", "ar,spec:4", "--rates", "60", "--duration", "0.15", "--warmup-requests", "0")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """bench(*arguments): exit status of `adaserve bench`, in a folder of its own. `configs`: what engines were opened
+    with; `script`: how the next one behaves; `on_submit`: called before each request."""
+    engines: list[ScriptedEngine] = []
+
+    def open_bench_engine(config: EngineConfig, *, record: bool = False) -> ScriptedBench:
+        run.configs.append(config)
+        engine = ScriptedEngine(run.script)
+        engines.append(engine)
+        submit = engine.submit
+
+        def watched(request, sink) -> None:
+            run.on_submit(request)
+            submit(request, sink)
+
+        engine.submit = watched
+        return ScriptedBench(engine)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["adaserve", "bench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli_app.main()
+        return ended.value.code or 0
+
+    run.configs, run.script, run.on_submit = [], Script(), lambda request: None
+    monkeypatch.setattr(bench_module, "open_bench_engine", open_bench_engine)
+    monkeypatch.chdir(tmp_path)
+    yield run
+    for engine in engines:
+        assert engine.closed
+        engine.close()
+
+
+def test_the_plan_and_the_engines_options_are_passed_on(bench, tmp_path: Path, capsys):
+    arguments = ("--policies", "adaserve, spec:4", "--rates", "50,80", "--duration", "0.1", "--seed", "4", "--out", "o")
+    assert bench(*arguments, "--max-requests", "3", "--repeats", "2", "--max-late-ms", "500") == 0
+    assert bench.configs == [EngineConfig(policy="adaserve", seed=4, max_requests=3)]  # that may give the draft away
+    plan = json.loads((tmp_path / "o" / "plan.json").read_text())["plan"]
+    assert (plan["policies"], plan["rates"], plan["repeats"]) == (["adaserve", "spec:4"], [50.0, 80.0], 2)
+    assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 0.5, 4, 3)
+    assert "policy" not in plan and "compile_cache" not in plan
+    folder = RunFolder.load(tmp_path / "o")
+    assert len({row.point for row in folder.rows}) == 2 * 2 * 2
+    printed, told = capsys.readouterr()
+    assert "joint" in printed and "spec:4" in printed
+    assert "adaserve report o -o report.html" in " ".join(told.split())
+
+
+def test_without_any_option_three_policies_run_at_two_rates_into_a_dated_folder(bench, tmp_path: Path, monkeypatch):
+    seen = {}
+
+    def run_bench(plan, workload, open_engine, out, watch, **more):
+        seen.update(plan=plan, workload=workload, out=out, use=more["use"])
+        return []
+
+    monkeypatch.setattr(bench_module, "run_bench", run_bench)
+    assert bench() == 0
+    plan = seen["plan"]
+    assert plan.policies == ("ar", "spec:4", "adaserve")
+    assert plan.rates == default_rates(load_workload(), BASELINE_S)
+    assert re.fullmatch(r"bench-\d{8}-\d{6}", seen["out"].name) and seen["use"] == "new"
+    assert 60 <= len(plan.points) * plan.duration_s <= 120
+
+
+def test_default_rates_offer_multiples_of_what_one_request_alone_gets():
+    """The packaged workload asks for 51.2 tokens on average: 24 x 64, 24 x 48, 12 x 32."""
+    assert default_rates(load_workload(), 0.01) == (0.98, 2.9)  # 0.5 and 1.5 times 1 / (0.01 * 51.2) = 1.953
+
+
+def test_a_late_client_is_refused_in_table_and_status(bench, capsys):
+    bench.script = Script(submit_s=0.03)
+    assert bench(*QUICK, "--out", "o", "--max-late-ms", "10") == 1
+    printed, told = capsys.readouterr()
+    assert "spec:4" not in printed
+    told = " ".join(told.split())
+    assert "not reported, because they were not measured as they must be: 2 of 2 points" in told
+    assert re.search(r"ar@60/s: client was late: p99 \d+ ms, allowed 10 ms", told)
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(bench, tmp_path: Path, capsys):
+    def interrupt(request) -> None:
+        if request.request_id == "spec:4@60/s-2":
+            raise KeyboardInterrupt
+
+    bench.on_submit = interrupt
+    assert bench(*QUICK, "--out", "o dir") == 130
+    told = capsys.readouterr().err
+    command = shlex.split(told.partition("to go on: ")[2].strip())
+    assert command[:2] == ["adaserve", "bench"] and command[-1] == "--resume"
+    overall = [row for row in RunFolder.load(tmp_path / "o dir").rows if row.slo_class == ALL_CLASSES]
+    assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", False)]
+    bench.on_submit = lambda request: None
+    assert bench(*command[2:]) == 0
+    folder = RunFolder.load(tmp_path / "o dir")
+    overall = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
+    assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", True)]
+    assert folder.notes == () and len({row.run_id for row in overall}) == 1
+    assert "1 of 2 points are there already" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_engine_opens_is_no_traceback(bench, monkeypatch, capsys):
+    def interrupted(config, record):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "open_bench_engine", interrupted)
+    assert bench(*QUICK, "--out", "o") == 130
+    assert "interrupted; to go on: adaserve bench" in capsys.readouterr().err
+
+
+def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypatch):
+    arguments = ("--policies", "ar", "--duration", "0.1", "--warmup-requests", "0", "--out", "o", "--drain", "5")
+    monkeypatch.setattr(bench_module, "default_rates", lambda *_: (60.0,))
+    assert bench(*arguments) == 0
+    monkeypatch.setattr(bench_module, "default_rates", lambda *_: pytest.fail("measured anew"))
+    rows = (tmp_path / "o" / "results.jsonl").read_text()
+    assert bench(*arguments, "--resume") == 0
+    assert (tmp_path / "o" / "results.jsonl").read_text() == rows
+    assert len(bench.configs) == 1, "nothing was left to measure"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--resume",), "--resume needs the run's folder; give it as --out"),
+        (("--append",), "--append needs the run's folder; give it as --out"),
+        (("--resume", "--append", "--out", "o"), "--resume goes on with a run and --append adds one; give one of them"),
+        (("--rates", "0"), "--rates must be numbers above 0 or 'trace', separated by commas, got '0'"),
+        (("--rates", "2,2.0"), "every point must be measured once, ar@2/s is there twice"),
+        (("--urgent-shares", "1.5"), "--urgent-shares must be numbers from 0 to 1, separated by commas, got '1.5'"),
+        (("--slo-scales", "tight"), "--slo-scales must be numbers above 0, separated by commas, got 'tight'"),
+        (("--arrivals", "rain"), "'rain'"),
+        (("--repeats", "0"), "at least one policy, rate, urgent share, SLO scale, arrival process and repeat"),
+        (("--model", "m"), "--model says how a server is measured; give its --url too"),
+        (
+            ("--url", "http://h:1", "--max-requests", "3"),
+            "--max-requests is of an engine in this process; leave it out",
+        ),
+        (("--url", "http://h:1", "--record"), "--record needs an engine in this process; leave it out with --url"),
+    ],
+)
+def test_what_cannot_be_is_said(bench, capsys, arguments: tuple[str, ...], message: str):
+    assert bench(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert bench.configs == []
+
+
+def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsys):
+    arguments = ("--policies", "ar", "--rates", "60", "--duration", "0.1", "--warmup-requests", "0", "--out", "o")
+    assert bench(*arguments) == 0
+    assert bench(*arguments) == 2
+    assert "o holds the rows of another run; give another --out, or --resume" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    assert bench(*arguments, "--append") == 0
+    assert len({row.run_id for row in RunFolder.load(tmp_path / "o").rows}) == 2
+    assert bench(*arguments[:-2], "--duration", "0.2", "--out", "o", "--resume") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "cannot resume o: duration_s was 0.1, is 0.2; give the options of that run, or another --out" in told
