@@ -1,5 +1,5 @@
-"""What a server says of itself before it is measured: its model, whether it is of this package, how it counts tokens, and
-how fast it decodes one request alone. Runs on the event loop."""
+"""What a server says of itself before it is measured: its model, whether it is of this package, how it counts tokens,
+and how fast it decodes one request alone. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _OWNER = "adaserve"
 
 @dataclass(frozen=True)
 class Discovered:
-    """dialect: how to talk to the server. engine: what a server of this package says of its engine. max_context: 0 where
-    it does not say."""
+    """dialect: how to talk to the server. engine: what a server of this package says of its engine. max_context: 0
+    where it does not say."""
 
     dialect: Dialect
     max_context: int
@@ -114,7 +114,9 @@ async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mappi
     try:
         lost = await asyncio.wait_for(answer.over, settings.silence_timeout_s)
     except TimeoutError:
-        raise ConfigError(f"{where} got no answer in {settings.silence_timeout_s:g} s; is it the right server?") from None
+        raise ConfigError(
+            f"{where} got no answer in {settings.silence_timeout_s:g} s; is it the right server?"
+        ) from None
     if lost is not None:
         raise ConfigError(f"{where} failed ({lost.replace('_', ' ')}); is the server running?")
     if answer.status in (401, 403):

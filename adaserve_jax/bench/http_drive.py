@@ -1,4 +1,4 @@
-"""Sends prepared requests to a URL at their due times, whatever the server does, and waits a bounded time for the rest."""
+"""Sends prepared requests to a URL at their due times, whatever the server does; waits a bounded time for the rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Any OpenAI-compatible server, by its URL, as a bench run sees it: the client, its event loop and the accounting are here,
-the engine is elsewhere."""
+"""Any OpenAI-compatible server, by its URL, as a bench run sees it: the client, its event loop and the accounting are
+here, the engine is elsewhere."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ T = TypeVar("T")
 class UrlEngine:
     """Implements `BenchEngine` by HTTP, ready when the constructor returns.
 
-    The client's clock counts: a request arrives when it is sent, a token comes when its bytes are read. policy: the name
-    of its rows; None: the server's policy where it is of this package, else its system. Raises ConfigError: no such
-    server, no such model, an answer that is no stream.
+    The client's clock counts: a request arrives when it is sent, a token comes when its bytes are read. policy: the
+    name of its rows; None: the server's policy where it is of this package, else its system. keep_texts: whether each
+    probe keeps what came, with its time. Raises ConfigError: no such server, no such model, an answer that is no stream.
     """
 
     def __init__(self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False):
@@ -62,23 +62,16 @@ class UrlEngine:
 
         Ctrl-C stops sending and cuts off likewise. on_progress: told how many are in flight, from the client's thread.
         """
-        run: list[UrlRun] = []
-
-        async def driven() -> LoopResult:
-            run.append(
-                UrlRun(self._open_pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
-            )
-            return await run[0].run(due, drain_s)
-
+        run = UrlRun(self._open_pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
         with no_garbage_collection():
-            future = asyncio.run_coroutine_threadsafe(driven(), self._loop)
+            future = asyncio.run_coroutine_threadsafe(run.run(due, drain_s), self._loop)
             try:
                 result = future.result()
             except KeyboardInterrupt:
-                self._loop.call_soon_threadsafe(lambda: [each.stop() for each in run])
+                self._loop.call_soon_threadsafe(run.stop)
                 result = future.result()
-        self.token_source = worst([p.token_source for p in run[0].probes if p.token_source is not None]) or ""
-        self.notes = tuple(_notes(run[0]))
+        self.token_source = worst([p.token_source for p in run.probes if p.token_source is not None]) or ""
+        self.notes = tuple(_notes(run))
         return result
 
     def set_policy(self, name: str) -> None:
@@ -142,7 +135,9 @@ def _about(settings: UrlSettings, found: Discovered, policy: str | None) -> Engi
 def _notes(run: UrlRun) -> list[str]:
     notes, count = [], len(run.probes)
     if run.waited_to_connect:
-        notes.append(f"{run.waited_to_connect} of {count} requests waited for a new connection, which is in their times")
+        notes.append(
+            f"{run.waited_to_connect} of {count} requests waited for a new connection, and their times hold it"
+        )
     if run.resent:
         notes.append(f"{run.resent} of {count} requests were sent again: the server had closed their idle connection")
     spread = sum(probe.token_source == "usage_spread" for probe in run.probes)

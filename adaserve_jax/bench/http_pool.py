@@ -35,8 +35,8 @@ class ConnectionPool:
             await asyncio.wait(self._tasks)
 
     def acquire(self, on_ready: OnReady, on_failed: OnFailed, *, fresh: bool = False) -> bool:
-        """Call `on_ready` with a connection, at once where one is idle; True: it has to be opened first, as it always is
-        when it must be `fresh`. on_failed: told connection_refused, connect_timeout or connect_failed."""
+        """Call `on_ready` with a connection, at once where one is idle; True: it has to be opened first, as it always
+        is when it must be `fresh`. on_failed: told connection_refused, connect_timeout or connect_failed."""
         while self._idle and not fresh:
             connection = self._idle.pop()
             if connection.is_open:

@@ -32,9 +32,9 @@ _DONE = b"[DONE]"
 class UrlProbe:
     """One request and its answer; an `Answer` of its connection, and a `Probe` of the run.
 
-    on_end: called once, when the request ended, however that was. resend(probe): a connection that had been idle was gone
-    before a byte came back, as happens when a server closes it just then; called once at most. keep_texts: whether `texts` keeps what each event
-    said, with its time.
+    on_end: called once, when the request ended, however that was. resend(probe): a connection that had been idle was
+    gone before a byte came back, as happens when a server closes it just then; called once at most. keep_texts: whether
+    `texts` keeps what each event said, with its time.
     """
 
     def __init__(

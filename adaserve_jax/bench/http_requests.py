@@ -48,9 +48,7 @@ def prepare(ask: Ask, settings: UrlSettings, dialect: Dialect) -> Prepared:
     if ask.slo.relative is not None and dialect.baseline_s <= 0:
         raise ConfigError("a relative target needs a baseline, and none could be measured; give baseline_s")
     body = request_body(ask, settings, dialect)
-    return Prepared(
-        ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens
-    )
+    return Prepared(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
 
 
 def request_body(ask: Ask, settings: UrlSettings, dialect: Dialect) -> tuple[str, dict[str, Any]]:

@@ -100,13 +100,13 @@ class UrlSettings:
         try:
             parts = self._parts
             ok = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0 and self.url.isascii()
-            plain = not (parts.query or parts.fragment or parts.username) and _one_line(self.url) and " " not in self.url
+            plain = not (parts.query or parts.fragment or parts.username or " " in self.url) and _one_line(self.url)
         except ValueError:
             ok = plain = False
         if not ok or not plain:
             raise ConfigError(
-                f"the URL of a server must be like http://127.0.0.1:8000 or https://host/v1, without a user, a query or a "
-                f"fragment, got {self.url!r}"
+                f"the URL of a server must be like http://127.0.0.1:8000 or https://host/v1, without a user, a query or "
+                f"a fragment, got {self.url!r}"
             )
 
 

@@ -14,8 +14,8 @@ class EventTooLarge(ValueError):
 
 class EventReader:
     """The `data` of each event, as the HTML standard defines event streams: lines end with LF, CR or CRLF, also in
-    turns; lines of one event are joined; comments and other fields are left out. Bytes that begin a character whose rest
-    comes later wait for it, as does half a line."""
+    turns; lines of one event are joined; comments and other fields are left out. Bytes that begin a character whose
+    rest comes later wait for it, as does half a line."""
 
     def __init__(self) -> None:
         self._rest: list[bytes] = []

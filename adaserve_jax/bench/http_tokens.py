@@ -123,5 +123,6 @@ def _object(value: object) -> Mapping[str, Any]:
 
 
 def _count(value: object) -> int | None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
-    return value if ok else None
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= MOST_TOKENS else None
