@@ -96,7 +96,7 @@ class HttpConnection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except self._library.HttpParserError:
+        except (self._library.HttpParserError, self._library.HttpParserUpgrade):
             self._lose("malformed_http")
             return
         if self._complete:

@@ -28,7 +28,7 @@ class UrlEngine:
 
     The client's clock counts: a request arrives when it is sent, a token comes when its bytes are read. policy: the
     name of its rows; None: the server's policy where it is of this package, else its system. keep_texts: whether each
-    probe keeps what came, with its time. Raises ConfigError: no such server, no such model, an answer that is no stream.
+    probe keeps what came, with its time. Raises ConfigError: no such server, no such model, an answer not streamed.
     """
 
     def __init__(self, settings: UrlSettings, *, policy: str | None = None, keep_texts: bool = False):

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -22,8 +21,8 @@ FIELD_HELP = {
     "url": "OpenAI-compatible server to measure, as http://127.0.0.1:8000, with or without /v1",
     "system": "name of what serves, for the rows; left out: adaserve_jax where the server says so, else host and port",
     "model": "model to ask for; left out: the first that the server lists",
-    "api_key": "sent as a bearer token; it never gets into rows or messages",
-    "headers": "further headers of every request",
+    "api_key": "it is sent as a bearer token, and never gets into rows or messages",
+    "headers": "further headers of every request, name and value",
     "endpoint": "auto: chat for requests with messages, else completions; completions or chat: always that",
     "send_slo": "whether requests carry their targets; left out: only to servers of this package, since some refuse "
     "fields that they do not know",
@@ -47,7 +46,7 @@ class UrlSettings:
     endpoint: str = "auto"
     send_slo: bool | None = None
     baseline_s: float | None = None
-    extra_body: Mapping[str, Any] = MappingProxyType({})
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
     spare_connections: int = 8
     connect_timeout_s: float = 10.0
     silence_timeout_s: float = 120.0
@@ -105,7 +104,7 @@ class UrlSettings:
             ok = plain = False
         if not ok or not plain:
             raise ConfigError(
-                f"the URL of a server must be like http://127.0.0.1:8000 or https://host/v1, without a user, a query or "
+                "the URL of a server must be like http://127.0.0.1:8000 or https://host/v1, without a user, a query or "
                 f"a fragment, got {self.url!r}"
             )
 
