@@ -23,9 +23,9 @@ def client_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     aims = result["aims_ms"]
     about = (
-        f"Poisson arrivals at {result['rate_rps']:g} requests/s for {result['seconds']:g} s, {result['tokens']} tokens each; "
-        f"*other processes*: their share of the cores' time. Aims: late p50 at most {aims['late_p50']:g} ms, error p99 at "
-        f"most {aims['error_p99']:g} ms. Python {result['python']}, httptools {result['httptools']}: {result['machine']}. "
-        f"Commit {result['commit'][:12]}."
+        f"Poisson arrivals at {result['rate_rps']:g} requests/s for {result['seconds']:g} s, {result['tokens']} tokens "
+        f"each; *other processes*: their share of the cores' time. Aims: late p50 at most {aims['late_p50']:g} ms, "
+        f"error p99 at most {aims['error_p99']:g} ms. Python {result['python']}, httptools {result['httptools']}: "
+        f"{result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([HEADER, *rows]), about])
