@@ -3,7 +3,8 @@
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
-nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py. No number is typed. Imports no jax.
+nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
+client_accuracy.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_client import client_table
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
@@ -230,7 +232,7 @@ def off_path_table(result: dict[str, Any]) -> str:
 
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
-    "calibration": calibration_table, "off-path": off_path_table,
+    "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
 }  # fmt: skip
 
 

@@ -10,46 +10,40 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.bench.engine import BenchEngine
+from adaserve_jax.bench.http_settings import FIELD_HELP, UrlSettings
 from adaserve_jax.errors import ConfigError
+
+
+def _help(name: str) -> str:
+    return f"with --url: {FIELD_HELP[name]}"
 
 
 @dataclass(frozen=True)
 class UrlOptions:
     """As they were given."""
 
-    url: Annotated[
-        str | None, typer.Option(help="measure this OpenAI-compatible server instead of an engine of this process")
+    url: Annotated[str | None, typer.Option(help=f"instead of an engine of this process: {FIELD_HELP['url']}")] = None
+    system: Annotated[str | None, typer.Option(help=_help("system"))] = None
+    model: Annotated[str | None, typer.Option(help=_help("model"))] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help=f"with --url: environment variable that holds the API key; {FIELD_HELP['api_key']}"),
     ] = None
-    system: Annotated[str | None, typer.Option(help="with --url: what serves there, for the rows")] = None
-    model: Annotated[str | None, typer.Option(help="with --url: model to ask for; without, the first there is")] = None
-    api_key_env: Annotated[str | None, typer.Option(help="with --url: environment variable that holds the API key")] = (
-        None
-    )
     header: Annotated[
         list[str] | None, typer.Option(help="with --url: a header of every request, 'Name: value'; may be repeated")
     ] = None
-    endpoint: Annotated[
-        str, typer.Option(help="with --url: completions, chat, or auto: chat for requests that have messages")
-    ] = "auto"
-    send_slo: Annotated[
-        bool | None,
-        typer.Option(
-            "--send-slo/--no-send-slo", help="with --url: send targets along; unless said, to servers of ours"
-        ),
-    ] = None
+    endpoint: Annotated[str, typer.Option(help=_help("endpoint"))] = "auto"
+    send_slo: Annotated[bool | None, typer.Option("--send-slo/--no-send-slo", help=_help("send_slo"))] = None
     baseline_ms: Annotated[
         float | None,
         typer.Option(
-            help="with --url: ms of one token alone, which relative targets multiply; without, it is measured"
+            help="with --url: ms of one token alone, which relative targets multiply; without, the server's own where "
+            "it says it, else measured at the start"
         ),
     ] = None
-    extra_body: Annotated[str | None, typer.Option(help="with --url: JSON object whose fields every request gets")] = (
-        None
-    )
-    spare_connections: Annotated[int, typer.Option(help="with --url: idle connections held ready")] = 8
-    silence_timeout: Annotated[
-        float, typer.Option(help="with --url: seconds without a byte after which a request has failed")
-    ] = 120.0
+    extra_body: Annotated[str | None, typer.Option(help=f"{_help('extra_body')}: a JSON object")] = None
+    spare_connections: Annotated[int, typer.Option(help=_help("spare_connections"))] = UrlSettings.spare_connections
+    silence_timeout: Annotated[float, typer.Option(help=_help("silence_timeout_s"))] = UrlSettings.silence_timeout_s
 
     def about(self) -> dict[str, Any]:
         """What a resumed run must share; no key."""
@@ -65,7 +59,6 @@ class UrlOptions:
     def open(self, policy: str | None) -> BenchEngine:
         """The server behind the URL. Raises ConfigError: it cannot be measured, or a package is missing."""
         from adaserve_jax.bench.http_engine import UrlEngine
-        from adaserve_jax.bench.http_settings import UrlSettings
 
         baseline_s = None if self.baseline_ms is None else self.baseline_ms / 1e3
         settings = UrlSettings(
