@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-LIVES_S = 60.0
+LIVES_S = 600.0
 """A connection that asks for nothing for so long is closed."""
 
 

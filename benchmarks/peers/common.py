@@ -18,10 +18,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.models.folders import resolve_folder
@@ -56,6 +56,12 @@ def stop(message: str) -> SystemExit:
     """To be raised: it ends the program with status 2."""
     print(f"error: {message}", file=sys.stderr)
     return SystemExit(2)
+
+
+def run(main: Callable[[list[str]], int]) -> NoReturn:
+    """The end of each script: its status is that of `main`. SIGTERM ends the server too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    raise SystemExit(main(sys.argv[1:]))
 
 
 def parser(description: str | None, *, target: str | None = None, draft: str | None = None) -> argparse.ArgumentParser:
@@ -163,8 +169,7 @@ def bench_command(peer: Peer, url: str, out: Path, bench: Sequence[str]) -> list
 def measure(peer: Peer, out: Path, bench: Sequence[str]) -> int:
     """Start the peer, measure it, end it. Returns the status of `adaserve bench`; raises SystemExit where the server
     does not start. A run that is gone on with has the port, and so the URL, that it had."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the server ends too
-    port = _port(out)
+    port = port_for(out)
     command = [*peer.command, "--port", str(port)]
     out.mkdir(parents=True, exist_ok=True)
     held = {"system": peer.system, "version": peer.version, "command": command, "port": port}
@@ -210,7 +215,7 @@ def wait_ready(server: subprocess.Popen[bytes], url: str, log: Path, limit_s: fl
     raise stop(f"the server was not ready after {limit_s:g} s: {url}\n{_tail(log)}")
 
 
-def _port(out: Path) -> int:
+def port_for(out: Path) -> int:
     """A free one, or that of the run which is gone on with in `out`."""
     try:
         port = int(json.loads((out / SERVER).read_text())["port"])

@@ -21,8 +21,8 @@ from typing import Any
 
 import common
 
-PROGRAM, HOW = "transformers", 'pip install "transformers[serving]" torch'
-NEEDED = ("torch", "transformers")
+PROGRAM, HOW = "transformers", 'pip install "transformers[serving]" torch accelerate'
+NEEDED, NEEDED_TO_SERVE = ("torch", "transformers"), ("accelerate", "fastapi", "uvicorn", "openai", "pydantic")
 ASSISTED_SERVER = Path(__file__).with_name("assisted_server.py")
 
 
@@ -33,12 +33,15 @@ def command(options: argparse.Namespace) -> list[str]:
         words = [sys.executable, str(ASSISTED_SERVER), target, common.checkpoint(options.draft, "draft")]
         return [*words, "--dtype", options.dtype, "--draft-tokens", str(options.draft_tokens), *extra]
     words = [common.program(PROGRAM, HOW), "serve", target, "--host", common.HOST, "--dtype", options.dtype]
+    if options.continuous_batching:
+        words.append("--continuous-batching")
     return [*words, *extra]
 
 
 def extra_body(target: str) -> dict[str, Any]:
     """`transformers serve` samples only where its generation config says so, whatever temperature a request has: the
-    model's own, and sampling by temperature alone. With temperature 0 it is greedy still."""
+    model's own, and sampling by temperature alone. With temperature 0 it is greedy still. Its continuous batching takes
+    the first request's temperature for all, which is the client's greedy first try."""
     file = Path(target) / "generation_config.json"
     held = json.loads(file.read_text()) if file.exists() else {}
     return {"generation_config": json.dumps(held | {"do_sample": True, "top_k": 0, "top_p": 1.0})}
@@ -47,10 +50,16 @@ def extra_body(target: str) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     made = common.parser(__doc__, target="demo", draft="demo")
     made.add_argument("--dtype", default="float32", help="of the weights (float32, which this package has on a CPU)")
+    made.add_argument(
+        "--continuous-batching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="without a draft: requests run together (on), all sampled as the server's first one; else one by one",
+    )
     options, bench = common.parse(made, argv)
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise common.stop(f"{missing[0]} is not installed; install it with: {HOW}")
+    for name in NEEDED if common.drafted(options) else (*NEEDED, *NEEDED_TO_SERVE):
+        if importlib.util.find_spec(name) is None:
+            raise common.stop(f"{name} is not installed; install it with: {HOW}")
     words, policy = tuple(command(options)), common.policy_name(options)
     version = importlib.metadata.version("transformers")
     if common.drafted(options):
@@ -63,4 +72,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    common.run(main)
