@@ -192,6 +192,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     made.add_argument("target")
     made.add_argument("draft")
+    made.add_argument("--name", help="of the model, for clients; without, the target's folder's")
     made.add_argument("--host", default="127.0.0.1")
     made.add_argument("--port", type=int, required=True)
     made.add_argument("--dtype", default="float32")
@@ -201,7 +202,7 @@ def main() -> None:
     generator = Generator(
         given.target, given.draft, dtype=given.dtype, device=given.device, draft_tokens=given.draft_tokens
     )
-    serve(generator, Path(given.target).name, given.host, given.port).serve_forever()
+    serve(generator, given.name or Path(given.target).name, given.host, given.port).serve_forever()
 
 
 if __name__ == "__main__":

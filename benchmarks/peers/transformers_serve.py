@@ -31,7 +31,8 @@ def command(options: argparse.Namespace) -> list[str]:
     extra = shlex.split(options.server_args)
     if common.drafted(options):
         words = [sys.executable, str(ASSISTED_SERVER), target, common.checkpoint(options.draft, "draft")]
-        return [*words, "--dtype", options.dtype, "--draft-tokens", str(options.draft_tokens), *extra]
+        words += ["--name", Path(options.target).name, "--dtype", options.dtype]
+        return [*words, "--draft-tokens", str(options.draft_tokens), *extra]
     words = [common.program(PROGRAM, HOW), "serve", target, "--host", common.HOST, "--dtype", options.dtype]
     if options.continuous_batching:
         words.append("--continuous-batching")

@@ -107,7 +107,7 @@ def test_transformers_serves_plainly_or_behind_the_assisted_server(scripts, monk
     target, draft = DEMO_FOLDER / "target", DEMO_FOLDER / "draft"
     server = PEERS / "assisted_server.py"
     assert script.command(given) == [
-        sys.executable, *words(f"{server} {target} {draft} --dtype float32 --draft-tokens 4")
+        sys.executable, *words(f"{server} {target} {draft} --name demo --dtype float32 --draft-tokens 4")
     ]  # fmt: skip
     given.no_draft = True
     plain = f"transformers serve {target} --host 127.0.0.1 --dtype float32"
@@ -236,10 +236,13 @@ def test_a_stand_in_is_measured_by_the_real_client_and_the_run_goes_on_at_its_po
     assert row.requests == row.finished > 0 and row.output_tokens == 7 * row.requests
     assert row.prompt_tokens == 3 * row.requests and row.baseline_s == 0.02 and row.attainment == 1.0
     assert common.baseline_ms(out) == 20.0
+    assert common.measure(peer, out, bench) == 0
+    assert RunFolder.load(out).rows == folder.rows
     held = json.loads((out / common.SERVER).read_text())
     assert held["command"] == [*peer.command, "--port", str(held["port"])] and held["version"] == "1.0"
     assert common.port_for(out) == held["port"] and "adaserve report" in capfd.readouterr().err
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind((common.HOST, held["port"]))
         taken.listen()
         with pytest.raises(SystemExit):
@@ -257,3 +260,22 @@ def test_events_hold_whole_characters_and_the_count_so_far(scripts):
     for tokens in ([1, 2, 3], [97, 0xC3], [0xA9], [98, 99]):
         streamer.put(np.array([tokens]))
     assert sent == [("", 2), ("aé", 3), ("bc", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_assisted_generation_sends_what_plain_generation_has(scripts):
+    torch = pytest.importorskip("torch", reason="TRANSFORMERS NOT COMPARED: torch is not installed")
+    target, draft = (str(DEMO_FOLDER / role) for role in ("target", "draft"))
+    generator = scripts["assisted_server"].Generator(target, draft, dtype="float32", device="cpu", draft_tokens=4)
+    prompt = generator.encode({"prompt": "def add_all(values):\n    total = 0\n    for value in values:\n"})
+    ids = torch.tensor([prompt])
+    plain = generator._target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    sent: list[tuple[str, int]] = []
+    streamer = scripts["assisted_server"].Streamer(
+        lambda tokens: generator.tokenizer.decode(tokens, skip_special_tokens=True),
+        lambda text, count: sent.append((text, count)),
+    )
+    generator.generate(prompt, {"max_tokens": 24, "temperature": 0.0}, streamer)
+    assert "".join(text for text, _ in sent) == generator.tokenizer.decode(plain[0, len(prompt) :])
+    assert sent[-1][1] == streamer.count == 24 and len(sent) < 24  # so some verification brought several
