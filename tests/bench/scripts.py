@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 from tests.conftest import ROOT
@@ -14,13 +15,13 @@ FOLDER = ROOT / "benchmarks"
 
 
 @contextmanager
-def imported(*names: str) -> Iterator[dict[str, ModuleType]]:
+def imported(*names: str, folder: Path = FOLDER) -> Iterator[dict[str, ModuleType]]:
     """The modules by name. Whatever of the folder they import themselves is forgotten too."""
-    sys.path.insert(0, str(FOLDER))
+    sys.path.insert(0, str(folder))
     try:
         yield {name: importlib.import_module(name) for name in names}
     finally:
-        sys.path.remove(str(FOLDER))
+        sys.path.remove(str(folder))
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None) or "").startswith(f"{FOLDER}/"):
                 del sys.modules[name]
