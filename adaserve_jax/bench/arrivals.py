@@ -56,6 +56,8 @@ def make_schedule(
     for name, value in (("rate", rate_rps), ("duration", duration_s)):
         if value is not None and not 0 < value < np.inf:
             raise ConfigError(f"the {name} must be finite and above 0, got {value!r}")
+    if seed < 0:
+        raise ConfigError(f"the seed must not be below 0, got {seed}")
     if rate_rps is None or spec.process == TRACE:
         return _own_times(workload, spec, rate_rps, duration_s, seed)
     if spec.process == PEAKS:
@@ -117,8 +119,8 @@ def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, du
         )
     if not workload.has_arrivals:
         raise ConfigError(
-            f"workload {workload.name} says no times of arrival (arrival_s, in its own format); add them, or give rates "
-            "as numbers and another process than trace"
+            f"workload {workload.name} says no times of arrival; add them (arrival_s), or give rates as numbers "
+            "and another process than trace"
         )
     if rate_rps is not None and spec.scale is not None:
         raise ConfigError("arrivals: a trace is scaled by its scale or to a rate, not by both; leave one out")

@@ -61,8 +61,8 @@ def load_trace(
     path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
     ttft_slo_s: float | None = None, time_scale: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT target
-    that every request is given. time_scale: what its times are multiplied by; both are in the hash.
+    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT
+    target that every request is given. time_scale: what its times are multiplied by; both are in the hash.
 
     Raises ConfigError naming file, line and field.
     """
@@ -99,8 +99,8 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
 
 
 def save_trace(trace: Trace, path: Path) -> None:
-    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of the
-    format. Raises ConfigError when the file cannot be written."""
+    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of
+    the format. Raises ConfigError when the file cannot be written."""
     text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
     data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
     try:

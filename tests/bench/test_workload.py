@@ -53,7 +53,10 @@ def test_every_field_is_read(tmp_path: Path):
         ('{"prompt": "a", "max_tokens": 0}', "w.jsonl:2: max_tokens: expected an integer from 1 to 2147483647, got 0"),
         ('{"prompt": "a", "max_tokens": true}', "w.jsonl:2: max_tokens: expected an integer"),
         ('{"prompt": "a", "temperature": NaN}', "w.jsonl:2: temperature: expected a finite number from 0 to 100"),
-        ('{"prompt": "a", "arrival_s": -1}', "w.jsonl:2: arrival_s: expected a finite number from 0 to 1e\\+10, got -1"),
+        (
+            '{"prompt": "a", "arrival_s": -1}',
+            "w.jsonl:2: arrival_s: expected a finite number from 0 to .*, got -1",
+        ),
         ('{"prompt": "a", "slo_tpot_ms": -4}', "w.jsonl:2: slo_tpot_ms: .*a finite number above 0, got -4"),
         ('{"prompt": "a", "slo_tpot_ms": 4, "slo_relative": 2}', "w.jsonl:2: slo_relative: .*absent when slo_tpot_ms"),
         ('{"prompt": "a", "seed": "x"}', "w.jsonl:2: seed: expected an integer from 0 to"),

@@ -1,14 +1,9 @@
-"""The reader of Azure's traces, and the parts taken of a trace, by hand."""
+"""The parts taken of a trace, by hand."""
 
 from __future__ import annotations
 
-import gzip
-from pathlib import Path
-
 import pytest
 
-from adaserve_jax.bench import azure
-from adaserve_jax.bench.azure import load_azure
 from adaserve_jax.bench.segments import (
     at_once,
     busiest_swing,
@@ -21,64 +16,6 @@ from adaserve_jax.bench.segments import (
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
-
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
-LINES = ["2023-11-16 18:15:47.1805900,374,44", "2023-11-16 18:15:46.6805900,396,109", "2023-11-16 18:16:46.6805900,9,7"]
-
-
-def written(tmp_path: Path, *lines: str, header: str = HEADER) -> Path:
-    path = tmp_path / "trace.csv"
-    path.write_text("\r\n".join((header, *lines)) + "\r\n")
-    return path
-
-
-def test_requests_in_order_of_arrival_from_the_earliest(tmp_path: Path) -> None:
-    trace = load_azure(written(tmp_path, *LINES), "chat")
-    assert [(r.due_s, r.prompt_tokens, r.output_tokens) for r in trace.requests] == [
-        (0.0, 396, 109), (0.5, 374, 44), (60.0, 9, 7),
-    ]  # fmt: skip
-    assert {(r.slo, r.slo_class) for r in trace.requests} == {(SLO(), "chat")}
-    packed = tmp_path / "trace.csv.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "trace.csv").read_bytes()))
-    assert load_azure(packed, "chat").requests == trace.requests
-    assert load_azure(packed).sha256 == trace.sha256, "of what the file holds, however it is packed"
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ((), "holds no request"),
-        (("2023-11-16 18:15:46.6805900,374",), r":2: expected 3 fields, got 2"),
-        ((LINES[0], "yesterday,374,44"), r":3: TIMESTAMP: expected a time as .*, got 'yesterday'"),
-        (("2023-11-16 18:15:46.680590x,374,44",), "TIMESTAMP: expected a time"),
-        (("2023-11-16 18:15:46.6805900,0,44",), r"ContextTokens: expected an integer from 1 to 1048576, got '0'"),
-        (("2023-11-16 18:15:46.6805900,374,-4",), "GeneratedTokens: expected an integer .* got '-4'"),
-        (("2023-11-16 18:15:46.6805900,374,1e3",), "GeneratedTokens: expected an integer"),
-        (("2023-11-16 18:15:46.6805900,374,1048577",), "GeneratedTokens: expected an integer"),
-        (("2023-11-16 18:15:46.6805900,374," + "9" * 5000,), "GeneratedTokens: expected an integer"),
-    ],
-)
-def test_malformed_rows_name_line_and_field(tmp_path: Path, lines: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_azure(written(tmp_path, *lines))
-
-
-def test_files_that_are_no_trace_or_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r":1: expected the header TIMESTAMP,.*, got 'time,tokens'"):
-        load_azure(written(tmp_path, header="time,tokens"))
-    with pytest.raises(ConfigError, match="cannot read trace"):
-        load_azure(tmp_path / "none.csv")
-    broken = tmp_path / "broken.csv.gz"
-    broken.write_bytes(gzip.compress(b"x" * 100)[:-9])
-    with pytest.raises(ConfigError, match="cannot read trace"):
-        load_azure(broken)
-    path = written(tmp_path, *LINES)
-    monkeypatch.setattr(azure, "MOST_ROWS", 2)
-    with pytest.raises(ConfigError, match=":4: expected at most 2 requests"):
-        load_azure(path)
-    monkeypatch.setattr(azure, "MOST_BYTES", 20)
-    with pytest.raises(ConfigError, match="more than 20 bytes"):
-        load_azure(path)
 
 
 def trace_of(*times_s: float, prompt: int = 100, output: int = 50) -> Trace:
