@@ -132,7 +132,7 @@ def test_trace_without_times_fails_before_an_engine_is_opened(workload, tmp_path
     def never(policy: str):
         raise AssertionError("opened")
 
-    with pytest.raises(ConfigError, match="rate 'trace' needs arrival_s"):
+    with pytest.raises(ConfigError, match="says no times of arrival; add them"):
         run_bench(BenchPlan(("ar",), (None,), 1.0), workload, never, tmp_path)
 
 

@@ -26,14 +26,14 @@ def read(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
 
 
 def _blocks(line: Fields, prompt_tokens: int) -> tuple[int, ...]:
-    ids = line.values.get("hash_ids")
-    expected = -(-prompt_tokens // BLOCK_TOKENS)
-    whole = isinstance(ids, list) and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**63 for i in ids
-    )
-    if not whole or len(ids) != expected:
+    ids, expected = line.values.get("hash_ids"), -(-prompt_tokens // BLOCK_TOKENS)
+    if not isinstance(ids, list) or len(ids) != expected or not all(map(_is_name, ids)):
         raise line.fail("hash_ids", f"{expected} whole numbers, one for every {BLOCK_TOKENS} tokens of the prompt")
     return tuple(ids)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 FORMAT = Format("mooncake", has_keys("timestamp", "input_length", "output_length"), read)
