@@ -114,7 +114,8 @@ def draw_times(law: Law, rate_rps: float, duration_s: float, cv: float, rng: np.
     """
     knots = law.knots(duration_s)
     passed = law.cumulative(knots) * rate_rps
-    return np.interp(_unit_times(float(passed[-1]), cv, rng), passed, knots)
+    times = np.interp(_unit_times(float(passed[-1]), cv, rng), passed, knots)
+    return times[times < duration_s]
 
 
 def _unit_times(end: float, cv: float, rng: np.random.Generator) -> np.ndarray:
