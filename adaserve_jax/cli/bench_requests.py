@@ -13,6 +13,10 @@ from adaserve_jax.errors import ConfigError
 
 TRACE = "trace"
 FORMAT_HELP = f"format of the files: {', '.join(FORMATS)}; auto: found out from what they hold"
+LENGTHS_HELP = (
+    "shorten requests of traces without text: scale=0.05,output=64,context=512, what prompts are multiplied by, most "
+    "output tokens, most of both"
+)
 SLOS_HELP = f"targets by class, ms: {EXAMPLE}, * for requests without any, none for no target"
 
 

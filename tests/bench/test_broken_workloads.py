@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ from adaserve_jax.bench.readers.format import Gaps
 from adaserve_jax.bench.readers.source import Source
 from adaserve_jax.bench.slo_table import parse_slos
 from adaserve_jax.bench.traces import load_trace, trace_of
-from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
-from tests.bench.test_readers import SAMPLES, source_of
+from tests.bench.test_readers import SAMPLES, sample, source_of
 
 EMISSION = '{"emission_time_ms": 0, "input_length": 1, "output_length": 1, "prompt": "p", "slo_ratio": 1'
 TRACE = '{"t_ms": 0, "prompt_id": "a-1", "slo_ratio": 1, "output_length": 1, "input_length": 1'
@@ -173,12 +174,12 @@ def test_any_cell_of_a_table_may_be_anything(data: st.DataObject, name: str) -> 
 
 def test_simulations_need_lengths_and_times(tmp_path: Path) -> None:
     path = tmp_path / "w.jsonl"
-    path.write_text('{"prompt": "a", "arrival_s": 0}\n')
+    path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match=r"workload w.jsonl has texts and not the lengths that a simulation needs"):
         load_trace(path)
-    path.write_text('{"prompt": "a"}\n')
-    with pytest.raises(ConfigError, match=r"workload w.jsonl says no times; give a rate"):
-        trace_of(load_workload(path))
+    timeless = Workload("t", "h", tuple(replace(item, arrival_s=None) for item in sample(tmp_path, "azure").items))
+    with pytest.raises(ConfigError, match="workload t says no times; give a rate"):
+        trace_of(timeless)
 
 
 @pytest.mark.parametrize(
