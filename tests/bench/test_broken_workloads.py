@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.bench.readers import FORMATS, find_format, source
@@ -149,6 +149,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=60)
 @given(st.data(), st.sampled_from([name for name in FORMATS if SAMPLES[name].lstrip()[0] in "[{"]))
 def test_any_field_of_a_request_may_be_anything(data: st.DataObject, name: str) -> None:
     """The sample's first request with fields replaced, left out or added."""
