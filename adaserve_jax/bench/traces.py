@@ -62,12 +62,15 @@ def load_trace(
     path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
     ttft_slo_s: float | None = None, time_scale: float = 1.0,
 ) -> Trace:  # fmt: skip
-    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`. ttft_slo_s: a TTFT
-    target that every request is given. time_scale: what its times are multiplied by; both are in the hash.
+    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`; the rest as of
+    `adjusted`. Raises ConfigError naming file, line and field."""
+    workload = load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False)
+    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
 
-    Raises ConfigError naming file, line and field.
-    """
-    trace = trace_of(load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False))
+
+def adjusted(trace: Trace, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
+    """Another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given. time_scale:
+    what times are multiplied by."""
     if time_scale != 1.0:
         trace = trace.derived(
             f"times x {time_scale:g}", (replace(each, due_s=each.due_s * time_scale) for each in trace.requests)
@@ -84,6 +87,11 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
 
     Raises ConfigError: a request has no lengths, or there are no times.
     """
+    if any(item.lengths is None for item in workload.items):
+        raise ConfigError(
+            f"workload {workload.name} has texts and not the lengths that a simulation needs; give a trace, such as "
+            "AdaServe's, Azure's, Mooncake's or BurstGPT's"
+        )
     if schedule is not None:
         due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
         note = f"{schedule.process} {schedule.rate_rps:.4g}/s {schedule.duration_s:g} s seed {schedule.seed}"
@@ -95,7 +103,7 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
         raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")
     if not due:
         raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
-    requests = sorted((_request(at, item, workload.name) for at, item in due), key=lambda request: request.due_s)
+    requests = sorted((_request(at, item) for at, item in due), key=lambda request: request.due_s)
     return Trace(name, sha256, tuple(requests), workload.notes)
 
 
@@ -110,12 +118,8 @@ def save_trace(trace: Trace, path: Path) -> None:
         raise ConfigError(f"cannot write trace {path}: {error.strerror}; choose another folder") from error
 
 
-def _request(due_s: float, item: WorkloadItem, name: str) -> TraceRequest:
-    if item.lengths is None:
-        raise ConfigError(
-            f"workload {name} has texts and not the lengths that a simulation needs; give a trace, such as AdaServe's, "
-            "Azure's, Mooncake's or BurstGPT's"
-        )
+def _request(due_s: float, item: WorkloadItem) -> TraceRequest:
+    assert item.lengths is not None
     return TraceRequest(due_s, item.lengths.prompt_tokens, item.lengths.output_tokens, item.slo, item.slo_class)
 
 

@@ -16,8 +16,9 @@ from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
 from adaserve_jax.bench.simulation_rows import Varied
-from adaserve_jax.bench.traces import Trace, load_trace, save_trace
-from adaserve_jax.cli.bench_requests import FORMAT_HELP, SLOS_HELP, parse_rate, read_slos
+from adaserve_jax.bench.traces import Trace, adjusted, save_trace, trace_of
+from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.cli.bench_requests import FORMAT_HELP, LENGTHS_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows, say, say_what_is_next
 from adaserve_jax.config import FIELD_HELP, EngineConfig
@@ -49,6 +50,7 @@ def simulate(
     ] = False,
     format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
     slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
+    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
     machine: Annotated[
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
@@ -129,7 +131,7 @@ def simulate(
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
-    loaded = [_load(path, format, slos, ttft_slo or None, time_scale) for path in traces or []]
+    loaded = [_load(path, format, slos, lengths, ttft_slo or None, time_scale) for path in traces or []]
     if fluctuating:
         pairs = _fluctuating(loaded, shapes, seed, ttft_slo or None)
     elif loaded:
@@ -155,8 +157,15 @@ def simulate(
     say_what_is_next(out)
 
 
-def _load(path: Path, format: str, slos: str | None, ttft_slo_s: float | None, time_scale: float) -> Trace:
-    trace = load_trace(path, format=format, slos=read_slos(slos), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+def _load(
+    path: Path, format: str, slos: str | None, lengths: str | None, ttft_slo_s: float | None, time_scale: float
+) -> Trace:
+    workload = load_workload(path, format=format, slos=read_slos(slos), texts=False)
+    if lengths is not None:
+        from adaserve_jax.bench.mixing import parse_lengths, with_lengths
+
+        workload = with_lengths(workload, parse_lengths(lengths))
+    trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
     for note in trace.notes:
         say(f"{trace.name}: {note}")
     return trace

@@ -145,6 +145,19 @@ def test_what_the_drain_cuts_off_is_unfinished(tmp_path: Path) -> None:
     assert {record.status for record in records} == {"unfinished"}
 
 
+def test_the_command_takes_other_traces_with_targets_and_says_what_they_leave_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "azure.csv", tmp_path / "out"
+    rows = "".join(f"2023-11-16 18:15:{second},20,{second % 12}\n" for second in range(10, 20))
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    given = ("--slos", "default:tpot=50", "--policies", "ar", "--out", str(out))
+    app(["simulate", str(path), *given], standalone_mode=False)
+    (row,) = [row for row in read_rows(out / "results.jsonl", ResultRow) if row.slo_class == ALL_CLASSES]
+    assert (row.workload, row.requests, row.attainment) == ("azure.csv targets default:tpot=50", 9, 1.0)
+    assert "left out: 1 requests without a prompt or an answer" in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_command_writes_the_rows_of_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = write_trace(tmp_path, count=8), tmp_path / "out"
     app(["simulate", str(path), "--policies", "ar,dsd", "--out", str(out), "--ttft-slo", "4"], standalone_mode=False)

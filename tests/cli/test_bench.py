@@ -74,6 +74,18 @@ def test_the_plan_and_the_engines_options_are_passed_on(bench, tmp_path: Path, c
     assert "adaserve report o -o report.html" in " ".join(told.split())
 
 
+def test_what_a_format_does_not_say_is_given_and_what_is_left_out_is_told(bench, tmp_path: Path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "qa", "turns": ["One.", "Two.", "Three."]}\n')
+    limits: set[tuple[int, float]] = set()
+    bench.on_submit = lambda request: limits.add((request.sampling.max_tokens, request.sampling.temperature))
+    given = ("--workload", "q.jsonl", "--max-tokens", "9", "--temperature", "0", "--slos", "qa:tpot=50")
+    assert bench(*QUICK, *given, "--max-late-ms", "500", "--out", "o") == 0
+    assert limits == {(9, 0.0)}
+    rows = RunFolder.load(tmp_path / "o").rows
+    assert {row.workload for row in rows} == {"q.jsonl max tokens 9 temperature 0.0 targets qa:tpot=50"}
+    assert "left out: 2 later turns of conversations" in " ".join(capsys.readouterr().err.split())
+
+
 def test_without_any_option_three_policies_run_at_two_rates_into_a_dated_folder(bench, tmp_path: Path, monkeypatch):
     seen = {}
 
