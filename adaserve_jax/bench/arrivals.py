@@ -56,6 +56,8 @@ def make_schedule(
     for name, value in (("rate", rate_rps), ("duration", duration_s)):
         if value is not None and not 0 < value < np.inf:
             raise ConfigError(f"the {name} must be finite and above 0, got {value!r}")
+    if seed < 0:
+        raise ConfigError(f"the seed must be at least 0, got {seed}")
     if rate_rps is None or spec.process == TRACE:
         return _own_times(workload, spec, rate_rps, duration_s, seed)
     if spec.process == PEAKS:

@@ -15,9 +15,9 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 
-STEPS_PER_FEATURE = 2048
+STEPS_PER_FEATURE = 512
 """Points per period or peak width at which a law is tabulated before it is inverted."""
-MOST_STEPS = 1 << 21
+MOST_STEPS = 1 << 20
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
 
