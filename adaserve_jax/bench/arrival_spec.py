@@ -33,7 +33,7 @@ class ArrivalSpec:
 
     cv: standard deviation of gaps over their mean, 1 for Poisson. scale: what a trace's times are multiplied by.
     steps: (time in seconds, requests per second from then on). period_s, swing: of a sinusoid, swing as a share of the
-    mean. peaks: (class, time in seconds); width_s: standard deviation of each; flat: share of arrivals that no peak has.
+    mean. peaks: (class, time in seconds); width_s: standard deviation of each; flat: share of arrivals in no peak.
     """
 
     process: str

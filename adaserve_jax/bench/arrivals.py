@@ -119,8 +119,8 @@ def _own_times(workload: Workload, spec: ArrivalSpec, rate_rps: float | None, du
         )
     if not workload.has_arrivals:
         raise ConfigError(
-            f"workload {workload.name} says no times of arrival (arrival_s, in its own format); add them, or give rates "
-            "as numbers and another process than trace"
+            f"workload {workload.name} says no times of arrival (arrival_s, in its own format); add them, or give "
+            "rates as numbers and another process than trace"
         )
     if rate_rps is not None and spec.scale is not None:
         raise ConfigError("arrivals: a trace is scaled by its scale or to a rate, not by both; leave one out")

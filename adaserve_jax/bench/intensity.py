@@ -108,9 +108,9 @@ def draw_times(law: Law, rate_rps: float, duration_s: float, cv: float, rng: np.
     """f64[arrivals], increasing, below `duration_s`: gaps in operational time are gamma distributed with mean 1 / rate
     and coefficient of variation `cv` (1: Poisson).
 
-    The process has run for ever when it is first looked at: the first gap is the rest of one that had begun, so arrivals
-    are stationary and their expected number exact for every cv. The same rng draws the same gaps at every rate, so
-    times at another rate are these, scaled.
+    The process has run for ever when it is first looked at: the first gap is the rest of one that had begun, so it
+    is stationary and the expected number of arrivals exact for every cv. The same rng draws the same gaps at every
+    rate, so times at another rate are these, scaled.
     """
     knots = law.knots(duration_s)
     passed = law.cumulative(knots) * rate_rps

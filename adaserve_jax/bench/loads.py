@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adaserve_jax.bench.arrivals import Schedule, make_schedule, parse_arrivals
+from adaserve_jax.bench.mixing import with_slo_scale, with_urgent_share
 from adaserve_jax.bench.plan import BenchPlan, Load
 from adaserve_jax.bench.workload import Workload
 
@@ -31,10 +32,6 @@ def load_all(plan: BenchPlan, workload: Workload) -> dict[Load, Loaded]:
 
 
 def _shaped(workload: Workload, urgent_share: float | None, slo_scale: float | None) -> Workload:
-    if urgent_share is None and slo_scale is None:
-        return workload
-    from adaserve_jax.bench.mixing import with_slo_scale, with_urgent_share
-
     shared = workload if urgent_share is None else with_urgent_share(workload, urgent_share)
     return shared if slo_scale is None else with_slo_scale(shared, slo_scale)
 

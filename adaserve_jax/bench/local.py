@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from adaserve_jax.bench.client_engine import ClientEngine
+from adaserve_jax.bench.prompt_text import PromptWriter
 from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.config import EngineConfig
@@ -14,9 +14,6 @@ from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters
 from adaserve_jax.types import Executor, Progress
-
-if TYPE_CHECKING:
-    from adaserve_jax.bench.prompt_text import PromptWriter
 
 
 class LocalBenchEngine(ClientEngine):
@@ -42,14 +39,12 @@ class LocalBenchEngine(ClientEngine):
 
     def encode(self, item: WorkloadItem, seed: int = 0) -> list[int]:
         """Token ids of the item's prompt. seed: for one that is known by its length only, whose text is made."""
-        if item.prompt is not None or item.messages:
-            return encode_item(self.tokenizer, item)
-        return self.tokenizer.encode(self._writer.write(item.lengths, seed))
+        if item.by_length and item.lengths is not None:
+            return self.tokenizer.encode(self._writer.write(item.lengths, seed))
+        return encode_item(self.tokenizer, item)
 
     @cached_property
     def _writer(self) -> PromptWriter:
-        from adaserve_jax.bench.prompt_text import PromptWriter
-
         return PromptWriter(lambda text: len(self.tokenizer.encode(text)))
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from adaserve_jax.bench.slo_table import with_relative
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 
@@ -66,13 +67,7 @@ def with_mix(trace: Trace, mix: Mapping[str, float], seed: int) -> Trace:
 
 def with_slo_scale(trace: Trace, scale: float) -> Trace:
     """Relative TPOT targets become `scale` times the baseline latency; targets in milliseconds stay."""
-    if all(request.slo.relative is None for request in trace.requests):
-        raise ConfigError(f"SLO scale: trace {trace.name} has no request whose target is relative to the baseline")
-    requests = (
-        request if request.slo.relative is None else replace(request, slo=replace(request.slo, relative=scale))
-        for request in trace.requests
-    )
-    return trace.derived(f"scale {scale:g}", requests)
+    return trace.derived(f"scale {scale:g}", with_relative(trace.requests, scale, f"trace {trace.name}"))
 
 
 def with_requests(trace: Trace, count: int, seed: int) -> Trace:

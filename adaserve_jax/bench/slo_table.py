@@ -5,13 +5,18 @@ Knows no file format and no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from adaserve_jax.bench.workload_items import WorkloadItem
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.types import SLO
 
+if TYPE_CHECKING:
+    from adaserve_jax.bench.traces import TraceRequest
+
+Targeted = TypeVar("Targeted", WorkloadItem, "TraceRequest")
 OTHERS = "*"
 """In the place of a class: requests that carry no target and whose class is not named."""
 NONE = "none"
@@ -43,6 +48,22 @@ class SloTable:
         if item.slo_class in targets:
             return targets[item.slo_class]
         return self.others if self.others is not None and item.slo == SLO() else item.slo
+
+
+def with_relative(requests: Sequence[Targeted], scale: float, what: str) -> list[Targeted]:
+    """The requests, the relative TPOT targets of those that have one being `scale` baseline latencies.
+
+    Raises ConfigError: none of `what` has one, or it cannot be a target.
+    """
+    if all(request.slo.relative is None for request in requests):
+        raise ConfigError(f"SLO scale: {what} has no request whose target is relative to the baseline")
+    try:
+        return [
+            request if request.slo.relative is None else replace(request, slo=replace(request.slo, relative=scale))
+            for request in requests
+        ]
+    except RequestError as error:
+        raise ConfigError(f"SLO scale: {error}") from error
 
 
 def parse_slos(text: str) -> SloTable:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adaserve_jax.bench.arrival_spec import EXAMPLES
 from adaserve_jax.bench.default_rates import default_rates
 from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan
@@ -23,6 +24,7 @@ from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.bench_bar import bench_bar
 from adaserve_jax.cli.bench_requests import (
     FORMAT_HELP,
+    LENGTHS_HELP,
     SLOS_HELP,
     parse_rate,
     parse_share,
@@ -71,7 +73,10 @@ def bench(
     ] = "",
     arrivals: Annotated[
         list[str] | None,
-        typer.Option(help="process of arrivals, poisson unless said; may be repeated to compare several"),
+        typer.Option(
+            help="process of arrivals, poisson unless said, or such as "
+            f"{', '.join(EXAMPLES[1:])}; may be repeated to compare several"
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(help="times that everything is measured, each with other arrivals")] = 1,
     duration: Annotated[float, typer.Option(help="seconds in which requests arrive, for each point")] = 15.0,
@@ -89,6 +94,10 @@ def bench(
     temperature: Annotated[
         float | None, typer.Option(help="temperature of requests that do not say; without, as the format has it")
     ] = None,
+    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
+    as_chat: Annotated[
+        bool, typer.Option("--as-chat", help="send every prompt as a chat of one message, by the model's template")
+    ] = False,
     seed: Annotated[int, typer.Option(help="seeds arrivals, the order of requests and their sampling")] = 0,
     drain: Annotated[float, typer.Option(help="most seconds to wait for requests after the last arrival")] = 30.0,
     max_late_ms: Annotated[
@@ -108,8 +117,9 @@ def bench(
     folder = out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}")
     check_folder(folder, use)
     requests = read_workload(
-        workload, format, slos, max_tokens=max_tokens, temperature=temperature, with_texts=remote.url is not None
-    )
+        workload, format, slos, max_tokens=max_tokens, temperature=temperature, lengths=lengths, chat=as_chat,
+        texts=remote.url is not None,
+    )  # fmt: skip
     for note in requests.notes:
         say(f"{requests.name}: {note}")
     given = BenchPlan(

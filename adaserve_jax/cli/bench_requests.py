@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
+from adaserve_jax.bench.mixing import as_chat, parse_lengths, with_lengths
+from adaserve_jax.bench.prompt_text import with_texts
 from adaserve_jax.bench.readers import FORMATS
 from adaserve_jax.bench.slo_table import EXAMPLE, SloTable, parse_slos
 from adaserve_jax.bench.workload import Workload, load_workload
@@ -22,20 +23,17 @@ SLOS_HELP = f"targets by class, ms: {EXAMPLE}, * for requests without any, none 
 
 def read_workload(
     path: Path | None, format: str, slos: str | None, *, max_tokens: int | None = None,
-    temperature: float | None = None, with_texts: bool = False,
+    temperature: float | None = None, lengths: str | None = None, chat: bool = False, texts: bool = False,
 ) -> Workload:  # fmt: skip
     """The requests of a bench run; without a path the packaged ones. max_tokens, temperature: of requests that do not
-    say. with_texts: those that are known by their lengths only get texts of about that many tokens, as nobody here can
-    count those of a server."""
-    loaded = load_workload(path, format=format, slos=read_slos(slos), max_tokens=max_tokens, temperature=temperature)
-    if not with_texts or not any(item.by_length for item in loaded.items):
-        return loaded
-    from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
-
-    writer = PromptWriter(about_tokens)
-    texts = (replace(item, prompt=writer.write(item.lengths, number)) if item.by_length else item
-             for number, item in enumerate(loaded.items))  # fmt: skip
-    return replace(loaded, items=tuple(texts))
+    say. lengths, chat: see their options. texts: those that are known by their lengths only get texts of about that many
+    tokens, as nobody here can count those of a server."""
+    workload = load_workload(path, format=format, slos=read_slos(slos), max_tokens=max_tokens, temperature=temperature)
+    if lengths is not None:
+        workload = with_lengths(workload, parse_lengths(lengths))
+    if texts:
+        workload = with_texts(workload)
+    return as_chat(workload) if chat else workload
 
 
 def read_slos(text: str | None) -> SloTable | None:

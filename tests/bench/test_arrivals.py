@@ -80,7 +80,7 @@ def test_poisson_counts_and_gaps_have_the_right_moments():
 
 
 def test_classes_peak_when_they_are_said_to_and_the_others_arrive_evenly():
-    """A normal distribution has 68.3 % within one deviation; 20 % of each arrive evenly, of which 10 s of 100 get 2 %."""
+    """A normal distribution has 68.3 % within one deviation; 20 % of each arrive evenly: 2 % in 10 of 100 s."""
     made = schedule("peaks:chat=30,code=70,width=5,flat=0.2", rate=100, duration=100)
     at = {name: [a.due_s for a in made.arrivals if a.item.slo_class == name] for name in ("chat", "code", "summary")}
     assert len(at["code"]) == pytest.approx(6000, abs=4 * 6000**0.5)  # 36 of the packaged 60, of 10,000
