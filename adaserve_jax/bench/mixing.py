@@ -44,11 +44,10 @@ def with_urgent_share(workload: Workload, share: float, *, urgent: str | None = 
     order = [*rng.permutation(_places(items, name, True)), *rng.permutation(_places(items, name, False))]
     count = round(share * len(items))
     for places, bodies in ((order[:count], ours), (order[count:], others)):
-        spare = rng.permutation(len(bodies)).tolist()
+        spare = _spread(bodies, rng)
         wrong = sorted(int(place) for place in places if (items[place].slo_class == name) != (bodies is ours))
         for number, place in enumerate(wrong):
-            body = bodies[spare[number % len(spare)]]
-            items[place] = replace(body, arrival_s=items[place].arrival_s)
+            items[place] = replace(spare[number % len(spare)], arrival_s=items[place].arrival_s)
     return workload.derived(f"urgent {name}={share:g}" + (f" seed {seed}" if seed else ""), items)
 
 
@@ -112,6 +111,15 @@ def _copies(count: int, share: float) -> int:
     """The fewest repetitions of `count` requests with which `share` of them is close to a whole number."""
     errors = [abs(round(share * count * n) / (count * n) - share) for n in range(1, MOST_COPIES + 1)]
     return 1 + next((n for n, error in enumerate(errors) if error <= SHARE_ERROR), int(np.argmin(errors)))
+
+
+def _spread(items: list[WorkloadItem], rng: np.random.Generator) -> list[WorkloadItem]:
+    """Shuffled within each class, the classes interleaved so that any number of the first ones has their mix."""
+    by_class: dict[str, list[WorkloadItem]] = {}
+    for place in rng.permutation(len(items)).tolist():
+        by_class.setdefault(items[place].slo_class, []).append(items[place])
+    ranked = [((rank + 0.5) / len(group), name, rank) for name, group in by_class.items() for rank in range(len(group))]
+    return [by_class[name][rank] for _, name, rank in sorted(ranked)]
 
 
 def _places(items: Iterable[WorkloadItem], name: str, urgent: bool) -> list[int]:

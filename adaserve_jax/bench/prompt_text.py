@@ -1,8 +1,8 @@
 """Writes the texts of requests that are known by length only: so many tokens, out of the packaged workload's text.
 
 Prompts are words that follow each other as they do there, so that a draft model has something to be right about.
-Equal blocks give equal beginnings; other prompts begin at a place of their own, so that they share no cached pages but
-by chance. Knows no engine: tokens are counted by whatever counts them.
+Equal blocks give equal beginnings; other prompts begin with a number of their own, so that they share no cached pages.
+Knows no engine: tokens are counted by whatever counts them.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ class PromptWriter:
         return _Words(self._stream(np.random.default_rng(key)))
 
     def _stream(self, rng: np.random.Generator) -> Iterator[str]:
-        """Words without end, with the white space before them: from anywhere in a passage on, then passage after
-        passage in an order of its own."""
+        """Words without end, with the white space before them: a number, so that no other text begins alike, then from
+        anywhere in a passage on, then passage after passage in an order of its own."""
+        yield f" {rng.integers(10**6):06d}:"
         first = self._passages[rng.integers(len(self._passages))]
         begin = int(rng.integers(len(first)))
         yield " " + first[begin].lstrip()
