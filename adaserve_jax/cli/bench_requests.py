@@ -26,8 +26,8 @@ def read_workload(
     temperature: float | None = None, lengths: str | None = None, chat: bool = False, texts: bool = False,
 ) -> Workload:  # fmt: skip
     """The requests of a bench run; without a path the packaged ones. max_tokens, temperature: of requests that do not
-    say. lengths, chat: see their options. texts: those that are known by their lengths only get texts of about that many
-    tokens, as nobody here can count those of a server."""
+    say. lengths, chat: see their options. texts: those that are known by their lengths only get texts of about that
+    many tokens, as nobody here can count those of a server."""
     workload = load_workload(path, format=format, slos=read_slos(slos), max_tokens=max_tokens, temperature=temperature)
     if lengths is not None:
         workload = with_lengths(workload, parse_lengths(lengths))
