@@ -11,6 +11,7 @@ import typer
 from adaserve_jax.bench.acceptance import load_acceptance
 from adaserve_jax.bench.fluctuating import RATE_RPS, fluctuating_trace
 from adaserve_jax.bench.machines import load_machine, packaged_machines
+from adaserve_jax.bench.mixing import parse_lengths, with_lengths
 from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
@@ -162,8 +163,6 @@ def _load(
 ) -> Trace:
     workload = load_workload(path, format=format, slos=read_slos(slos), texts=False)
     if lengths is not None:
-        from adaserve_jax.bench.mixing import parse_lengths, with_lengths
-
         workload = with_lengths(workload, parse_lengths(lengths))
     trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
     for note in trace.notes:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from adaserve_jax.bench.arrivals import Schedule, make_schedule, parse_arrivals
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
-
-PACKAGED = load_workload()
-
-
-def scheduled(
-    text: str, rate_rps: float | None, duration_s: float, seed: int = 0, workload: Workload = PACKAGED
-) -> Schedule:
-    return make_schedule(workload, parse_arrivals(text), rate_rps=rate_rps, duration_s=duration_s, seed=seed)
-
-
-def times_of(schedule: Schedule) -> np.ndarray:
-    return np.array([arrival.due_s for arrival in schedule.arrivals])
 
 
 def schedule(text: str = "poisson", *, rate: float | None = 20.0, duration: float = 50.0, seed: int = 0) -> Schedule:
