@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,20 +20,24 @@ from adaserve_jax.bench.open_loop import LoopResult
 
 SPIN_S = 0.0015
 """A timer of the event loop is up to a millisecond late; so long before a due time the loop turns without sleeping."""
+SWITCH_S = 0.0005
+"""Longest turn of another thread of this process, such as a progress bar's, before the client gets its own."""
 SWEEP_S = 0.25
 _UNREACHED = ("connection_refused", "connect_timeout", "connect_failed")
 
 
 @contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """No pause for collecting garbage while times are taken."""
-    enabled = gc.isenabled()
+def undisturbed() -> Iterator[None]:
+    """No pause for collecting garbage while times are taken, and short turns of this process's other threads."""
+    enabled, switch_s = gc.isenabled(), sys.getswitchinterval()
     gc.collect()
     gc.freeze()
     gc.disable()
+    sys.setswitchinterval(min(switch_s, SWITCH_S))
     try:
         yield
     finally:
+        sys.setswitchinterval(switch_s)
         gc.unfreeze()
         if enabled:
             gc.enable()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from adaserve_jax.bench.engine import Ask, Due, EngineAbout
 from adaserve_jax.bench.http_connection import parser_library
 from adaserve_jax.bench.http_discovery import Discovered, discover, system_name
-from adaserve_jax.bench.http_drive import UrlRun, no_garbage_collection
+from adaserve_jax.bench.http_drive import UrlRun, undisturbed
 from adaserve_jax.bench.http_pool import ConnectionPool
 from adaserve_jax.bench.http_requests import Prepared, prepare
 from adaserve_jax.bench.http_settings import UrlSettings
@@ -64,7 +64,7 @@ class UrlEngine:
         Ctrl-C stops sending and cuts off likewise. on_progress: told how many are in flight, from the client's thread.
         """
         run = UrlRun(self._open_pool, self.settings.silence_timeout_s, on_progress, keep_texts=self._keep_texts)
-        with no_garbage_collection():
+        with undisturbed():
             future = asyncio.run_coroutine_threadsafe(run.run(due, drain_s), self._loop)
             try:
                 result = future.result()

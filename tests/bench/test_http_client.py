@@ -3,9 +3,11 @@ must have, and what follows on other connections is as before."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ import pytest
 
 from adaserve_jax.bench import http_pool
 from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.http_drive import SWITCH_S
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
 from adaserve_jax.bench.http_settings import UrlSettings
@@ -248,6 +251,15 @@ def test_idle_connections_that_the_server_closes_are_opened_again_before_they_ar
         drive(engine, "plain")
         assert not any("new connection" in note for note in engine.notes)
         engine.close()
+
+
+def test_nothing_else_of_the_process_disturbs_a_drive_and_all_is_as_before_afterwards(engine):
+    def state() -> tuple[bool, bool, float]:
+        return gc.isenabled(), gc.get_freeze_count() > 0, sys.getswitchinterval()
+
+    before, during = state(), []
+    engine.drive(due(engine, "plain"), drain_s=5.0, on_progress=lambda _: during.append(state()))
+    assert during == [(False, True, pytest.approx(SWITCH_S))] * 2 and state() == before
 
 
 def test_ctrl_c_cuts_off_and_says_so(engine):
