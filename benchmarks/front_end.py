@@ -26,6 +26,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from cpu_time import cpu_s
 from http_load import FEW_PROGRAMS, HOST, Answer, adaserve, command_line, quantile, request, served
 from rich.console import Console
 from rich.table import Table
@@ -97,12 +98,6 @@ def measure_latency(streams: int, steps_per_s: int, seconds: float) -> dict[str,
         "server_cpu_us_per_token": 1e6 * used / (streams * tokens),
         "aims_ms": {"p50": AIM_P50_MS, "p99": AIM_P99_MS},
     }
-
-
-def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
 
 
 async def all_at_once(port: int, bodies: list[dict[str, Any]]) -> list[Answer]:

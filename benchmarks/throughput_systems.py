@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cpu_time import Watch
+
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import GenerateOutput
@@ -212,28 +214,3 @@ class Transformers:
 
     def _count(self, *_: object) -> None:
         self._forwards += 1
-
-
-class Watch:
-    """Wall time, and the share of all cores' time that others took meanwhile (None where /proc/stat is missing)."""
-
-    def __init__(self) -> None:
-        self._busy_s, self._own_s = _busy_s(), time.process_time()
-        self._started = time.perf_counter()
-
-    def read(self) -> tuple[float, float | None]:
-        wall_s = time.perf_counter() - self._started
-        own_s, busy_s = time.process_time() - self._own_s, _busy_s()
-        if busy_s is None or self._busy_s is None:
-            return wall_s, None
-        return wall_s, max(0.0, busy_s - self._busy_s - own_s) / (wall_s * (os.cpu_count() or 1))
-
-
-def _busy_s() -> float | None:
-    """Seconds, over all cores, that were neither idle nor waiting for a disk; stolen ones count."""
-    try:
-        values = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    except OSError:
-        return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = values
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

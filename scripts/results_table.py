@@ -3,7 +3,7 @@
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
-nightjar_engine.py and nightjar_offload.py. Imports no jax.
+nightjar_engine.py and nightjar_offload.py; client-accuracy-*.json: of client_accuracy.py. Imports no jax.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from results_client import client_table
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 
@@ -228,7 +229,7 @@ def off_path_table(result: dict[str, Any]) -> str:
 
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
-    "calibration": calibration_table, "off-path": off_path_table,
+    "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
 }  # fmt: skip
 
 

@@ -57,6 +57,7 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self.carried = 0
+        self.opened_s = 0.0
         self.is_open = False
 
     def send(self, message: bytes, answer: Answer) -> None:
@@ -84,6 +85,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        self.opened_s = time.monotonic()
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:

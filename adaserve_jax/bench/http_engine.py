@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from adaserve_jax.bench.engine import Ask, Due, EngineAbout
@@ -69,7 +70,7 @@ class UrlEngine:
                 result = future.result()
             except KeyboardInterrupt:
                 self._loop.call_soon_threadsafe(run.stop)
-                result = future.result()
+                result = replace(future.result(), interrupted=True)
         self.token_source = worst([p.token_source for p in run.probes if p.token_source is not None]) or ""
         self.notes = tuple(_notes(run))
         return result

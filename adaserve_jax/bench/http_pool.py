@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import Callable
 
 from adaserve_jax.bench.http_connection import HttpConnection
@@ -11,6 +12,9 @@ from adaserve_jax.bench.http_settings import UrlSettings
 
 OnReady = Callable[[HttpConnection], None]
 OnFailed = Callable[[str], None]
+
+MIN_LIFE_S = 1.0
+"""A server that closes idle connections sooner gets no other ones until a request needs them."""
 
 
 class ConnectionPool:
@@ -21,6 +25,7 @@ class ConnectionPool:
 
     def __init__(self, settings: UrlSettings):
         self._settings = settings
+        self._spare = settings.spare_connections
         self._loop = asyncio.get_running_loop()
         self._tls = ssl.create_default_context() if settings.tls else None
         self._idle: list[HttpConnection] = []
@@ -62,6 +67,7 @@ class ConnectionPool:
             connection.close()
 
     async def close(self) -> None:
+        self._spare = 0
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -70,7 +76,7 @@ class ConnectionPool:
         await asyncio.sleep(0)  # transports close on the loop's next turn
 
     def _refill(self) -> None:
-        for _ in range(self._settings.spare_connections - len(self._idle) - self._refilling):
+        for _ in range(self._spare - len(self._idle) - self._refilling):
             self._refilling += 1
             self._start(self._open_spare())
 
@@ -105,7 +111,7 @@ class ConnectionPool:
         return connection
 
     def _keep(self, connection: HttpConnection) -> None:
-        if self._settings.spare_connections and connection.is_open:
+        if self._spare and connection.is_open:
             self._idle.append(connection)
         else:
             connection.close()
@@ -114,6 +120,8 @@ class ConnectionPool:
         self._all.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+            if time.monotonic() - connection.opened_s > MIN_LIFE_S:
+                self._refill()
 
     def _start(self, work: object) -> None:
         task = self._loop.create_task(work)  # type: ignore[arg-type]

@@ -4,11 +4,15 @@ must have, and what follows on other connections is as before."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from adaserve_jax.bench import http_pool
 from adaserve_jax.bench.engine import Ask, Due
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
@@ -229,6 +233,29 @@ def test_connections_are_used_again_and_a_closed_one_is_replaced(server, engine)
     server.close_idle()
     assert [r.status for r in drive(engine, *["plain"] * 3)] == ["finished"] * 3
     assert server.connections > number
+
+
+def test_idle_connections_that_the_server_closes_are_opened_again_before_they_are_needed(monkeypatch):
+    monkeypatch.setattr(http_pool, "MIN_LIFE_S", 0.0)
+    with FakeServer(script) as server:
+        engine = UrlEngine(UrlSettings(server.url, baseline_s=0.01, spare_connections=3))
+        drive(engine, "plain")
+        number, end = server.connections, time.monotonic() + 5
+        server.close_idle()
+        while server.connections < number + 3:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        drive(engine, "plain")
+        assert not any("new connection" in note for note in engine.notes)
+        engine.close()
+
+
+def test_ctrl_c_cuts_off_and_says_so(engine):
+    threading.Timer(0.15, os.kill, [os.getpid(), signal.SIGINT]).start()
+    loop = engine.drive(due(engine, *["endless"] * 60, gap_s=0.05), drain_s=5.0)
+    assert loop.interrupted and 1 <= len(loop.probes) < 60 and loop.wall_s < 3.0
+    assert {p.outcome[0] for p in loop.probes} == {"unfinished"}  # type: ignore[attr-defined]
+    assert not engine.drive(due(engine, "plain"), drain_s=5.0).interrupted
 
 
 def test_a_request_onto_a_connection_that_was_just_closed_is_sent_again():

@@ -11,9 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.http_engine import UrlEngine
+from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tls import tls_options
+from adaserve_jax.types import SLO
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 
@@ -119,3 +124,16 @@ def test_wrong_files_are_told_by_name(files, names, text):
 
 def test_without_a_certificate_there_is_no_tls():
     assert tls_options(ServerSettings()) == {}
+
+
+def test_a_bench_measures_it_and_checks_its_certificate(files, start_server, monkeypatch):
+    with start_server(settings(files)) as server:
+        url = UrlSettings(server.url.replace("http://", "https://"), api_key="k", baseline_s=0.01)
+        with pytest.raises(ConfigError, match="connect failed"):
+            UrlEngine(url)
+        monkeypatch.setenv("SSL_CERT_FILE", str(files / "ca.pem"))
+        engine = UrlEngine(url)
+        item = WorkloadItem("abc", (), 7, "chat", SLO(), 0.0, 0, None)
+        loop = engine.drive([Due(0.0, engine.prepare(Ask("r", item, 0, SLO(), "", 7)))], drain_s=10.0)
+        engine.close()
+    assert [len(probe.token_times_s) for probe in loop.probes] == [7]

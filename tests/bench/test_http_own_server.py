@@ -1,0 +1,148 @@
+"""The URL client against the server of this package: over a scripted engine, from the command line too, and over the
+embedded pair, whose tokens it must count as the engine does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.bench.client_engine import ClientEngine
+from adaserve_jax.bench.engine import Ask, BenchEngine, Due
+from adaserve_jax.bench.http_engine import UrlEngine
+from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.workload import WorkloadItem, load_workload
+from adaserve_jax.cli import app as cli_app
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.server.serve import load_tokenizer
+from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.types import SLO
+from tests.server.conftest import Running, running, serving
+from tests.server.scripted import BASELINE_S
+
+KEY = "a-long-enough-secret-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running() as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def engine(server: Running) -> Iterator[UrlEngine]:
+    made = UrlEngine(UrlSettings(server.url))
+    yield made
+    made.close()
+
+
+def item(prompt: str, tokens: int = 10, slo: SLO | None = None) -> WorkloadItem:
+    return WorkloadItem(prompt, (), tokens, "chat", slo or SLO(), 0.0, None, None)
+
+
+def driven(engine: BenchEngine, items: list[WorkloadItem], drain_s: float = 20.0) -> list[RequestRecord]:
+    asks = [Ask(f"r{i}", each, each.seed or i, each.slo, "salt", each.max_tokens) for i, each in enumerate(items)]
+    loop = engine.drive([Due(0.0, engine.prepare(ask)) for ask in asks], drain_s=drain_s)
+    about = {"run_id": "run", "point": "p", "policy": "a", "rate_rps": 1.0, "baseline_s": engine.about.baseline_s}
+    return [probe.record(start_s=loop.start_s, **about) for probe in loop.probes]
+
+
+def test_a_server_says_what_it_is(engine):
+    about = engine.about
+    assert (about.system, about.policies, about.baseline_s) == ("adaserve_jax", ("scripted",), BASELINE_S)
+    assert (about.max_context, about.max_requests, about.device) == (512, 64, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "status", "code"),
+    [("abc", "finished", None), ("refuse", "rejected", "invalid_value"), ("full", "rejected", "queue_full"),
+     ("late-full", "rejected", "queue_full"), ("late-refuse", "rejected", "invalid_value"),
+     ("fail", "failed", "engine_error"), ("bug", "failed", "internal_error")],
+)  # fmt: skip
+def test_each_end_is_the_one_that_the_server_says(engine, prompt, status, code):
+    (record,) = driven(engine, [item(prompt)])
+    assert (record.status, record.error_code) == (status, code)
+
+
+def test_tokens_and_verifications_are_those_of_the_engine(server, engine):
+    records = driven(engine, [item("é" * 4, tokens, SLO(tpot_ms=900.0)) for tokens in range(1, 12)])
+    assert [r.output_tokens for r in records] == list(range(1, 12)) and engine.token_source == "usage"
+    assert [r.verify_steps for r in records] == [-(-tokens // 3) for tokens in range(1, 12)]
+    assert {r.prompt_tokens for r in records} == {8} and all(r.slo_met for r in records)
+    assert {round(r.queue_s, 6) for r in records if r.queue_s is not None} == {0.001}
+    asked = server.engine.submitted[-1]
+    assert (asked.cache_salt, asked.slo.tpot_ms, asked.sampling.seed) == ("salt", 900.0, 10)
+
+
+def test_what_is_cut_off_is_aborted_in_the_engine(server, engine):
+    aborted = len(server.engine.aborted)
+    (record,) = driven(engine, [item("slow", 400)], drain_s=0.2)
+    assert record.status == "unfinished" and 0 < record.output_tokens < 30
+    end = time.monotonic() + 5
+    while len(server.engine.aborted) == aborted:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def adaserve(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["adaserve", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli_app.main()
+    return int(ended.value.code or 0)
+
+
+def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    workload = tmp_path / "requests.jsonl"
+    workload.write_text("".join(f'{{"prompt": "{"ab" * i}", "max_tokens": {3 + i}, "seed": 1}}\n' for i in range(1, 9)))
+    quick = (
+        "--workload",
+        str(workload),
+        "--rates",
+        "40",
+        "--duration",
+        "0.3",
+        "--warmup-requests",
+        "1",
+        "--max-late-ms",
+        "5000",
+    )
+    out = tmp_path / "run"
+    with running(ServerSettings(api_key=KEY)) as server:
+        assert adaserve(monkeypatch, "--url", server.url, *quick, "--out", str(out)) == 2
+        assert "answered 401; give the API key" in " ".join(capsys.readouterr().err.split())
+        with_key = ("--url", server.url, "--api-key-env", "SERVER_KEY", *quick, "--out", str(out))
+        assert adaserve(monkeypatch, *with_key) == 0
+        assert adaserve(monkeypatch, *with_key, "--policies", "theirs", "--append") == 0
+    folder = RunFolder.load(out)
+    rows = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
+    assert [(row.policy, row.system, row.token_source) for row in rows] == [
+        ("scripted", "adaserve_jax", "usage"), ("theirs", "adaserve_jax", "usage"),
+    ]  # fmt: skip
+    for records in folder.records.values():
+        assert {r.status for r in records} == {"finished"} and len(records) > 3
+        assert all(r.output_tokens == 3 + r.prompt_tokens // 2 for r in records)
+    assert all(KEY not in path.read_text() for path in out.iterdir())
+
+
+def test_the_embedded_pair_has_the_same_tokens_by_http_and_in_process(demo_engine):
+    tokenizer = load_tokenizer("demo")
+    items = [replace(each, temperature=0.9, seed=i, max_tokens=96)
+             for i, each in enumerate(load_workload().items[:6]) if each.prompt is not None]  # fmt: skip
+    local = ClientEngine(demo_engine, lambda each, _: tokenizer.encode(each.prompt), lambda _: None)
+    with serving(demo_engine, tokenizer, ServerSettings()) as server:
+        engine = UrlEngine(UrlSettings(server.url))
+        assert engine.about.baseline_s == pytest.approx(demo_engine.info.baseline_s)
+        here, there = driven(local, items), driven(engine, items)
+        assert engine.token_source == "usage"
+        engine.close()
+    counts = [[(r.status, r.prompt_tokens, r.output_tokens) for r in each] for each in (here, there)]
+    assert counts[0] == counts[1]
+    assert len({tokens for _, _, tokens in counts[0]}) > 1, "lengths differ, so that counts say something"
+    assert [r.tpot_slo_s for r in there] == pytest.approx([r.tpot_slo_s for r in here])
