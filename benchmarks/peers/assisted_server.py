@@ -31,10 +31,9 @@ class Generator:
 
         transformers.utils.logging.set_verbosity_error()
         self._torch = torch
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        self._target, self._draft = (
-            load(folder, dtype=getattr(torch, dtype)).to(device).eval() for folder in (target, draft)
-        )
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        kind = getattr(torch, dtype)
+        self._target, self._draft = (load(name, dtype=kind).to(device).eval() for name in (target, draft))
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(target)
         settings = self._draft.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = draft_tokens, "constant"

@@ -22,6 +22,8 @@ PROGRAM, HOW = (
     "llama-server",
     "brew install llama.cpp (or build it: cmake -B build && cmake --build build -t llama-server)",
 )
+COUNTS = {"timings_per_token": True}
+"""Asks for the count so far in every event."""
 CONVERT = "python convert_hf_to_gguf.py {folder} --outfile {name}.gguf --outtype f16"
 
 
@@ -64,7 +66,7 @@ def main(argv: list[str]) -> int:
         check_gguf(path)
     version = " ".join(common.output(server, "--version").split())
     words = command(server, options, common.output(server, "--help"))
-    peer = common.Peer("llama.cpp", tuple(words), "/health", common.policy_name(options), version)
+    peer = common.Peer("llama.cpp", tuple(words), "/health", common.policy_name(options), version, extra_body=COUNTS)
     return common.measure(peer, options.out, bench)
 
 

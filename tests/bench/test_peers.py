@@ -171,6 +171,45 @@ def test_what_is_no_gguf_file_is_refused_with_the_conversion(scripts, tmp_path, 
         assert told in capsys.readouterr().err
 
 
+def test_the_bench_is_given_what_the_peer_needs(scripts):
+    common = scripts["common"]
+    peer = common.Peer("P", ("p",), "/health", "draft:4", model="m", extra_body={"timings_per_token": True})
+    built = common.bench_command(peer, "http://127.0.0.1:5", Path("o"), ["--rates", "1,2"])
+    assert built[0] == sys.executable
+    assert built[1:] == [
+        *words("-m adaserve_jax.cli bench --url http://127.0.0.1:5 --system P --policies draft:4 --out o --resume"),
+        *("--model", "m", "--extra-body", '{"timings_per_token": true}', "--rates", "1,2"),
+    ]
+
+
+def test_an_installed_llama_cpp_is_asked_for_its_help_and_version_and_counted_exactly(scripts, monkeypatch, tmp_path):
+    program = tmp_path / "llama-server"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "version: 7 (abc)" || echo "--spec-draft-n-max N"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    for name in ("t.gguf", "d.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    seen = []
+    monkeypatch.setattr(scripts["common"], "measure", lambda *given: seen.append(given) or 0)
+    given = [
+        "--target",
+        str(tmp_path / "t.gguf"),
+        "--draft",
+        str(tmp_path / "d.gguf"),
+        "--out",
+        "o",
+        "--",
+        "--rates",
+        "1",
+    ]
+    assert scripts["llama_cpp"].main(given) == 0
+    ((peer, out, bench),) = seen
+    assert (peer.system, peer.version, peer.ready) == ("llama.cpp", "version: 7 (abc)", "/health")
+    assert peer.command[0] == str(program) and "--spec-draft-n-max" in peer.command
+    assert peer.extra_body == {"timings_per_token": True} and (out, bench) == (Path("o"), ["--rates", "1"])
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
