@@ -82,8 +82,10 @@ class BenchPlan:
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> BenchPlan:
         """The plan whose `settings` these are, as JSON keeps them; what is beside them is passed over."""
-        own = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()})
+        own: dict[str, Any] = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
+        for name, value in own.items():
+            own[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**own)
 
     @property
     def loads(self) -> list[Load]:

@@ -1,8 +1,8 @@
 """The folder of a bench run: what was to be measured, and going on with it where it ended.
 
 plan.json says what the run measures and its id. A resumed run has the same plan and goes on under the same id: what is
-done and valid stays, all other lines of the run are removed before its points are measured again. The rows that stay say
-what they were measured with, and what goes on must be the same.
+done and valid stays, all other lines of the run are removed before its points are measured again. The rows that stay
+say what they were measured with, and what goes on must be the same.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def check_baseline(out: Path, begun: Begun, baseline_s: float) -> None:
     if held_s is not None and abs(baseline_s - held_s) > BASELINE_TOLERANCE * held_s:
         raise ConfigError(
             f"cannot resume {out}: one token alone took {held_s * 1e3:.3g} ms when it was begun, and takes "
-            f"{baseline_s * 1e3:.3g} ms now, more than {BASELINE_TOLERANCE:.0%} off; wait until the machine is as it was, "
-            "or measure all anew in another --out"
+            f"{baseline_s * 1e3:.3g} ms now, more than {BASELINE_TOLERANCE:.0%} off; wait until the machine is as it "
+            "was, or measure all anew in another --out"
         )
 
 

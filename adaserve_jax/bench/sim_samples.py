@@ -1,5 +1,5 @@
-"""Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more seldom, and at
-the end of all."""
+"""Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more seldom, and
+at the end of all."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NOTHING = StepStats()
 
 
 class SimSampler:
-    """Call `note` at the end of every step, and `end` after the last. totals: of each replica, asked for only when a sample is due. duration_s:
-    of the simulation, at most."""
+    """Call `note` at the end of every step, and `end` after the last. totals: of each replica, asked for only when a
+    sample is due. duration_s: of the simulation, at most."""
 
     def __init__(
         self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0

@@ -48,7 +48,9 @@ def bench_rows(step: str, by: str) -> Callable[[Folders], Found]:
         if not rows:
             raise ConfigError(f"{path} has no valid row; the client was the bottleneck: run it on a quieter machine")
         if len({(row.run_id, row.commit) for row in rows}) > 1:
-            raise ConfigError(f"{path} holds rows of several runs or commits; remove its folder and run the figure again")
+            raise ConfigError(
+                f"{path} holds rows of several runs or commits; remove its folder and run the figure again"
+            )
         repeats: dict[float, dict[str, list[ResultRow]]] = {}
         for row in rows:
             repeats.setdefault(getattr(row, by), {}).setdefault(row.policy, []).append(row)

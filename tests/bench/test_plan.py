@@ -98,5 +98,5 @@ def test_one_load_is_not_measured_twice_under_two_names(tmp_path):
 def test_a_class_is_not_called_as_the_rows_over_all_classes_are(tmp_path):
     path = tmp_path / "w.jsonl"
     path.write_text('{"prompt": "a", "slo_class": "all"}\n')
-    with pytest.raises(ConfigError, match="w.jsonl: no SLO class may be called 'all', as rows over every class are"):
+    with pytest.raises(ConfigError, match=r"w.jsonl: no SLO class may be called 'all', as rows over every class are"):
         load_all(BenchPlan(("a",), (2.0,), 1.0), load_workload(path))

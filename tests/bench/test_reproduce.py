@@ -197,9 +197,8 @@ def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypa
         monkeypatch.setattr(running, "source_commit", lambda commit=commit: commit)
         with contextlib.suppress(KeyboardInterrupt):
             running.run_form(form, tmp_path, data, run=write, note=notes.append)
-    assert len(ran) == 3 and [(tmp_path / name / "rows").read_text() for name in ("step", "step.old1", "step.old2")] == [
-        "c3", "c1", "c2"
-    ]  # fmt: skip
+    found = {name: (tmp_path / name / "rows").read_text() for name in ("step", "step.old1", "step.old2")}
+    assert len(ran) == 3 and found == {"step": "c3", "step.old1": "c1", "step.old2": "c2"}
     assert f"step: what another command or commit left is now in {tmp_path / 'step.old2'}" in notes
 
 

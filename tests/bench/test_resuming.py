@@ -229,7 +229,9 @@ def test_relative_targets_of_a_resumed_run_are_those_it_had(make_bench, tmp_path
 
 def test_a_run_is_added_only_to_what_is_done(make_bench, workload, tmp_path: Path):
     held = half_done(make_bench, workload, tmp_path)
-    with pytest.raises(ConfigError, match=r"a run that is not done: spec:4@80/s #1, ar@80/s #1 are missing or not valid"):
+    with pytest.raises(
+        ConfigError, match=r"a run that is not done: spec:4@80/s #1, ar@80/s #1 are missing or not valid"
+    ):
         check_folder(tmp_path, "append")
     with pytest.raises(ConfigError, match=r"end it first with its own options and --resume, or give another --out"):
         run_bench(PLAN, workload, make_bench, tmp_path, use="append")
