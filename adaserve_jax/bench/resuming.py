@@ -43,6 +43,11 @@ class Begun:
     resumed: bool = False
 
     @property
+    def started_at(self) -> str | None:
+        """When the run began, as its rows have it; None without rows."""
+        return self.rows[0].started_at if self.rows else None
+
+    @property
     def baseline_s(self) -> float | None:
         """Baseline latency that the relative targets of its rows are multiples of; None without rows."""
         return self.rows[0].baseline_s if self.rows else None
@@ -127,7 +132,11 @@ def _missing(out: Path) -> list[str]:
         return []
     held = _read_plan(out / PLAN)
     done = {row.point for row in _done_rows(out / RESULTS, held["run_id"])}
-    return [point.name for point in BenchPlan.of(held["plan"]).points if point.name not in done]
+    try:
+        points = BenchPlan.of(held["plan"]).points
+    except (TypeError, ConfigError) as error:
+        raise _no_plan(out / PLAN) from error
+    return [point.name for point in points if point.name not in done]
 
 
 def _resumed(out: Path, settings: dict[str, Any], plan_hash: str) -> Begun:
@@ -193,7 +202,11 @@ def _read_plan(path: Path) -> dict[str, Any]:
             return values
     except (OSError, ValueError, AttributeError):
         pass
-    raise ConfigError(f"{path} is not the plan of a bench run; remove it, or give another --out")
+    raise _no_plan(path)
+
+
+def _no_plan(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is not the plan of a bench run; remove it, or give another --out")
 
 
 def _write_plan(path: Path, values: dict[str, Any]) -> None:

@@ -253,7 +253,7 @@ def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: Bench
     held_s = begun.baseline_s
     return Provenance(
         run_id=begun.run_id,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        started_at=begun.started_at or datetime.now(UTC).isoformat(timespec="seconds"),
         **_here(),
         **_served_with(engine),
         baseline_s=engine.about.baseline_s if held_s is None else held_s,

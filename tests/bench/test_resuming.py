@@ -211,12 +211,13 @@ def test_relative_targets_of_a_resumed_run_are_those_it_had(make_bench, tmp_path
     relative = load_workload(path)
     out = tmp_path / "out"
     held = half_done(make_bench, relative, out)
-    (engine,) = (make_bench(),)
+    engine = make_bench()
     slower = dataclasses.replace(engine.client.info, baseline_s=BASELINE_S * 1.2)
     monkeypatch.setattr(type(engine.client), "info", slower)
     run_bench(PLAN, relative, make_bench, out, use="resume")
     folder = RunFolder.load(out)
     assert len(points(folder)) == 4 and {row.baseline_s for row in folder.rows} == {BASELINE_S}
+    assert len({row.started_at for row in folder.rows}) == 1, "what is of a run is the same in all of its rows"
     targets = [r.tpot_slo_s for each in folder.records.values() for r in each]
     assert targets == [pytest.approx(2.5 * BASELINE_S)] * len(targets)
     for name, content in held.items():
@@ -225,6 +226,12 @@ def test_relative_targets_of_a_resumed_run_are_those_it_had(make_bench, tmp_path
     with pytest.raises(ConfigError, match=r"took 4 ms when it was begun, and takes 5.2 ms now, more than 25% off"):
         run_bench(PLAN, relative, make_bench, out, use="resume")
     assert (out / "requests.jsonl").read_bytes() == held["requests.jsonl"]
+
+
+def test_a_plan_that_is_none_is_not_added_to(tmp_path: Path):
+    (tmp_path / "plan.json").write_text('{"run_id": "r", "plan_hash": "", "plan": {"seed": 3}}')
+    with pytest.raises(ConfigError, match=r"plan.json is not the plan of a bench run; remove it, or give another"):
+        check_folder(tmp_path, "append")
 
 
 def test_a_run_is_added_only_to_what_is_done(make_bench, workload, tmp_path: Path):
