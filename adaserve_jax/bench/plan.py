@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from typing import Any
 
@@ -65,6 +67,7 @@ class BenchPlan:
     repeats: int = 1
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         for text in self.arrivals:
             parse_arrivals(text)
         grid = (self.policies, self.rates, self.urgent_shares, self.slo_scales, self.arrivals)
@@ -75,6 +78,14 @@ class BenchPlan:
         twice = [name for name, count in Counter(point.name for point in self.points).items() if count > 1]
         if twice:
             raise ConfigError(f"every point must be measured once, {twice[0]} is there twice")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> BenchPlan:
+        """The plan whose `settings` these are, as JSON keeps them; what is beside them is passed over."""
+        own: dict[str, Any] = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
+        for name, value in own.items():
+            own[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**own)
 
     @property
     def loads(self) -> list[Load]:
@@ -96,6 +107,19 @@ class BenchPlan:
     def settings(self) -> dict[str, Any]:
         """All of it by name, for `plan.json`."""
         return asdict(self)
+
+    def _check_numbers(self) -> None:
+        for rate in self.rates:
+            if rate is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"rates must be finite and above 0, got {rate!r}")
+        if not 0 < self.duration_s < math.inf:
+            raise ConfigError(f"duration must be a finite number of seconds above 0, got {self.duration_s!r}")
+        for name, value in (("drain", self.drain_s), ("max_late", self.max_late_s)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} must be a finite time of at least 0, got {value!r} s")
+        for name, value in (("warmup_requests", self.warmup_requests), ("seed", self.seed)):
+            if value < 0:
+                raise ConfigError(f"{name} must be at least 0, got {value!r}")
 
     def _name(self, policy: str, load: Load) -> str:
         parts = [f"{policy}@{TRACE}" if load.rate_rps is None else f"{policy}@{load.rate_rps:g}/s"]

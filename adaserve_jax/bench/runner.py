@@ -15,7 +15,15 @@ from adaserve_jax.bench.loads import Loaded, load_all
 from adaserve_jax.bench.open_loop import LoopResult
 from adaserve_jax.bench.plan import BenchPlan, Load, Point
 from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.resuming import ACCEPTANCE, Begun, FolderUse, begin_folder
+from adaserve_jax.bench.resuming import (
+    ACCEPTANCE,
+    Begun,
+    FolderUse,
+    begin_folder,
+    check_alike,
+    check_baseline,
+    drop_unfinished,
+)
 from adaserve_jax.bench.sampling import Sampler
 from adaserve_jax.bench.watching import Watch
 from adaserve_jax.bench.workload import Workload
@@ -27,8 +35,14 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
+from adaserve_jax.types import SLO
 
 WARMUP_TOKENS = 16
+ABOUT_COLUMNS = (
+    "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic", "max_requests",
+    "max_context", "max_prefill_tokens",
+)  # fmt: skip
+"""What the rows have of an engine, by the same names; all rows of a run agree in them."""
 INTERRUPTED = "interrupted"
 """Reason of a point that Ctrl-C ended."""
 
@@ -43,7 +57,8 @@ def run_bench(
     rows of a point are written last, so that a point with rows is there whole. Ctrl-C while a point is driven ends the
     run after writing what the point has, marked invalid; at other times it is passed on. close: whether the engine is
     closed at the end. use: of a folder that holds rows. about: settings beside the plan's that a resumed run must have
-    too.
+    too. Relative targets of a resumed run are multiples of the baseline latency that its rows have. Raises ConfigError:
+    among others, a resumed run would go on with another commit, machine, device or model, or at another speed.
     """
     watch = watch or Watch()
     loads = load_all(plan, workload)
@@ -51,13 +66,18 @@ def run_bench(
     begun = begin_folder(out, settings, use)
     rows = list(begun.rows)
     todo = [point for point in plan.points if point.name not in begun.done]
+    if todo:
+        check_alike(out, begun, _here())
     watch.opened(todo, rows)
     if not todo:
         return rows
     engine = open_engine(todo[0].policy)
     try:
         _check_policies(plan.policies, engine)
-        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine), watch)
+        check_alike(out, begun, _served_with(engine))
+        check_baseline(out, begun, engine.about.baseline_s)
+        drop_unfinished(out, begun)
+        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine), watch, begun.baseline_s)
         for point in todo:
             watch.begins(point)
             measured = bench.measure(point)
@@ -106,6 +126,8 @@ class _Bench:
     engine: BenchEngine
     provenance: Provenance
     watch: Watch
+    held_baseline_s: float | None
+    """Of a resumed run: what its relative targets are multiples of, whatever the engine measured now."""
 
     def measure(self, point: Point) -> _Measured:
         """Warm up, drive, and sum up."""
@@ -149,10 +171,15 @@ class _Bench:
             request_id=_request_id(point, number),
             item=item,
             seed=arrival.seed if self.plan.record or item.seed is None else item.seed,
-            slo=item.slo,
+            slo=self._slo(item.slo),
             cache_salt=f"{self.provenance.run_id} {point.name}",
             max_tokens=item.max_tokens,
         )
+
+    def _slo(self, slo: SLO) -> SLO:
+        if slo.relative is None or self.held_baseline_s is None:
+            return slo
+        return replace(slo, relative=None, tpot_ms=slo.relative * self.held_baseline_s * 1e3)
 
     def _warm_up(self, point: Point, loaded: Loaded) -> None:
         """Send the first few requests, shortened, all at once; their results are dropped."""
@@ -211,27 +238,27 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
     return None
 
 
-def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine) -> Provenance:
+def _here() -> dict[str, Any]:
+    """What runs this and where, by column."""
+    return {"commit": source_commit(), "package_version": adaserve_jax.__version__, "machine": machine_name()}
+
+
+def _served_with(engine: BenchEngine) -> dict[str, Any]:
+    """What a ready engine is, by column."""
     about = engine.about
+    return {name: getattr(about, name) for name in ABOUT_COLUMNS}
+
+
+def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine) -> Provenance:
+    held_s = begun.baseline_s
     return Provenance(
         run_id=begun.run_id,
-        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=source_commit(),
-        package_version=adaserve_jax.__version__,
-        machine=machine_name(),
-        device=about.device,
-        jax_version=about.jax_version,
-        target=about.target,
-        draft=about.draft,
-        target_params=about.target_params,
-        draft_params=about.draft_params,
-        deterministic=about.deterministic,
-        max_requests=about.max_requests,
-        max_context=about.max_context,
-        baseline_s=about.baseline_s,
+        started_at=begun.started_at or datetime.now(UTC).isoformat(timespec="seconds"),
+        **_here(),
+        **_served_with(engine),
+        baseline_s=engine.about.baseline_s if held_s is None else held_s,
         workload=workload.name,
         workload_hash=workload.sha256,
         seed=plan.seed,
-        max_prefill_tokens=about.max_prefill_tokens,
         plan_hash=begun.plan_hash,
     )

@@ -1,4 +1,5 @@
-"""Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more seldom."""
+"""Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more seldom, and
+at the end of all."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ NOTHING = StepStats()
 
 
 class SimSampler:
-    """Call `note` at the end of every step. totals: of each replica, asked for only when a sample is due. duration_s:
-    of the simulation, at most."""
+    """Call `note` at the end of every step, and `end` after the last. totals: of each replica, asked for only when a
+    sample is due. duration_s: of the simulation, at most."""
 
     def __init__(
         self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0
@@ -29,12 +30,22 @@ class SimSampler:
         self._run_id, self._point = run_id, point
         self._every_s = max(SAMPLE_S, duration_s / MOST_SAMPLES)
         self._due_s = self._every_s
+        self._taken_s = -math.inf
 
     def note(self, now_s: float) -> None:
         """Take a sample if one is due. The host's phases are 0: the virtual clock stands still meanwhile."""
         if now_s < self._due_s:
             return
         self._due_s = self._every_s * (math.floor(now_s / self._every_s) + 1)
+        self._take(now_s)
+
+    def end(self, now_s: float) -> None:
+        """Take the last sample, which has what came since the one before, unless that one was taken just now."""
+        if self._taken_s < now_s:
+            self._take(now_s)
+
+    def _take(self, now_s: float) -> None:
+        self._taken_s = now_s
         stats = together(self._totals())
         self.samples.append(Sample.of(stats, NOTHING, run_id=self._run_id, point=self._point, t_s=now_s, host=False))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from adaserve_jax.bench.acceptance import AcceptanceModel
 from adaserve_jax.bench.cluster import run_cluster
+from adaserve_jax.bench.loads import check_classes
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.replica import Replica
@@ -96,6 +97,8 @@ def simulate_all(
 ) -> list[ResultRow]:  # fmt: skip
     """Every policy over every trace, with every number of replicas, and samples of each. varied: what of each trace
     was, for the rows. Raises ConfigError for an unknown policy."""
+    for trace in traces:
+        check_classes(trace.name, trace.classes)
     rows: list[ResultRow] = []
     run_id, hashed = new_run_id(), plan_hash(plan, machine, traces)
     varied = varied or [Varied()] * len(traces)
@@ -191,6 +194,8 @@ class _Simulation:
             replica.add(self._request(number, arrivals[number]), arrivals[number])
 
         wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
+        if self._sampler is not None:
+            self._sampler.end(wall_s)
         samples = [] if self._sampler is None else self._sampler.samples
         return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas], samples)
 

@@ -42,6 +42,8 @@ from adaserve_jax.scheduler.policy_names import expand, policy_of
 
 POLICIES = "ar,spec:4,adaserve"
 INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
+HIDDEN = "..."
+"""Stands for the value of a header where a command line is shown."""
 NOT_OF_THE_RUN = ("policy", "seed", "compile_cache")
 """Engine options that the plan has, or that change no result."""
 
@@ -226,8 +228,24 @@ def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> No
 
 
 def _resume_command(folder: Path) -> str:
-    """This command line, so that it goes on in `folder`."""
-    given = [text for text in sys.argv[1:] if text not in ("--resume", "--append")]
+    """This command line, so that it goes on in `folder`; values of headers, which may be keys, are to be put back."""
+    given = [text for text in _without_secrets(sys.argv[1:]) if text not in ("--resume", "--append")]
     if not any(text == "--out" or text.startswith("--out=") for text in given):
         given += ["--out", str(folder)]
     return shlex.join(["adaserve", *given, "--resume"])
+
+
+def _without_secrets(given: Sequence[str]) -> list[str]:
+    """A command line without what its headers hold."""
+    shown: list[str] = []
+    for text in given:
+        option, _, header = text.partition("=")
+        if shown and shown[-1] == "--header":
+            shown.append(_name_of(text))
+        else:
+            shown.append(f"--header={_name_of(header)}" if option == "--header" and header else text)
+    return shown
+
+
+def _name_of(header: str) -> str:
+    return f"{header.partition(':')[0]}: {HIDDEN}"

@@ -39,7 +39,10 @@ class BenchBar(Watch):
         self._kept = self._done = len({row.point for row in done})
         self._total = len(todo) + self._done
         if self._kept:
-            self._say(f"{self._kept} of {self._total} points are there already")
+            self._say(
+                f"{self._kept} of {self._total} points are there already; relative targets stay those of their "
+                f"baseline latency, {done[0].baseline_s * 1e3:.3g} ms"
+            )
         self._progress.update(self._task, total=self._total, completed=self._done)
 
     def begins(self, point: Point) -> None:

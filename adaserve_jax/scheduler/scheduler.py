@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -137,21 +138,18 @@ class Scheduler:
     def totals(self) -> StepStats:
         """The totals themselves, for who asks often: the next step changes them. Gauges of requests, pages, the draft
         and the latest step are as of now; arms, calibration and the prefix cache are left out."""
-        stats, pool = self._stats, self._batch.pool
-        extension_used = pool.extension_used
-        stats.running, stats.waiting = len(self._batch.running), self.num_waiting
-        stats.pages_used, stats.extension_used = pool.num_used - extension_used, extension_used
-        stats.extension_total = pool.num_pages - pool.base_pages
-        stats.preemptions, stats.draft_resident = self._batch.preemptions, self._draft_is_here
-        return stats
+        for name, value in self._current().items():
+            setattr(self._stats, name, value)
+        return self._stats
 
     @property
     def stats(self) -> StepStats:
-        """A snapshot of the totals, with all gauges as of now."""
+        """A snapshot of the totals, with all gauges as of now. Changes nothing, so that any thread may ask."""
         pool, prefixes = self._batch.pool, self._batch.prefixes
         report = self._controller.arms()
         return replace(
-            self.totals,
+            self._stats,
+            **self._current(),
             pages_cached=pool.num_idle,
             extension_cached=pool.extension_idle,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
@@ -165,6 +163,16 @@ class Scheduler:
             calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
             calibration_error=self._calibrator.errors if self._calibrator is not None else {},
         )
+
+    def _current(self) -> dict[str, Any]:
+        """What is not counted step by step."""
+        pool = self._batch.pool
+        extension_used = pool.extension_used
+        return {
+            "running": len(self._batch.running), "waiting": self.num_waiting, "preemptions": self._batch.preemptions,
+            "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
+            "extension_total": pool.num_pages - pool.base_pages, "draft_resident": self._draft_is_here,
+        }  # fmt: skip
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
         """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes.

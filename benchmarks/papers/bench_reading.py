@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Table
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from papers.entry import Claim, Folders, Found
-from papers.reading import figure, largest, least, over, series
+from papers.reading import figure, largest, least, over, series, violation_times
 
 OURS, AUTHORS = "adaserve", ("adaserve-paper", "adaserve-code")
 ByValue = dict[float, dict[str, ResultRow]]
-"""By what is varied: by policy, the row over all classes."""
+"""By what is varied: by policy, the row over all classes, of several repeats their mean (`_mean`)."""
 LABELS = {
     "rate_rps": "requests per second", "urgent_share": "share of urgent requests", "slo_scale": "SLO scale"
 }  # fmt: skip
@@ -37,17 +39,22 @@ def bench_claims(kind: str) -> tuple[Claim, ...]:
 
 
 def bench_rows(step: str, by: str) -> Callable[[Folders], Found]:
-    """Reads the rows of a run in which column `by` was varied; of a point that was measured again, the last."""
+    """Reads the rows of a run in which column `by` was varied. Raises ConfigError: none is valid, or it is several runs
+    or of several commits."""
 
     def read(folders: Folders) -> Found:
         path = folders[step] / "results.jsonl"
         rows = [row for row in read_rows(path, ResultRow) if row.slo_class == ALL_CLASSES and row.valid]
         if not rows:
             raise ConfigError(f"{path} has no valid row; the client was the bottleneck: run it on a quieter machine")
-        found: ByValue = {}
-        for row in (row for row in rows if row.commit == rows[-1].commit):
-            found.setdefault(getattr(row, by), {})[row.policy] = row
-        found = dict(sorted(found.items()))
+        if len({(row.run_id, row.commit) for row in rows}) > 1:
+            raise ConfigError(
+                f"{path} holds rows of several runs or commits; remove its folder and run the figure again"
+            )
+        repeats: dict[float, dict[str, list[ResultRow]]] = {}
+        for row in rows:
+            repeats.setdefault(getattr(row, by), {}).setdefault(row.policy, []).append(row)
+        found = {value: {name: _mean(each) for name, each in at.items()} for value, at in sorted(repeats.items())}
         return Found(judged(found), (_figure(found, by), _table(found, by)), _about(rows[-1]))
 
     return read
@@ -61,13 +68,25 @@ def judged(points: ByValue) -> dict[str, float | None]:
     return {
         "least lead": least((ours.attainment or 0.0) - theirs for ours, theirs in best),
         "violations times": largest(
-            (1 - theirs) / max(1 - (ours.attainment or 0.0), 1 / max(ours.requests_with_slo, 1))
-            for ours, theirs in best
+            violation_times(theirs, ours.attainment or 0.0, ours.requests_with_slo) for ours, theirs in best
         ),
         "goodput times": largest(richest),
         "least goodput times": least(richest),
         "accepted falls": over(accepted[0], accepted[-1]) if len(accepted) > 1 else None,
     }
+
+
+def _mean(repeats: Sequence[ResultRow]) -> ResultRow:
+    """Their means in what is judged, and the sum of their requests; all else is the first one's."""
+    attainments, accepted = ([getattr(row, name) for row in repeats if getattr(row, name) is not None]
+                             for name in ("attainment", "mean_accepted"))  # fmt: skip
+    return replace(
+        repeats[0],
+        attainment=fmean(attainments) if attainments else None,
+        goodput_tps=fmean(row.goodput_tps for row in repeats),
+        mean_accepted=fmean(accepted) if accepted else None,
+        requests_with_slo=sum(row.requests_with_slo for row in repeats),
+    )
 
 
 def _others(at: dict[str, ResultRow]) -> list[ResultRow]:

@@ -26,6 +26,12 @@ def over(ours: float | None, theirs: float | None) -> float | None:
     return None if ours is None or not theirs else ours / theirs
 
 
+def violation_times(theirs: float, ours: float, requests: int) -> float:
+    """Violations of theirs over those of ours, from attainments. requests: of ours that have targets; where all of them
+    are met, it is as if one were not: at least so many times."""
+    return (1 - theirs) / max(1 - ours, 1 / max(requests, 1))
+
+
 def largest(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 

@@ -1,4 +1,7 @@
-"""Runs the steps of a figure, each in its folder and each once; what has ended is not run again."""
+"""Runs the steps of a figure, each in its folder and each once; what has ended is not run again.
+
+A folder holds what one command measured at one commit: that of another is put aside before the command runs again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from adaserve_jax.errors import AdaServeError, ConfigError
@@ -18,8 +22,8 @@ from papers.data import SOURCES, find_data, make_data
 from papers.entry import Form, Step
 
 ROOT = Path(__file__).resolve().parents[2]
-ENDED = "ended.json"
-"""In the folder of a step: the command, commit and seconds of the run that ended."""
+STAMP = "step.json"
+"""In the folder of a step: the command and commit of the run, and its seconds once it has ended."""
 MADE = "made-workloads"
 INTERRUPTED = 130
 
@@ -73,21 +77,24 @@ def _run_step(step: Step, out: Path, data: Path | None, run: Run, note: Callable
     here = folder_of(step, out)
     argv = [_filled(word, step, out, data) for word in step.argv]
     stamp = {"command": argv, "commit": source_commit()}
-    ended = _ended(here)
-    if {name: ended.get(name) for name in stamp} == stamp:
+    held = _held(here)
+    same = {name: held.get(name) for name in stamp} == stamp
+    if same and "seconds" in held:
         note(f"{step.name}: has ended in {here}")
-        return ended["seconds"]
-    if step.anew and here.is_dir():
+        return held["seconds"]
+    if here.is_dir() and step.anew:
         shutil.rmtree(here)
+    elif here.is_dir() and not same:
+        note(f"{step.name}: what another command or commit left is now in {_put_aside(here)}")
     make_folder(here)
-    (here / ENDED).unlink(missing_ok=True)
+    _write(here, stamp)
     note(f"{step.name}: about {step.minutes:g} min: {shlex.join(argv)}")
     started = time.monotonic()
     code = run(_real(argv))
     if code:
         raise StepError(f"{step.name} failed with exit code {code}: {shlex.join(argv)}; run the figure again to go on")
     stamp["seconds"] = ended_s = time.monotonic() - started
-    (here / ENDED).write_text(json.dumps(stamp, indent=1) + "\n")
+    _write(here, stamp)
     return ended_s
 
 
@@ -110,11 +117,21 @@ def _real(argv: Sequence[str]) -> list[str]:
     return [*programs[argv[0]], *argv[1:]]
 
 
-def _ended(here: Path) -> dict:
+def _held(here: Path) -> dict:
     try:
-        return json.loads((here / ENDED).read_text())
+        return json.loads((here / STAMP).read_text())
     except (OSError, json.JSONDecodeError):
         return {}
+
+
+def _write(here: Path, stamp: dict) -> None:
+    (here / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
+
+
+def _put_aside(here: Path) -> Path:
+    """Rename a folder to the first free name; returns it."""
+    aside = next(path for number in count(1) if not (path := here.with_name(f"{here.name}.old{number}")).exists())
+    return here.rename(aside)
 
 
 def _has_gpu() -> bool:

@@ -10,7 +10,7 @@ from policy_sweeps_tables import Line, best_baseline, grouped
 from adaserve_jax.report.document import Figure, Table
 from adaserve_jax.results.jsonl import read_rows
 from papers.entry import Folders, Found
-from papers.reading import figure, largest, least, over, series
+from papers.reading import figure, largest, least, over, series, violation_times
 
 Points = dict[float, dict[str, Line]]
 """By value of the sweep: by contender."""
@@ -83,9 +83,10 @@ class _Point:
 
     @property
     def violation_times(self) -> float | None:
-        """Of the best baseline, over ours. Where none of ours is violated, as if one request were: at least so many."""
-        one = 1 / self._ours.overall["requests_with_slo"]
-        return None if self._best is None else (1 - self._best.attainment) / max(1 - self._ours.attainment, one)
+        """Of the best baseline, over ours."""
+        if self._best is None:
+            return None
+        return violation_times(self._best.attainment, self._ours.attainment, self._ours.overall["requests_with_slo"])
 
 
 def _accepted(points: Points, name: str) -> list[float]:

@@ -1,11 +1,14 @@
 """The grid of a run: which points there are, what they are called, and in which order they are measured."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from adaserve_jax.bench.loads import load_all
 from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.errors import ConfigError
 
 POLICIES = ("a", "b", "c")
@@ -60,8 +63,40 @@ def test_repeats_have_seeds_of_their_own_and_the_first_has_the_plans():
         ({"repeats": 0}, "at least one policy, rate, urgent share, SLO scale, arrival process and repeat"),
         ({"rates": (2.0, 2.0000001)}, "every point must be measured once, a@2/s is there twice"),
         ({"arrivals": ("rain",)}, "rain"),
+        ({"rates": (None,), "duration_s": 0.0}, "duration must be a finite number of seconds above 0, got 0.0"),
+        ({"duration_s": float("nan")}, "duration must be a finite number of seconds above 0, got nan"),
+        ({"rates": (2.0, -1.0)}, "rates must be finite and above 0, got -1.0"),
+        ({"drain_s": -1.0}, "drain must be a finite time of at least 0, got -1.0 s"),
+        ({"max_late_s": float("nan")}, "max_late must be a finite time of at least 0, got nan s"),
+        ({"warmup_requests": -1}, "warmup_requests must be at least 0, got -1"),
+        ({"seed": -3}, "seed must be at least 0, got -3"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         replace(BenchPlan(("a",), (1.0,), 1.0), **change)
+
+
+def test_a_plan_is_known_again_by_its_settings():
+    plan = BenchPlan(("a", "b"), (2.0, None), 1.5, seed=3, slo_scales=(1.2, None), repeats=2)
+    assert BenchPlan.of(json.loads(json.dumps({**plan.settings(), "workload": "w"}))) == plan
+
+
+def test_one_load_is_not_measured_twice_under_two_names(tmp_path):
+    """A workload's own times are the same whatever process is named beside them."""
+    path = tmp_path / "w.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "arrival_s": at}) + "\n" for at in (0.0, 0.4, 0.7)))
+    workload = load_workload(path)
+    plan = BenchPlan(("a",), (None,), 1.0, repeats=2)
+    assert len(load_all(plan, workload)) == 2, "repeats differ by their seeds"
+    with pytest.raises(ConfigError, match="the workload's own times with arrivals poisson and the workload's own times "
+                                          "with arrivals trace are the same requests at the same times"):  # fmt: skip
+        load_all(replace(plan, arrivals=("poisson", "trace")), workload)
+    assert len(load_all(replace(plan, rates=(2.0, 4.0)), workload)) == 4
+
+
+def test_a_class_is_not_called_as_the_rows_over_all_classes_are(tmp_path):
+    path = tmp_path / "w.jsonl"
+    path.write_text('{"prompt": "a", "slo_class": "all"}\n')
+    with pytest.raises(ConfigError, match=r"w.jsonl: no SLO class may be called 'all', as rows over every class are"):
+        load_all(BenchPlan(("a",), (2.0,), 1.0), load_workload(path))

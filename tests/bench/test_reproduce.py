@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -175,6 +176,30 @@ def test_a_step_is_run_once_and_again_when_its_command_changes_or_it_failed(modu
     other = replace(step, argv=(*step.argv, "--seed", "1"), anew=True)
     running.run_form(replace(form, steps=(other,)), tmp_path, data, run=code, note=notes.append)
     assert len(ran) == 3 and not (folder / "partial").exists()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_another_commit_left_is_put_aside(modules, tmp_path: Path, monkeypatch, ended: bool) -> None:
+    running, ran, notes = modules["running"], [], []
+    form, _ = fake(modules, tmp_path)
+    data, folder = tmp_path / "data", tmp_path / "step"
+    modules["data"].make_data("traces", data, span_s=2.0)
+
+    def write(argv) -> int:
+        ran.append(argv)
+        assert not (folder / "rows").exists(), "nothing of the other commit is gone on with"
+        (folder / "rows").write_text(commit)
+        if not ended and len(ran) == 1:
+            raise KeyboardInterrupt
+        return 0
+
+    for commit in ("c1", "c2", "c3"):
+        monkeypatch.setattr(running, "source_commit", lambda commit=commit: commit)
+        with contextlib.suppress(KeyboardInterrupt):
+            running.run_form(form, tmp_path, data, run=write, note=notes.append)
+    found = {name: (tmp_path / name / "rows").read_text() for name in ("step", "step.old1", "step.old2")}
+    assert len(ran) == 3 and found == {"step": "c3", "step.old1": "c1", "step.old2": "c2"}
+    assert f"step: what another command or commit left is now in {tmp_path / 'step.old2'}" in notes
 
 
 def test_an_interrupt_keeps_what_is_done_and_ends_with_130(modules, tmp_path: Path, monkeypatch) -> None:

@@ -100,6 +100,17 @@ def test_rows_of_a_bench_are_judged_the_same_way(modules, tmp_path: Path) -> Non
         100 / 120
     )
     assert values["accepted falls"] == 1.25
+    again = [replace(row, repeat=1, goodput_tps=row.goodput_tps + 20.0) for row in rows]
+    again[0] = replace(again[0], attainment=0.9)
+    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in (*rows, *again)))
+    found = modules["bench_reading"].bench_rows("step", "rate_rps")({"step": tmp_path})
+    assert found.values["violations times"] == pytest.approx(0.2 / 0.05), "of the mean of the repeats, of 20 requests"
+    assert found.values["goodput times"] == pytest.approx(100 / 90)
+    assert found.shown[1].rows[0] == ("adaserve", "95.0%, 100", "50.0%, 110")
+    for other in ({"commit": "d"}, {"run_id": "r"}):
+        path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in (*rows, replace(rows[0], **other))))
+        with pytest.raises(ConfigError, match="holds rows of several runs or commits; remove its folder"):
+            modules["bench_reading"].bench_rows("step", "rate_rps")({"step": tmp_path})
     path.write_text(json.dumps(asdict(replace(rows[0], valid=False))) + "\n")
     with pytest.raises(ConfigError, match="has no valid row; the client was the bottleneck"):
         modules["bench_reading"].bench_rows("step", "rate_rps")({"step": tmp_path})

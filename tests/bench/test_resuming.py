@@ -9,7 +9,7 @@ import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.resuming import begin_folder
+from adaserve_jax.bench.resuming import begin_folder, check_folder, drop_unfinished
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.bench.watching import Watch
 from adaserve_jax.bench.workload import Workload, load_workload
@@ -17,6 +17,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from tests.bench.conftest import BASELINE_S
 from tests.results.points import record, row, sample
 
 PLAN = BenchPlan(("ar", "spec:4"), (80.0,), duration_s=0.1, warmup_requests=0, repeats=2, drain_s=5.0, max_late_s=5.0)
@@ -159,5 +160,102 @@ def test_what_was_recorded_of_a_point_goes_and_stays_with_it(tmp_path: Path):
         for number in (0, 12)
     ]
     append_rows(tmp_path / "acceptance.jsonl", made)
-    assert begin_folder(tmp_path, settings, "resume").rows == tuple(done)
+    begun = begin_folder(tmp_path, settings, "resume")
+    assert begun.rows == tuple(done)
+    assert read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord) == made, "until it is sure that it goes on"
+    drop_unfinished(tmp_path, begun)
     assert read_rows(tmp_path / "acceptance.jsonl", AcceptanceRecord) == made[:2] + made[4:]
+
+
+def half_done(make_bench, workload: Workload, out: Path) -> dict[str, bytes]:
+    """A run whose first two points are done; what its files hold."""
+    run_bench(PLAN, workload, make_bench, out, use="new")
+    lines = (out / "results.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "results.jsonl").write_bytes(b"".join(lines[: len(lines) // 2]))
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "then"), [("source_commit", "c0ffee"), ("machine_name", "another processor"), ("device", "cuda: big"),
+                       ("target_params", 99)]
+)  # fmt: skip
+def test_what_was_measured_with_something_else_is_not_gone_on_with(
+    make_bench, workload, tmp_path: Path, monkeypatch, name: str, then: object
+):
+    held = half_done(make_bench, workload, tmp_path)
+    opened = []
+
+    def open_other(policy: str):
+        opened.append(policy)
+        engine, about = make_bench(policy), make_bench(policy).about
+        if name in ("device", "target_params"):
+            monkeypatch.setattr(type(engine), "about", dataclasses.replace(about, **{name: then}))
+        return engine
+
+    if name not in ("device", "target_params"):
+        monkeypatch.setattr(f"adaserve_jax.bench.runner.{name}", lambda: then)
+    column = {"source_commit": "commit", "machine_name": "machine"}.get(name, name)
+    with pytest.raises(ConfigError, match=rf"cannot resume .*: {column} was .*, is {then!r}; .* anew in another --out"):
+        run_bench(PLAN, workload, open_other, tmp_path, use="resume")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == held
+    assert bool(opened) == (name in ("device", "target_params")), "no model is loaded in vain"
+    if name == "source_commit":
+        run_bench(PLAN, workload, make_bench, tmp_path / "other", use="resume")
+        monkeypatch.setattr("adaserve_jax.bench.runner.source_commit", lambda: "later")
+        run_bench(PLAN, workload, make_bench, tmp_path / "other", use="resume")  # is done: nothing is measured
+
+
+def test_relative_targets_of_a_resumed_run_are_those_it_had(make_bench, tmp_path: Path, monkeypatch):
+    path = tmp_path / "w.jsonl"
+    path.write_text(json.dumps({"prompt": "words", "max_tokens": 3, "slo_relative": 2.5}) + "\n")
+    relative = load_workload(path)
+    out = tmp_path / "out"
+    held = half_done(make_bench, relative, out)
+    engine = make_bench()
+    slower = dataclasses.replace(engine.client.info, baseline_s=BASELINE_S * 1.2)
+    monkeypatch.setattr(type(engine.client), "info", slower)
+    run_bench(PLAN, relative, make_bench, out, use="resume")
+    folder = RunFolder.load(out)
+    assert len(points(folder)) == 4 and {row.baseline_s for row in folder.rows} == {BASELINE_S}
+    assert len({row.started_at for row in folder.rows}) == 1, "what is of a run is the same in all of its rows"
+    targets = [r.tpot_slo_s for each in folder.records.values() for r in each]
+    assert targets == [pytest.approx(2.5 * BASELINE_S)] * len(targets)
+    for name, content in held.items():
+        (out / name).write_bytes(content)
+    monkeypatch.setattr(type(engine.client), "info", dataclasses.replace(slower, baseline_s=BASELINE_S * 1.3))
+    with pytest.raises(ConfigError, match=r"took 4 ms when it was begun, and takes 5.2 ms now, more than 25% off"):
+        run_bench(PLAN, relative, make_bench, out, use="resume")
+    assert (out / "requests.jsonl").read_bytes() == held["requests.jsonl"]
+
+
+def test_a_plan_that_is_none_is_not_added_to(tmp_path: Path):
+    (tmp_path / "plan.json").write_text('{"run_id": "r", "plan_hash": "", "plan": {"seed": 3}}')
+    with pytest.raises(ConfigError, match=r"plan.json is not the plan of a bench run; remove it, or give another"):
+        check_folder(tmp_path, "append")
+
+
+def test_a_run_is_added_only_to_what_is_done(make_bench, workload, tmp_path: Path):
+    held = half_done(make_bench, workload, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"a run that is not done: spec:4@80/s #1, ar@80/s #1 are missing or not valid"
+    ):
+        check_folder(tmp_path, "append")
+    with pytest.raises(ConfigError, match=r"end it first with its own options and --resume, or give another --out"):
+        run_bench(PLAN, workload, make_bench, tmp_path, use="append")
+    assert (tmp_path / "plan.json").read_bytes() == held["plan.json"]
+    run_bench(PLAN, workload, make_bench, tmp_path, use="resume")
+    run_bench(PLAN, workload, make_bench, tmp_path, use="append")
+    assert len(points(RunFolder.load(tmp_path))) == 8
+
+
+@pytest.mark.parametrize("line", ['{"point": "p"}', "{broken", "3", '{"run_id": "r", "request_id": 3}'])
+def test_a_line_that_nobody_can_read_is_named(make_bench, workload, tmp_path: Path, line: str):
+    half_done(make_bench, workload, tmp_path)
+    first, *rest = (tmp_path / "samples.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "samples.jsonl").write_text("".join([first, "\n", *rest]))
+    run_bench(PLAN, workload, make_bench, tmp_path, use="resume")  # a blank line does no harm
+    half_done(make_bench, workload, tmp_path / "other")
+    samples = tmp_path / "other" / "samples.jsonl"
+    samples.write_text("".join([first, f"{line}\n", *rest]))
+    with pytest.raises(ConfigError, match=r"samples.jsonl:2: expected a JSON object with run_id and point, got b'"):
+        run_bench(PLAN, workload, make_bench, tmp_path / "other", use="resume")

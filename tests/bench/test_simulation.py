@@ -269,3 +269,10 @@ def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp
 def test_what_the_command_cannot_do_is_said(tmp_path: Path, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         app(["simulate", "--policies", "ar", "--out", str(tmp_path), *arguments], standalone_mode=False)
+
+
+def test_a_class_of_a_trace_is_not_called_as_the_rows_over_all_classes_are(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"t_ms": 0, "prompt_id": "all-1", "slo_ratio": 1.2, "output_length": 2, "input_length": 3}\n')
+    with pytest.raises(ConfigError, match=r"t.jsonl: no SLO class may be called 'all'"):
+        simulate_all(SimulationPlan(("ar",)), MACHINE, [load_trace(path)])

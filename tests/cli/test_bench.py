@@ -135,7 +135,8 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(bench, tmp_path: Path, 
     overall = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
     assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", True)]
     assert folder.notes == () and len({row.run_id for row in overall}) == 1
-    assert "1 of 2 points are there already" in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 of 2 points are there already; relative targets stay those of their baseline latency, 4 ms" in told
 
 
 def test_ctrl_c_while_the_engine_opens_is_no_traceback(bench, monkeypatch, capsys):
@@ -148,7 +149,8 @@ def test_ctrl_c_while_the_engine_opens_is_no_traceback(bench, monkeypatch, capsy
 
 
 def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypatch):
-    arguments = ("--policies", "ar", "--duration", "0.1", "--warmup-requests", "0", "--out", "o", "--drain", "5")
+    arguments = ("--policies", "ar", "--duration", "0.1", "--warmup-requests", "0", "--out", "o", "--drain", "5",
+                 *ANY_LATENESS)  # fmt: skip
     monkeypatch.setattr(bench_module, "default_rates", lambda *_: (60.0,))
     assert bench(*arguments) == 0
     monkeypatch.setattr(bench_module, "default_rates", lambda *_: pytest.fail("measured anew"))
@@ -165,6 +167,8 @@ def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypa
         (("--append",), "--append needs the run's folder; give it as --out"),
         (("--resume", "--append", "--out", "o"), "--resume goes on with a run and --append adds one; give one of them"),
         (("--rates", "0"), "--rates must be numbers above 0 or 'trace', separated by commas, got '0'"),
+        (("--duration", "0", "--rates", "trace"), "duration must be a finite number of seconds above 0, got 0.0"),
+        (("--max-late-ms", "nan"), "max_late must be a finite time of at least 0, got nan s"),
         (("--rates", "2,2.0"), "every point must be measured once, ar@2/s is there twice"),
         (("--urgent-shares", "1.5"), "--urgent-shares must be numbers from 0 to 1, separated by commas, got '1.5'"),
         (("--slo-scales", "tight"), "--slo-scales must be numbers above 0, separated by commas, got 'tight'"),
@@ -196,3 +200,14 @@ def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsy
     assert bench(*arguments[:-2], "--duration", "0.2", "--out", "o", "--resume") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "cannot resume o: duration_s was 0.15, is 0.2; give the options of that run, or another --out" in told
+
+
+def test_a_command_that_is_shown_has_no_keys(monkeypatch):
+    given = ["bench", "--url", "http://h", "--header", "Authorization: Bearer abc", "--header=X-Key: abc", "--append"]
+    monkeypatch.setattr(sys, "argv", ["adaserve", *given])
+    command = bench_module._resume_command(Path("o"))
+    assert "abc" not in command
+    assert shlex.split(command) == [
+        "adaserve", "bench", "--url", "http://h", "--header", "Authorization: ...", "--header=X-Key: ...", "--out", "o",
+        "--resume",
+    ]  # fmt: skip

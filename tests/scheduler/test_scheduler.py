@@ -339,3 +339,18 @@ def test_importing_the_scheduler_does_not_import_jax():
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_asking_how_things_are_changes_nothing():
+    """Another thread asks while steps are taken: only who asks for the totals themselves changes them."""
+    scheduler = scheduler_of()
+    held = dict(vars(scheduler._stats))
+    scheduler.add(request_of("a", prompt=4))
+    assert scheduler.stats.waiting == 1 and vars(scheduler._stats) == held
+    run_step(scheduler, [[7]])
+    held = dict(vars(scheduler._stats))
+    asked = scheduler.stats
+    assert (asked.running, asked.waiting, asked.pages_used) == (1, 0, 1) and vars(scheduler._stats) == held
+    totals = scheduler.totals
+    assert totals is scheduler._stats
+    assert (totals.running, totals.waiting, totals.pages_used) == (1, 0, 1)
