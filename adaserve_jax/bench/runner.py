@@ -22,7 +22,7 @@ from adaserve_jax.bench.workload import Workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows
-from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.results.provenance import machine_name, settings_hash, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.samples import Sample
@@ -57,7 +57,7 @@ def run_bench(
     engine = open_engine(todo[0].policy)
     try:
         _check_policies(plan.policies, engine)
-        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine), watch)
+        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine, about), watch)
         for point in todo:
             watch.begins(point)
             measured = bench.measure(point)
@@ -211,7 +211,9 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
     return None
 
 
-def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine) -> Provenance:
+def _provenance(
+    plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine, settings: Mapping[str, Any] | None
+) -> Provenance:  # fmt: skip
     about = engine.about
     return Provenance(
         run_id=begun.run_id,
@@ -234,4 +236,5 @@ def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: Bench
         seed=plan.seed,
         max_prefill_tokens=about.max_prefill_tokens,
         plan_hash=begun.plan_hash,
+        engine_hash=settings_hash(settings) if settings else "",
     )

@@ -29,7 +29,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import new_run_id
-from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.run_folder import PointKey
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
@@ -78,8 +78,8 @@ class SimulationPlan:
 
 @dataclass
 class Simulated:
-    """One policy over one trace. wall_s: of the virtual clock. stats: the totals of each replica's scheduler. samples:
-    where they were asked for."""
+    """One policy over one trace. records: in the order of arrival. wall_s: of the virtual clock. stats: the totals of
+    each replica's scheduler. samples: where they were asked for."""
 
     records: list[RequestRecord]
     wall_s: float
@@ -192,7 +192,8 @@ class _Simulation:
 
         wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
         samples = [] if self._sampler is None else self._sampler.samples
-        return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas], samples)
+        records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
+        return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples)
 
     def _make_sampler(self) -> SimSampler:
         duration_s = self._trace.duration_s + self._plan.drain_s

@@ -22,13 +22,6 @@ def summarize(records: Sequence[RequestRecord], *, wall_s: float) -> list[Summar
     return [_summary(name, group, wall_s, run_acceptance) for name, group in groups.items()]
 
 
-def violation_ratio(theirs: Summary, ours: Summary) -> float | None:
-    """Violations of `theirs` over violations of `ours`; None where either is unknown or ours are none."""
-    if theirs.violations is None or not ours.violations:
-        return None
-    return theirs.violations / ours.violations
-
-
 def _summary(name: str, records: list[RequestRecord], wall_s: float, run_acceptance: float) -> Summary:
     causes = Counter(violation_cause(r, acceptance_rate=run_acceptance) for r in records)
     status = Counter(r.status for r in records)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.points import find_point, measured, point_names
+from adaserve_jax.report.points import find_point, measured
 from tests.report.made import PROVENANCE, folder, point, request
 
 ONE = [request(0)]
@@ -38,7 +38,7 @@ def test_folders_are_named_only_where_they_hold_the_same():
     other = folder(point(ONE), point(ONE, policy="adaserve"), path="b/run")
     found = measured([folder(point(ONE), path="a/run"), other])
     assert found.whos == ("a/run: ar", "b/run: ar", "adaserve")
-    assert point_names([folder(point(ONE), path="a/run"), other]) == ("a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s")
+    assert [each.name for each in found.points] == ["a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s"]
 
 
 @pytest.mark.parametrize("change", [{"commit": "fedcba"}, {"target_params": 5}, {"workload_hash": "cd" * 32}])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve_jax.results.aggregate import summarize, violation_ratio
+from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import RequestMetrics
@@ -152,13 +152,6 @@ def test_every_violation_has_exactly_one_cause():
     total = summarize(records, wall_s=1.0)[0]
     causes = [getattr(total, name) for name in type(total).__dataclass_fields__ if name.startswith("cause_")]
     assert sum(causes) == sum(r.slo_met is False for r in records)
-
-
-def test_violation_ratio():
-    half, third = (summarize([record(tpot_slo=t) for t in ts], wall_s=1.0)[0] for ts in ((1, 0.01), (1, 1, 0.01)))
-    perfect = summarize([record(tpot_slo=1)], wall_s=1.0)[0]
-    assert violation_ratio(half, third) == pytest.approx(1.5)
-    assert violation_ratio(half, perfect) is None
 
 
 @given(st.lists(st.floats(0.001, 10.0), min_size=1, max_size=40))
