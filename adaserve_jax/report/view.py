@@ -37,11 +37,13 @@ class View:
         """rate: of the focus, as it is written or nearly; None: the middle one. Raises ConfigError: no valid point has
         it."""
         rates = measured.rates
-        nearest = middle(rates) if rate is None else min(rates, key=lambda each: abs(each - rate))
-        if rate is not None and not math.isclose(nearest, rate, rel_tol=WRITTEN):
-            known = ", ".join(f"{each:g}" for each in rates)
-            raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {rate:g}")
-        rate = nearest
+        if rate is None:
+            rate = middle(rates)
+        else:
+            asked, rate = rate, min(rates, key=lambda each, wanted=rate: abs(each - wanted))
+            if not math.isclose(asked, rate, rel_tol=WRITTEN):
+                known = ", ".join(f"{each:g}" for each in rates)
+                raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {asked:g}")
         settings = [s for s in measured.settings if s.rate_rps == rate]
         most = max(len(measured.at(s)) for s in settings)
         focus = middle([s for s in settings if len(measured.at(s)) == most])

@@ -101,3 +101,18 @@ def test_what_cannot_be_traced_is_refused(tmp_path: Path):
         traced_point(measured([held]), "x")
     with pytest.raises(ConfigError, match="cannot write"):
         write_trace(measured([folder(point([request(0)]))]).points[0], tmp_path / "no" / "t.json")
+
+
+def test_a_valid_point_is_traced_unless_another_is_asked_for():
+    late = point([request(0)], valid=False, invalid_reason="client was late")
+    found = measured([folder(late, point([request(0)], policy="b"), point([request(0)], policy="b", rate=2.0))])
+    assert traced_point(found, None).name == "b@1/s"
+    body = trace(traced_point(found, "ar@1/s"))
+    assert body["otherData"]["valid"] == "no: client was late"
+    assert trace(traced_point(found, None))["otherData"]["valid"] == "yes"
+
+
+def test_the_rate_of_the_report_is_the_one_that_is_traced():
+    points = [point([request(0)], rate=rate, samples=samples_over(2)) for rate in (1.0, 2.0, 4.0)]
+    found = measured([folder(*points)])
+    assert [traced_point(found, None, rate).name for rate in (None, 4.0)] == ["ar@2/s", "ar@4/s"]
