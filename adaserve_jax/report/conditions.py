@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from statistics import fmean
@@ -38,9 +39,9 @@ _BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("context, at most", lambda r: f"{r.max_context} tokens"),
     ("deterministic", lambda r: "yes" if r.deterministic else "no"),
     ("prompt tokens of a step, at most", lambda r: str(r.max_prefill_tokens or "as the policy finds room")),
-    ("KV pages", lambda r: _noted(r.num_pages)),
-    ("KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
-    ("memory of the draft for pages", lambda r: _noted(r.elastic)),
+    ("number of KV pages", lambda r: _noted(r.num_pages)),
+    ("number of KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
+    ("option elastic", lambda r: _noted(r.elastic)),
     (SETTINGS, lambda r: r.engine_hash[:HASH_LETTERS] or NOT_NOTED),
 )
 MOST_VALUES = 4
@@ -140,6 +141,11 @@ def _warnings(measured: Measured) -> Iterable[str]:
             yield f"{listed(named)}: {means}."
     if bare := [point.name for point in measured.valid if not point.is_complete]:
         yield f"Not all requests of {listed(bare)} have records: figures are their rows' means, without intervals."
+    for run, low_s, high_s in _baselines(points):
+        yield (
+            f"Run {run} was resumed on a machine of another speed: relative targets are multiples of {low_s * 1e3:.1f} "
+            f"ms at some of its points, and of {high_s * 1e3:.1f} ms at others."
+        )
     first, *others = (
         [point for point in points if point.source == source] for source in measured.sources
     )  # fmt: skip
@@ -147,6 +153,14 @@ def _warnings(measured: Measured) -> Iterable[str]:
         unlike = [f"{name} ({here} against {there})" for name, here, there in differing(first, other)]
         if unlike:
             yield f"{first[0].source} and {other[0].source} were not measured alike: {'; '.join(unlike)}."
+
+
+def _baselines(points: Sequence[Point]) -> list[tuple[str, float, float]]:
+    """Runs whose points do not have the same baseline, with the least and the largest."""
+    by_run: dict[str, list[float]] = defaultdict(list)
+    for point in points:
+        by_run[point.row.run_id].append(point.row.baseline_s)
+    return [(r, min(s), max(s)) for r, s in by_run.items() if max(s) - min(s) > BASELINE_TOLERANCE * max(s)]
 
 
 def _noted(value: object) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from adaserve_jax.report.columns import Columns
 from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure
 from adaserve_jax.report.pairing import Pairing, pair_up
-from adaserve_jax.report.points import Group
+from adaserve_jax.report.points import Group, Point
 from adaserve_jax.results.bootstrap import (
     ENOUGH_REPEATS,
     between,
@@ -44,6 +44,7 @@ class Estimates:
     def __init__(self, seed: int = 0):
         self._seed = seed
         self._pairings: dict[tuple[Group, Group], Pairing] = {}
+        self._groups: dict[tuple[Point, ...], Group] = {}  # so that the same repeats are drawn once, whoever asks
         self._values: dict[tuple[Group, str, str], float | None] = {}
         self._drawn: dict[tuple[Group, str, str], np.ndarray] = {}
 
@@ -102,7 +103,9 @@ class Estimates:
     def pairing(self, one: Group, other: Group) -> Pairing:
         """The repeats of both that are compared."""
         if (one, other) not in self._pairings:
-            self._pairings[one, other] = pair_up(one, other)
+            found = pair_up(one, other)
+            known = [self._groups.setdefault(group.points, group) for group in (one, other, found.one, found.other)]
+            self._pairings[one, other] = replace(found, one=known[2], other=known[3])
         return self._pairings[one, other]
 
     def _compare(

@@ -21,6 +21,8 @@ SAME_RUN = (
     "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
 )  # fmt: skip
 """Points that agree in these may be pooled as repeats of one another."""
+CHOSEN = ("max_requests", "max_prefill_tokens")
+"""Of them, those that are chosen for each point of a label: "tuned" is the best setting of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,12 +185,19 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
     ]
 
 
+ANY = "any"
 _Made = tuple[str, tuple[object, ...]]
 """Of a run, as the values of `SAME_RUN` tell it: one that was resumed elsewhere has several."""
 
 
 def _made(row: ResultRow) -> _Made:
-    return row.run_id, tuple(getattr(row, name) for name in SAME_RUN)
+    """With "any" for what was chosen for this point."""
+    chosen = CHOSEN if row.label is not None else ()
+    return row.run_id, tuple(ANY if name in chosen else getattr(row, name) for name in SAME_RUN)
+
+
+def _agree(one: _Made, other: _Made) -> bool:
+    return all(a == b or ANY in (a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
 def _sources(rows: Sequence[ResultRow], label: str) -> dict[_Made, str]:
@@ -200,7 +209,7 @@ def _sources(rows: Sequence[ResultRow], label: str) -> dict[_Made, str]:
     for made, own in loads.items():
         alike = (
             first for first in firsts.values()
-            if first[1] == made[1] and all(loads[first].get(s, load) == load for s, load in own.items())
+            if _agree(first, made) and all(loads[first].get(s, load) == load for s, load in own.items())
         )  # fmt: skip
         firsts[made] = next(alike, made)
     apart = list(dict.fromkeys(firsts.values()))

@@ -133,7 +133,7 @@ def test_settings_of_the_engine_that_differ_are_told_where_they_were_noted():
     assert not any("differs" in text for text in texts)
     fewer = replace(PROVENANCE, num_pages=64, extension_pages=0, elastic="auto")
     _, _, texts = compare([point(requests(0), provenance=fewer)], [point(requests(0))])
-    assert texts[0] == "The KV pages differs: 64 now, not noted in then."
+    assert texts[0] == "The number of KV pages differs: 64 now, not noted in then."
 
 
 def test_the_violation_ratio_where_ours_are_none_is_more_than_a_number():

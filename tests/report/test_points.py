@@ -129,3 +129,22 @@ def test_folders_of_one_name_are_told_from_those_beside_them():
     now, then = folder(point(ONE), path="a/out"), folder(point(ONE), path="b/out")
     assert measured([now], beside=[then]).sources == ("a/out",)
     assert measured([then], beside=[now]).sources == ("b/out",)
+
+
+def test_points_that_were_tuned_one_by_one_are_of_their_run():
+    tuned = [
+        point(ONE, policy="spec:4", label="tuned", rate=rate, provenance=replace(PROVENANCE, max_requests=most))
+        for rate, most in ((1.0, 4), (2.0, 16))
+    ]
+    found = measured([folder(point(ONE), point(ONE, rate=2.0), *tuned)])
+    assert found.whos == ("ar", "spec:4 (tuned)")
+    assert found.sources == ("run",)
+
+
+def test_relative_targets_of_another_baseline_within_a_run_are_warned_of():
+    slower = replace(PROVENANCE, baseline_s=0.06)
+    found = measured([folder(point(ONE), point(ONE, rate=2.0, provenance=slower))])
+    (said,) = (item.text for item in warnings(found).items)
+    assert said.endswith("multiples of 50.0 ms at some of its points, and of 60.0 ms at others.")
+    near = replace(PROVENANCE, baseline_s=0.051)
+    assert not warnings(measured([folder(point(ONE), point(ONE, rate=2.0, provenance=near))])).items
