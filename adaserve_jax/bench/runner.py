@@ -30,7 +30,7 @@ from adaserve_jax.bench.workload import Workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows
-from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.results.provenance import machine_name, settings_hash, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.samples import Sample
@@ -77,7 +77,7 @@ def run_bench(
         check_alike(out, begun, _served_with(engine))
         check_baseline(out, begun, engine.about.baseline_s)
         drop_unfinished(out, begun)
-        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine), watch, begun.baseline_s)
+        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine, about), watch, begun.baseline_s)
         for point in todo:
             watch.begins(point)
             measured = bench.measure(point)
@@ -249,7 +249,9 @@ def _served_with(engine: BenchEngine) -> dict[str, Any]:
     return {name: getattr(about, name) for name in ABOUT_COLUMNS}
 
 
-def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine) -> Provenance:
+def _provenance(
+    plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine, settings: Mapping[str, Any] | None
+) -> Provenance:  # fmt: skip
     held_s = begun.baseline_s
     return Provenance(
         run_id=begun.run_id,
@@ -261,4 +263,5 @@ def _provenance(plan: BenchPlan, begun: Begun, workload: Workload, engine: Bench
         workload_hash=workload.sha256,
         seed=plan.seed,
         plan_hash=begun.plan_hash,
+        engine_hash=settings_hash(settings) if settings else "",
     )

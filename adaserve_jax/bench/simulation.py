@@ -30,7 +30,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import new_run_id
-from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.run_folder import PointKey
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
@@ -79,8 +79,8 @@ class SimulationPlan:
 
 @dataclass
 class Simulated:
-    """One policy over one trace. wall_s: of the virtual clock. stats: the totals of each replica's scheduler. samples:
-    where they were asked for."""
+    """One policy over one trace. records: in the order of arrival. wall_s: of the virtual clock. stats: the totals of
+    each replica's scheduler. samples: where they were asked for."""
 
     records: list[RequestRecord]
     wall_s: float
@@ -197,7 +197,8 @@ class _Simulation:
         if self._sampler is not None:
             self._sampler.end(wall_s)
         samples = [] if self._sampler is None else self._sampler.samples
-        return Simulated(self._records, wall_s, [replica.stats for replica in self._replicas], samples)
+        records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
+        return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples)
 
     def _make_sampler(self) -> SimSampler:
         duration_s = self._trace.duration_s + self._plan.drain_s

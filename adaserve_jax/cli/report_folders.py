@@ -37,20 +37,26 @@ def write_report(asked: FolderReport) -> None:
     """Write all that is asked for; without a file to write, print the headline. Raises ConfigError: what is wrong."""
     render = None if asked.out is None else renderer(asked.out)
     from adaserve_jax.report.build import build, load_folders
+    from adaserve_jax.report.points import measured
 
-    loaded = load_folders(asked.folders)
-    against = None if asked.against is None else load_folders([asked.against])[0]
-    document = build(loaded, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
+    loaded, other = load_folders(asked.folders, asked.against)
+    found = measured(loaded, beside=() if other is None else (other,))
+    against = None if other is None else measured((other,), beside=loaded)
+    document = build(found, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
     if asked.out is not None and render is not None:
         _write(asked.out, render(document))
         _note(f"report in {asked.out}")
     else:
         print_summary(document)
     if asked.perfetto is not None:
-        from adaserve_jax.report.perfetto import write_trace
+        from adaserve_jax.report.conditions import invalid_point
+        from adaserve_jax.report.perfetto import traced_point, write_trace
 
-        point = write_trace(loaded, asked.perfetto, point=asked.timeline)
-        _note(f"{point} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev")
+        point = traced_point(found, asked.timeline, asked.rate)
+        write_trace(point, asked.perfetto)
+        _note(f"{point.name} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev")
+        if not point.row.valid:
+            _note(f"warning: {invalid_point(point)}")
     if asked.parquet is not None:
         from adaserve_jax.report.parquet import write_parquet
 

@@ -6,7 +6,6 @@ from adaserve_jax.report.curves import by_class, figures
 from adaserve_jax.report.document import Section, Table
 from adaserve_jax.report.measures import MEAN_ACCEPTED
 from adaserve_jax.report.points import Group
-from adaserve_jax.report.setting import AXES
 from adaserve_jax.report.view import View
 from adaserve_jax.report.words import cell, percent
 
@@ -21,21 +20,18 @@ def acceptance(view: View) -> Section | None:
 
 
 def _table(view: View) -> Table:
-    axes = view.measured.varied[:1]
     rows = []
-    for setting in view.line:
-        for group in view.measured.at(setting):
-            steps, drafted, accepted = _sums(group)
-            if drafted:
-                rate = percent(accepted / drafted)
-                counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
-                per_verification = cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))
-                rows.append((group.who, *(setting.cell(axis) for axis in axes), *counts, per_verification))
+    for group, first in view.along_line():
+        steps, drafted, accepted = _sums(group)
+        if drafted:
+            rate = percent(accepted / drafted)
+            counts = (f"{steps:,}", f"{drafted:,}", f"{accepted:,}", rate)
+            rows.append((*first, *counts, cell(MEAN_ACCEPTED, view.estimates.of(group, MEAN_ACCEPTED))))
     columns = (
-        "policy", *(AXES[axis][0] for axis in axes), "verifications", "drafted", "accepted", "acceptance rate",
+        *view.line_titles, "verifications", "drafted", "accepted", "acceptance rate",
         MEAN_ACCEPTED.title,
     )  # fmt: skip
-    numeric = frozenset(range(len(axes) + 1, len(columns)))
+    numeric = frozenset(range(len(view.line_titles), len(columns)))
     caption = "Verifications are counted per request; drafted tokens are those that were verified."
     return Table("drafts", "Drafts and what became of them", view.caption(caption), columns, tuple(rows), numeric)
 

@@ -1,4 +1,4 @@
-"""Run folders to one document: every section in its order, those with nothing to show left out."""
+"""What was measured as one document: every section in its order, those with nothing to show left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adaserve_jax.report.latency import latency
 from adaserve_jax.report.mlperf import mlperf
 from adaserve_jax.report.pareto import pareto
 from adaserve_jax.report.phases import phases
-from adaserve_jax.report.points import Measured, find_point, measured
+from adaserve_jax.report.points import Measured, find_point
 from adaserve_jax.report.timeline import over_time
 from adaserve_jax.report.versus import versus
 from adaserve_jax.report.view import View
@@ -25,27 +25,32 @@ from adaserve_jax.report.words import listed
 from adaserve_jax.results.run_folder import RunFolder
 
 
-def load_folders(paths: Sequence[Path]) -> tuple[RunFolder, ...]:
-    """Read run folders. Raises ConfigError: none is given, one is given twice, or one cannot be read."""
+def load_folders(paths: Sequence[Path], against: Path | None = None) -> tuple[tuple[RunFolder, ...], RunFolder | None]:
+    """Read run folders, and the one that they are compared with. Raises ConfigError: none is given, one is given twice,
+    it is compared with itself, or one cannot be read."""
     if not paths:
         raise ConfigError("expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, got none")
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
             raise ConfigError(f"expected each folder once, got {path} twice: its requests would count twice")
-    return tuple(RunFolder.load(path) for path in paths)
+    if against is not None and against.resolve() in places:
+        raise ConfigError(
+            f"expected the folder of another run for --against, got {against}, which is reported on: every difference "
+            "would be 0"
+        )
+    return tuple(map(RunFolder.load, paths)), None if against is None else RunFolder.load(against)
 
 
 def build(
-    folders: Sequence[RunFolder], *, against: RunFolder | None = None, title: str | None = None,
-    timeline: str | None = None, rate: float | None = None,
+    found: Measured, *, against: Measured | None = None, title: str | None = None, timeline: str | None = None,
+    rate: float | None = None,
 ) -> Document:  # fmt: skip
-    """The report of all points of the folders together.
+    """The report of all points that were measured.
 
     against: an earlier run, compared point by point. timeline: name of the point that is shown over time. rate: of the
-    figures that show one, requests per second. Raises ConfigError: nothing to report on, no such point, no such rate.
+    figures that show one, requests per second. Raises ConfigError: no such point, no such rate.
     """
-    found = measured(folders)
     if timeline is not None:
         find_point(found.points, timeline)
     sections = _sections(found, against, timeline, rate)
@@ -53,7 +58,7 @@ def build(
 
 
 def _sections(
-    found: Measured, against: RunFolder | None, point: str | None, rate: float | None
+    found: Measured, against: Measured | None, point: str | None, rate: float | None
 ) -> tuple[Section, ...]:  # fmt: skip
     invalid, notices = invalid_points(found), warnings(found)
     if not found.valid:
@@ -65,7 +70,7 @@ def _sections(
         Section(first.key, first.title, (*invalid, *first.items)),
         notices,
         versus(view),
-        comparison(view, measured([against])) if against is not None else None,
+        comparison(view, against) if against is not None else None,
         curves(view),
         latency(view),
         mlperf(view),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.records import RequestRecord, arrival_order
 from adaserve_jax.results.schema import ALL_CLASSES
 
 WITH_TARGET, WITHOUT_TARGET = "with a target", "without a target"
@@ -45,8 +45,8 @@ class Columns:
 
     @classmethod
     def of(cls, repeats: Sequence[tuple[Sequence[RequestRecord], float]]) -> Columns:
-        """repeats: records and wall time, seconds, of each."""
-        records = [record for each, _ in repeats for record in each]
+        """repeats: records and wall time, seconds, of each. Requests of a repeat are in the order of their arrival."""
+        records = [record for each, _ in repeats for record in sorted(each, key=arrival_order)]
         walls = [wall_s / len(each) for each, wall_s in repeats for _ in each]
         done = [record.status == "finished" for record in records]
         return cls(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from adaserve_jax.report.conditions import differing
-from adaserve_jax.report.differences import Pair, cells, columns, tally
+from adaserve_jax.report.differences import Pair, cells, columns, how_paired, tally
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.points import Group, Measured
@@ -17,42 +17,48 @@ from adaserve_jax.report.words import listed
 
 def comparison(view: View, against: Measured) -> Section:
     """Every difference is this run minus the earlier one."""
-    pairs, only_now, only_then = match(view.measured, against)
+    pairs = match(view.measured, against)
     then = listed(against.sources)
-    items: list[Text | Table] = [Text(text, warns=True) for text in _unlike(pairs, then)]
+    items: list[Text | Table] = [Text(text, warns=True) for text in _unlike(view, pairs, then)]
     if pairs:
         items += [Text(tally(view.estimates, pairs, measure)) for measure in (ATTAINMENT, GOODPUT)]
         items.append(_table(view, pairs, then))
-    for names, where in ((only_now, "only in this run"), (only_then, f"only in {then}")):
-        if names:
-            items.append(Text(f"Not compared, being {where}: {listed(names)}."))
+    items += [Text(text) for text in _unmatched(view.measured, against, "this run")]
+    items += [Text(text) for text in _unmatched(against, view.measured, then)]
     return Section("comparison", f"Compared with {then}", tuple(items))
 
 
-def match(now: Measured, then: Measured) -> tuple[list[Pair], list[str], list[str]]:
-    """Groups that both have, by policy and setting, and the names of those that only one has."""
+def match(now: Measured, then: Measured) -> list[Pair]:
+    """Groups that both have once, by policy and setting."""
     ours, theirs = _by_key(now), _by_key(then)
-    pairs = [Pair(ours[key], theirs[key]) for key in ours if key in theirs]
-    return pairs, _names(now, ours, theirs), _names(then, theirs, ours)
+    return [
+        Pair(groups[0], theirs[key][0])
+        for key, groups in ours.items()
+        if len(groups) == 1 and len(theirs.get(key, ())) == 1
+    ]
 
 
-def _by_key(measured: Measured) -> dict[tuple[str, Setting], Group]:
-    """By policy without the folder before it; what is there twice cannot be matched."""
-    keyed = [((group.points[0].served_by, group.setting), group) for group in measured.groups.values()]
-    count = Counter(key for key, _ in keyed)
-    return {key: group for key, group in keyed if count[key] == 1}
+def _by_key(measured: Measured) -> dict[tuple[str, Setting], list[Group]]:
+    """By policy without the folder before it: several folders may have the same one."""
+    keyed: dict[tuple[str, Setting], list[Group]] = defaultdict(list)
+    for group in measured.groups.values():
+        keyed[group.points[0].served_by, group.setting].append(group)
+    return keyed
 
 
-def _names(
-    measured: Measured, keyed: dict[tuple[str, Setting], Group], other: dict[tuple[str, Setting], Group]
-) -> list[str]:  # fmt: skip
-    matched = {id(group) for key, group in keyed.items() if key in other}
-    left = (group for group in measured.groups.values() if id(group) not in matched)
+def _unmatched(measured: Measured, other: Measured, where: str) -> Iterator[str]:
+    """Which groups are compared with nothing, and why."""
+    own, others = _by_key(measured), _by_key(other)
     axes = dict.fromkeys(("rate_rps", *measured.varied))
-    return [f"{group.who} {group.setting.describe(axes)}" for group in left]
+    alone = [group for key, groups in own.items() if key not in others for group in groups]
+    several = [group for key, groups in own.items() if key in others and len(groups) > 1 for group in groups]
+    for groups, why in ((alone, f"only in {where}"), (several, f"in {where} more than once")):
+        if groups:
+            named = [f"{group.who} {group.setting.describe(axes)}" for group in groups]
+            yield f"Not compared, being {why}: {listed(named)}."
 
 
-def _unlike(pairs: Sequence[Pair], then: str) -> Iterator[str]:
+def _unlike(view: View, pairs: Sequence[Pair], then: str) -> Iterator[str]:
     """What makes the differences something else than those of the code."""
     if not pairs:
         yield f"No point of this run has one of the same policy and setting in {then}."
@@ -61,12 +67,7 @@ def _unlike(pairs: Sequence[Pair], then: str) -> Iterator[str]:
     then_points = [point for pair in pairs for point in pair.theirs.points]
     for name, here, there in differing(now_points, then_points):
         yield f"The {name} differs: {here} now, {there} in {then}."
-    unpaired = [pair for pair in pairs if pair.has_records and not pair.same_requests]
-    if unpaired:
-        yield (
-            f"{len(unpaired)} of {len(pairs)} points did not get the same requests at the same times: their "
-            "differences are those of independent samples, with wider intervals."
-        )
+    yield from how_paired(view.estimates, pairs)
 
 
 def _table(view: View, pairs: Sequence[Pair], then: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from statistics import fmean
@@ -14,6 +15,8 @@ from adaserve_jax.results.schema import ResultRow
 BASELINE = "time of one token alone, without speculation"
 BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other are the same: they are measured anew by each run."""
+SETTINGS = "hash of the engine's settings"
+NOT_NOTED = "not noted"
 _TOLD: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("workload", lambda r: f"{r.workload} (sha256 {r.workload_hash[:HASH_LETTERS]})"),
     ("machine", lambda r: r.machine),
@@ -35,6 +38,11 @@ _BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("requests at once, at most", lambda r: str(r.max_requests)),
     ("context, at most", lambda r: f"{r.max_context} tokens"),
     ("deterministic", lambda r: "yes" if r.deterministic else "no"),
+    ("prompt tokens of a step, at most", lambda r: str(r.max_prefill_tokens or "as the policy finds room")),
+    ("number of KV pages", lambda r: _noted(r.num_pages)),
+    ("number of KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
+    ("option elastic", lambda r: _noted(r.elastic)),
+    (SETTINGS, lambda r: r.engine_hash[:HASH_LETTERS] or NOT_NOTED),
 )
 MOST_VALUES = 4
 INEXACT_TOKENS = {
@@ -52,13 +60,14 @@ def condition_line(points: Sequence[Point]) -> str:
 
 
 def point_facts(point: Point) -> tuple[tuple[str, str], ...]:
-    """What one point holds for."""
-    return tuple((name, told(point.row)) for name, told in (*_TOLD, *_BESIDE))
+    """What one point holds for, and whether it does."""
+    valid = "yes" if point.row.valid else f"no: {point.row.invalid_reason or 'not said why'}"
+    return (*((name, told(point.row)) for name, told in (*_TOLD, *_BESIDE)), ("valid", valid))
 
 
 def facts(measured: Measured) -> tuple[tuple[str, str], ...]:
     points = measured.points
-    told = [(name, _values(points, value)) for name, value in (*_TOLD, *_BESIDE)]
+    told = [(name, held) for name, value in (*_TOLD, *_BESIDE) if (held := _values(points, value)) != NOT_NOTED]
     valid = measured.valid
     requests = sum(point.row.requests for point in valid)
     targeted = sum(point.row.requests_with_slo for point in valid)
@@ -84,12 +93,18 @@ def differing(points: Sequence[Point], others: Sequence[Point]) -> list[tuple[st
     found = []
     for name, told in (*_TOLD, *_BESIDE):
         here, there = _values(points, told), _values(others, told)
-        if here != there and name not in ("date", BASELINE):
+        unknown = name == SETTINGS and NOT_NOTED in (here, there)
+        if here != there and name not in ("date", BASELINE) and not unknown:
             found.append((name, here, there))
     here_s, there_s = (fmean(point.row.baseline_s for point in each) for each in (points, others))
     if abs(here_s - there_s) > BASELINE_TOLERANCE * max(here_s, there_s):
         found.append((BASELINE, *(_values(each, dict(_BESIDE)[BASELINE]) for each in (points, others))))
     return found
+
+
+def invalid_point(point: Point) -> str:
+    """What to say wherever an invalid point is shown."""
+    return f"{point.name} is invalid: {point.row.invalid_reason or 'not said why'}. No other figure uses it."
 
 
 def invalid_points(measured: Measured) -> tuple[Text | Table, ...]:
@@ -126,6 +141,11 @@ def _warnings(measured: Measured) -> Iterable[str]:
             yield f"{listed(named)}: {means}."
     if bare := [point.name for point in measured.valid if not point.is_complete]:
         yield f"Not all requests of {listed(bare)} have records: figures are their rows' means, without intervals."
+    for run, low_s, high_s in _baselines(points):
+        yield (
+            f"Run {run} was resumed on a machine of another speed: relative targets are multiples of {low_s * 1e3:.1f} "
+            f"ms at some of its points, and of {high_s * 1e3:.1f} ms at others."
+        )
     first, *others = (
         [point for point in points if point.source == source] for source in measured.sources
     )  # fmt: skip
@@ -133,6 +153,18 @@ def _warnings(measured: Measured) -> Iterable[str]:
         unlike = [f"{name} ({here} against {there})" for name, here, there in differing(first, other)]
         if unlike:
             yield f"{first[0].source} and {other[0].source} were not measured alike: {'; '.join(unlike)}."
+
+
+def _baselines(points: Sequence[Point]) -> list[tuple[str, float, float]]:
+    """Runs whose points do not have the same baseline, with the least and the largest."""
+    by_run: dict[str, list[float]] = defaultdict(list)
+    for point in points:
+        by_run[point.row.run_id].append(point.row.baseline_s)
+    return [(r, min(s), max(s)) for r, s in by_run.items() if max(s) - min(s) > BASELINE_TOLERANCE * max(s)]
+
+
+def _noted(value: object) -> str:
+    return NOT_NOTED if value is None else str(value)
 
 
 def _values(points: Sequence[Point], told: Callable[[ResultRow], str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,24 @@ class Pair:
     def has_records(self) -> bool:
         return self.ours.has_records and self.theirs.has_records
 
-    @property
-    def same_requests(self) -> bool:
-        return self.ours.columns.same_requests(self.theirs.columns)
+
+def how_paired(estimates: Estimates, pairs: Sequence[Pair]) -> list[str]:
+    """What keeps the differences from being those of pairs of requests; empty where nothing does."""
+    known = [estimates.pairing(pair.ours, pair.theirs) for pair in pairs if pair.has_records]
+    independent = sum(not each.paired for each in known)
+    partly = sum(each.left_out > 0 for each in known)
+    texts = []
+    if independent:
+        texts.append(
+            f"{independent} of {len(pairs)} comparisons are not of the same requests at the same times: their "
+            "differences are those of independent samples, with wider intervals."
+        )
+    if partly:
+        texts.append(
+            f"{partly} of {len(pairs)} comparisons are of some repeats only, those that both sides have: their "
+            "differences are not those of the figures of all repeats."
+        )
+    return texts
 
 
 def columns(ratio: str) -> tuple[str, ...]:
@@ -45,8 +61,8 @@ def columns(ratio: str) -> tuple[str, ...]:
 
 
 def cells(estimates: Estimates, pair: Pair, slo_class: str = ALL_CLASSES) -> tuple[tuple[str, ...], set[int]]:
-    """Ours minus theirs in each measure, then the ratio of their violations to ours; and the columns where ours is
-    better and the interval excludes 0."""
+    """Ours minus theirs in each measure, then the ratio of their violations to ours, unbounded where ours may be none;
+    and the columns where ours is better and the interval excludes 0."""
     found = [estimates.difference(pair.ours, pair.theirs, measure, slo_class) for measure in MEASURES]
     better = {
         column for column, (measure, each) in enumerate(zip(MEASURES, found, strict=True)) if _wins(measure, each)
@@ -86,7 +102,9 @@ def _wins(measure: Measure, difference: Estimate) -> bool:
 def _ratio_cell(estimate: Estimate) -> str:
     if estimate.value is None:
         return "-"
-    text = f"{estimate.value:.2f}"
-    if estimate.low is None or estimate.high is None:
-        return text
-    return f"{text} ({estimate.low:.2f} to {estimate.high:.2f})"
+    at_most = math.inf if estimate.high is None else estimate.high
+    if estimate.low is not None and math.isinf(at_most):
+        at_least = f"more than {estimate.low:.2f}"
+        return at_least if math.isinf(estimate.value) else f"{estimate.value:.2f} ({at_least})"
+    text = "only theirs" if math.isinf(estimate.value) else f"{estimate.value:.2f}"
+    return text if estimate.low is None else f"{text} ({estimate.low:.2f} to {at_most:.2f})"

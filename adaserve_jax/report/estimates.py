@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from adaserve_jax.report.columns import Columns
 from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure
-from adaserve_jax.report.points import Group
-from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
+from adaserve_jax.report.pairing import Pairing, pair_up
+from adaserve_jax.report.points import Group, Point
+from adaserve_jax.results.bootstrap import (
+    ENOUGH_REPEATS,
+    between,
+    distributions,
+    resamples_for,
+    sure_share,
+)
 from adaserve_jax.results.schema import ALL_CLASSES
 
 
@@ -35,6 +43,8 @@ class Estimates:
 
     def __init__(self, seed: int = 0):
         self._seed = seed
+        self._pairings: dict[tuple[Group, Group], Pairing] = {}
+        self._groups: dict[tuple[Point, ...], Group] = {}  # so that the same repeats are drawn once, whoever asks
         self._values: dict[tuple[Group, str, str], float | None] = {}
         self._drawn: dict[tuple[Group, str, str], np.ndarray] = {}
 
@@ -42,18 +52,24 @@ class Estimates:
         """Over all repeats of the group, their requests pooled. Without request records: the mean of the rows of the
         repeats, and no interval."""
         value = self.value(group, measure, slo_class)
-        if value is None or not _can_be_drawn(group, measure):
+        if value is None or not _can_be_drawn(group, measure, slo_class):
             return Estimate(value)
         found = between(self._distribution(group, measure, slo_class))
-        if measure.outcome is not None:
-            met = getattr(group.columns, measure.outcome)[group.columns.mask(slo_class)]
-            met = met[~np.isnan(met)]
-            if len(met) and met.all():  # no resample has another outcome: what is known is how many there were
-                return Estimate(value, value * sure_share(len(met)), value)
-            if len(met) and not met.any():
-                most = 1.0 if measure.unit == "share" else self.value(group, THROUGHPUT, slo_class) or 0.0
-                return Estimate(value, 0.0, most * (1 - sure_share(len(met))))
+        if found.low is not None and found.high is not None and _is_constant(group.columns, measure, slo_class):
+            return self._widened(group, measure, slo_class, value, found.low, found.high)
         return Estimate(value, found.low, found.high)
+
+    def _widened(
+        self, group: Group, measure: Measure, slo_class: str, value: float, low: float, high: float
+    ) -> Estimate:  # fmt: skip
+        """No resample has another outcome than the one that all requests have: how many there were bounds its share."""
+        sure = sure_share(_count(group.columns, measure, slo_class))
+        if value > 0:
+            return Estimate(value, min(low, value * sure), high)
+        most = 1.0
+        if measure.unit != "share":
+            most = between(self._distribution(group, THROUGHPUT, slo_class)).high or 0.0
+        return Estimate(value, low, max(high, most * (1 - sure)))
 
     def value(self, group: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> float | None:
         """The figure without its interval; None: nothing was measured that it is of."""
@@ -63,32 +79,67 @@ class Estimates:
         return self._values[key]
 
     def difference(self, one: Group, other: Group, measure: Measure, slo_class: str = ALL_CLASSES) -> Estimate:
-        """one - other. Where both were given the same requests, each request is drawn for both or for none, so that
-        what is hard for both falls away."""
-        return self._compare(one, other, measure, slo_class, np.subtract)
+        """one - other, over the repeats in which both were given the same requests: each request is drawn for both or
+        for none, so that what is hard for both falls away. Where there is no such repeat, over all of both."""
+        found = self._compare(one, other, measure, slo_class, np.subtract)
+        alone = self._each_if_constant(one, other, measure, slo_class)
+        if found.value is None or found.low is None or found.high is None or alone is None:
+            return found
+        left, right = alone
+        return Estimate(found.value, min(found.low, left[0] - right[1]), max(found.high, left[1] - right[0]))
 
     def violation_ratio(self, theirs: Group, ours: Group, slo_class: str = ALL_CLASSES) -> Estimate:
-        """Violations of `theirs` over those of `ours`; unknown where ours are none."""
-        return self._compare(theirs, ours, VIOLATIONS, slo_class, _over)
+        """Violations of `theirs` over those of `ours`, over the same repeats as a difference; infinite where only ours
+        are none, unknown where both are."""
+        found = self._compare(theirs, ours, VIOLATIONS, slo_class, _over)
+        pairing = self.pairing(theirs, ours)
+        above, below = self.of(pairing.one, VIOLATIONS, slo_class), self.of(pairing.other, VIOLATIONS, slo_class)
+        if found.low is None or above.low is None or not below.high or not _is_constant(
+            pairing.other.columns, VIOLATIONS, slo_class
+        ):  # fmt: skip
+            return found
+        return Estimate(found.value, min(found.low, above.low / below.high), found.high)
+
+    def pairing(self, one: Group, other: Group) -> Pairing:
+        """The repeats of both that are compared."""
+        if (one, other) not in self._pairings:
+            found = pair_up(one, other)
+            known = [self._groups.setdefault(group.points, group) for group in (one, other, found.one, found.other)]
+            self._pairings[one, other] = replace(found, one=known[2], other=known[3])
+        return self._pairings[one, other]
 
     def _compare(
         self, one: Group, other: Group, measure: Measure, slo_class: str,
         combine: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> Estimate:  # fmt: skip
-        left, right = (self.value(group, measure, slo_class) for group in (one, other))
+        pairing = self.pairing(one, other)
+        pair = pairing.one, pairing.other
+        left, right = (self.value(group, measure, slo_class) for group in pair)
         if left is None or right is None:
             return UNKNOWN
         value = combine(np.array([left]), np.array([right])).item()
         if np.isnan(value):
             return UNKNOWN
-        if not (_can_be_drawn(one, measure) and _can_be_drawn(other, measure)):
+        if not all(_can_be_drawn(group, measure, slo_class) for group in pair):
             return Estimate(value)
-        ours, theirs = (self._distribution(group, measure, slo_class) for group in (one, other))
-        if not one.columns.same_requests(other.columns):
+        ours, theirs = (self._distribution(group, measure, slo_class) for group in pair)
+        if not pairing.paired:
             theirs = np.random.default_rng(self._seed + 1).permutation(theirs)
         drawn = min(len(ours), len(theirs))
         found = between(combine(ours[:drawn], theirs[:drawn]))
         return Estimate(value, found.low, found.high)
+
+    def _each_if_constant(
+        self, one: Group, other: Group, measure: Measure, slo_class: str
+    ) -> list[tuple[float, float]] | None:
+        """The intervals of both where each has one outcome only: no resample of the difference differs then."""
+        pairing = self.pairing(one, other)
+        pair = pairing.one, pairing.other
+        if not all(group.has_records and _is_constant(group.columns, measure, slo_class) for group in pair):
+            return None
+        found = [self.of(group, measure, slo_class) for group in pair]
+        known = [(each.low, each.high) for each in found if each.low is not None and each.high is not None]
+        return known if len(known) == len(pair) else None
 
     def _distribution(self, group: Group, measure: Measure, slo_class: str) -> np.ndarray:
         """f64[S]. All figures of a group are of the same draws, however many times it is drawn."""
@@ -107,9 +158,29 @@ def _drawn_with(group: Group, measure: Measure, slo_class: str) -> list[tuple[Me
     return [(each, name) for each in RATIOS for name in {slo_class, *group.points[0].rows}] + times
 
 
-def _can_be_drawn(group: Group, measure: Measure) -> bool:
-    """Of a figure of whole runs, one run tells nothing about another."""
-    return group.has_records and (not measure.of_run or len(group.points) >= ENOUGH_REPEATS)
+def _can_be_drawn(group: Group, measure: Measure, slo_class: str) -> bool:
+    """Of a figure of whole runs, one run tells nothing about another; nor do a few requests about all."""
+    if not group.has_records or (measure.of_run and len(group.points) < ENOUGH_REPEATS):
+        return False
+    return _count(group.columns, measure, slo_class) >= measure.least_requests
+
+
+def _known(columns: Columns, measure: Measure, slo_class: str) -> np.ndarray:
+    """Of the requests that the figure is of, what each contributes."""
+    values = getattr(columns, measure.counts)[columns.mask(slo_class)]
+    return values[~np.isnan(values)]
+
+
+def _count(columns: Columns, measure: Measure, slo_class: str) -> int:
+    return len(_known(columns, measure, slo_class))
+
+
+def _is_constant(columns: Columns, measure: Measure, slo_class: str) -> bool:
+    """Whether all requests have the same outcome, where it is one of two that the figure counts."""
+    if not measure.of_outcome:
+        return False
+    met = _known(columns, measure, slo_class)
+    return len(met) > 0 and bool((met == met[0]).all())
 
 
 def _value(group: Group, measure: Measure, slo_class: str) -> float | None:
@@ -129,4 +200,6 @@ def _mean_of_rows(group: Group, measure: Measure, slo_class: str) -> float | Non
 
 
 def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return np.divide(one, other, out=np.full(np.shape(one), np.nan), where=np.asarray(other) > 0)
+    """Infinite over nothing, and nan of nothing over nothing."""
+    nothing = np.where(one > 0, np.inf, np.nan)
+    return np.divide(one, other, out=nothing, where=other > 0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
+from adaserve_jax.report.differences import Pair, how_paired
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT, HEADLINE, MEAN_ACCEPTED, Measure
 from adaserve_jax.report.points import Group
@@ -34,6 +36,7 @@ def headline(view: View) -> Section:
     groups = sum(len(view.measured.at(setting)) for setting in settings)
     shown = settings if groups <= MOST_ROWS else view.line
     texts = [Text(verdict(view, measure, settings)) for measure in (ATTAINMENT, GOODPUT)]
+    texts += [Text(text, warns=True) for text in how_paired(view.estimates, _pairs(view, settings))]
     texts += [Text(left_out, warns=True)] if (left_out := _left_out(view, settings)) else []
     texts += [Text(repeats)] if (repeats := _repeats(view)) else []
     return Section("headline", "Headline", (*texts, _table(view, shown)))
@@ -50,11 +53,13 @@ def verdict(view: View, measure: Measure, settings: Sequence[Setting]) -> str:
         return f"{name}: without request records nothing tells a difference from chance."
     leads = [lead for s in compared if (lead := leader(view, measure, s)) is not None]
     axes = view.measured.varied
+    pairings = [view.estimates.pairing(pair.ours, pair.theirs) for pair in _pairs(view, compared)]
+    differences = "paired differences" if all(each.paired for each in pairings) else "differences, not all paired"
     if not leads:
         return (
             f"{name}: at none of {len(compared)} settings is one policy ahead of every other beyond chance "
-            "(95% intervals of paired differences)." if len(compared) > 1 else
-            f"{name}: no policy is ahead of every other beyond chance (95% interval of paired differences)."
+            f"(95% intervals of {differences})." if len(compared) > 1 else
+            f"{name}: no policy is ahead of every other beyond chance (95% interval of {differences})."
         )  # fmt: skip
     by_who: dict[str, list[Lead]] = {}
     for lead in leads:
@@ -67,7 +72,7 @@ def verdict(view: View, measure: Measure, settings: Sequence[Setting]) -> str:
 
 
 def leader(view: View, measure: Measure, setting: Setting) -> Lead | None:
-    """Who is ahead of every other policy at a setting, if the interval of each paired difference excludes 0."""
+    """Who is ahead of every other policy at a setting, if the interval of the difference to each excludes 0."""
     groups = _known(view, measure, setting)
     if len(groups) < 2:
         return None
@@ -88,6 +93,11 @@ def _lead_text(measure: Measure, leads: Sequence[Lead], compared: int, axes: Seq
     where = f" at {listed([lead.setting.describe(axes) for lead in leads])}" if axes else ""
     share = f" ({len(leads)} of {compared} settings)" if compared > 1 else ""
     return f"{leads[0].who} is ahead of every other policy{where}{share}, of the next one by {over}"
+
+
+def _pairs(view: View, settings: Sequence[Setting]) -> list[Pair]:
+    """Every two policies of each setting."""
+    return [Pair(*pair) for setting in settings for pair in combinations(view.measured.at(setting), 2)]
 
 
 def _known(view: View, measure: Measure, setting: Setting) -> list[Group]:
@@ -123,8 +133,8 @@ def _table(view: View, settings: Sequence[Setting]) -> Table:
     )
     left_out = len(view.measured.settings) - len(settings)
     caption = (
-        "95% intervals in parentheses. Strong: ahead of every other policy of the setting, the interval of each paired "
-        "difference excludes 0."
+        "95% intervals in parentheses. Strong: ahead of every other policy of the setting, the interval of each "
+        "difference, paired where both had the same requests, excludes 0."
     ) + (f" {left_out} more settings are in the figures." if left_out else "")
     numeric = frozenset(range(first - 2, len(columns)))
     return Table(

@@ -8,23 +8,12 @@ import numpy as np
 
 from adaserve_jax.report.columns import WITH_TARGET, WITHOUT_TARGET, Columns
 from adaserve_jax.report.document import Figure, Panel, Section, Series, Table, Text
-from adaserve_jax.report.measures import (
-    QUEUE_P50,
-    QUEUE_P99,
-    TPOT_P50,
-    TPOT_P90,
-    TPOT_P99,
-    TTFT_P50,
-    TTFT_P90,
-    TTFT_P99,
-)
+from adaserve_jax.report.measures import PERCENTILES
 from adaserve_jax.report.points import Group
-from adaserve_jax.report.setting import AXES
 from adaserve_jax.report.view import View
 from adaserve_jax.report.words import number
 from adaserve_jax.results.schema import ALL_CLASSES
 
-TIMES = (TTFT_P50, TTFT_P90, TTFT_P99, TPOT_P50, TPOT_P90, TPOT_P99, QUEUE_P50, QUEUE_P99)
 TIMES_OVER = np.linspace(0.0, 3.0, 151)
 """Where the distribution of TPOT / target is told; 1 is one of them."""
 
@@ -38,19 +27,12 @@ def latency(view: View) -> Section:
 
 
 def _table(view: View) -> Table:
-    axes = view.measured.varied[:1]
-    rows = tuple(
-        (group.who, *(setting.cell(axis) for axis in axes), *cells)
-        for setting in view.line
-        for group in view.measured.at(setting)
-        for cells in _rows(view, group)
-    )
-    columns = ("policy", *(AXES[axis][0] for axis in axes), "requests", "number", "finished", *(m.title for m in TIMES))
-    first = len(axes) + 2
-    others = [axis for axis in view.measured.varied if axis not in axes]
+    rows = tuple((*first, *cells) for group, first in view.along_line() for cells in _rows(view, group))
+    columns = (*view.line_titles, "requests", "number", "finished", *(m.title for m in PERCENTILES))
+    others = view.measured.varied[1:]
     where = f" At {view.focus.describe(others)}." if others else ""
     caption = f"Milliseconds, over all requests that have the time; those that did not finish too.{where}"
-    numeric = frozenset(range(first, len(columns)))
+    numeric = frozenset(range(len(view.line_titles) + 1, len(columns)))
     return Table("percentiles", "TTFT and TPOT percentiles", view.caption(caption), columns, rows, numeric)
 
 
@@ -59,7 +41,7 @@ def _rows(view: View, group: Group) -> Iterator[tuple[str, ...]]:
     for name in (ALL_CLASSES, *_kinds(group), *view.measured.classes):
         count = _counts(group, name)
         if count[0]:
-            times = (number("s", view.estimates.value(group, measure, name)) for measure in TIMES)
+            times = (number("s", view.estimates.value(group, measure, name)) for measure in PERCENTILES)
             yield (name, f"{count[0]:,}", f"{count[1]:,}", *times)
 
 

@@ -17,12 +17,12 @@ from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.points import Group
 from adaserve_jax.report.view import View
 from adaserve_jax.report.words import listed, number, span
-from adaserve_jax.results.bootstrap import percentile
 
 QUANTILE = 99
 DEFINITION = (
     "In the manner of MLPerf Inference's server scenario: the highest measured rate at which the 99th percentile of "
-    "TTFT and that of TPOT are both within the class's targets. Requests that did not finish count as infinitely slow. "
+    "TTFT and that of TPOT are both within the class's targets. It is that of the nearest rank: 99 of 100 requests are "
+    "at or below it, and of fewer than 100 all are. Requests that did not finish count as infinitely slow. "
     "Where targets differ from request to request, the 99th percentile of measured / target must be at most 1. These "
     "are not MLPerf results: model, workload, accuracy, duration (there at least 600 s) and number of queries are this "
     "report's own, and only the rates that were measured are candidates."
@@ -45,9 +45,8 @@ class Tail:
         unfinished = columns.finished == 0
 
         def tail(values: np.ndarray) -> float | None:
-            held = np.where(mask, values, np.nan)
-            (found,) = percentile(held, QUANTILE)(np.ones((1, len(held))))
-            return None if np.isnan(found) else float(found)
+            held = values[mask & ~np.isnan(values)]
+            return float(np.percentile(held, QUANTILE, method="inverted_cdf")) if len(held) else None
 
         return cls(
             requests=int(mask.sum()),
@@ -94,23 +93,37 @@ def _rows(view: View, who: str) -> list[tuple[str, ...]]:
     """A row per class with a target, and one over all of them."""
     along = (view.measured.groups.get((who, setting)) for setting in view.slice_through("rate_rps"))
     groups = [group for group in along if group is not None and group.has_records]
+    unknown = _invalid(view, who)
     rows, tails = [], {}
     for name in view.measured.classes:
         tails[name] = [Tail.of(group.columns, name) for group in groups]
         if any(tail.requests for tail in tails[name]):
-            rows.append(_row(who, name, groups, tails[name]))
+            rows.append(_row(who, name, groups, tails[name], unknown))
         else:
             del tails[name]
     if len(tails) > 1:
         met = [all(tail.meets or not tail.requests for tail in at) for at in zip(*tails.values(), strict=True)]
-        rows.append((who, "every class", "", "", *_rates(groups, met)[:1], "", "", "", *_rates(groups, met)[1:]))
+        highest, lowest = _rates(groups, met, unknown)
+        rows.append((who, "every class", "", "", highest, "", "", "", lowest))
     return rows
 
 
-def _row(who: str, name: str, groups: Sequence[Group], tails: Sequence[Tail]) -> tuple[str, ...]:
+def _invalid(view: View, who: str) -> list[str]:
+    """Rates at which it was measured to no avail."""
+    still = view.focus.but("rate_rps")
+    lost = [
+        at for name, at in view.measured.invalid
+        if name == who and (who, at) not in view.measured.groups and at.but("rate_rps") == still
+    ]  # fmt: skip
+    return [at.cell("rate_rps") for at in sorted(lost, key=lambda at: at.order)]
+
+
+def _row(
+    who: str, name: str, groups: Sequence[Group], tails: Sequence[Tail], unknown: Sequence[str]
+) -> tuple[str, ...]:  # fmt: skip
     met = [tail.meets for tail in tails]
     shown = max((i for i, each in enumerate(met) if each), default=0)
-    highest, lowest = _rates(groups, met)
+    highest, lowest = _rates(groups, met, unknown)
     tail = tails[shown]
     return (
         who, name, _targets(groups, name, "ttft_slo_s"), _targets(groups, name, "tpot_slo_s"), highest,
@@ -118,15 +131,15 @@ def _row(who: str, name: str, groups: Sequence[Group], tails: Sequence[Tail]) ->
     )  # fmt: skip
 
 
-def _rates(groups: Sequence[Group], met: Sequence[bool]) -> tuple[str, str]:
-    """Highest rate met, with the lower ones that were missed all the same, and lowest rate missed."""
+def _rates(groups: Sequence[Group], met: Sequence[bool], unknown: Sequence[str]) -> tuple[str, str]:
+    """Highest rate met, with the lower ones that were missed all the same and those whose points are invalid, and
+    lowest rate missed."""
     rates = [group.setting.cell("rate_rps") for group in groups]
     missed = [rate for rate, each in zip(rates, met, strict=True) if not each]
     kept = [i for i, each in enumerate(met) if each]
-    if not kept:
-        return "none", missed[0]
-    below = [rate for rate in rates[: kept[-1]] if rate in missed]
-    highest = rates[kept[-1]] + (f" (missed at {listed(below)})" if below else "")
+    below = [rate for rate in rates[: kept[-1]] if rate in missed] if kept else []
+    said = [f"{what} {listed(which)}" for what, which in (("missed at", below), ("invalid at", unknown)) if which]
+    highest = (rates[kept[-1]] if kept else "none") + (f" ({'; '.join(said)})" if said else "")
     return highest, missed[0] if missed else "none"
 
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.conditions import point_facts
-from adaserve_jax.report.points import Point, find_point, measured
+from adaserve_jax.report.points import Measured, Point, find_point
 from adaserve_jax.report.timeline import default_point
 from adaserve_jax.report.view import View
 from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord
-from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.samples import Sample
 
 REQUESTS, ENGINE = 1, 2
@@ -34,19 +33,28 @@ COUNTERS = {
 Event = dict[str, Any]
 
 
-def write_trace(folders: Sequence[RunFolder], path: Path, *, point: str | None = None) -> str:
-    """Write the trace of one point, compressed where the path ends in .gz; returns the point's name.
-
-    point: as `point_names` lists them; None: the one that a report shows over time, or the first with records. Raises
-    ConfigError: no such point, no request records, or the file cannot be written.
-    """
-    chosen = _chosen(folders, point)
-    text = json.dumps(trace(chosen), separators=(",", ":"), allow_nan=False).encode()
+def write_trace(point: Point, path: Path) -> None:
+    """Write the trace of a point, compressed where the path ends in .gz. Raises ConfigError: the point has no request
+    records, or the file cannot be written."""
+    if not point.records:
+        raise ConfigError(
+            f"expected request records of {point.name!r} to trace, its folder has none: keep requests.jsonl beside "
+            "results.jsonl"
+        )
+    text = json.dumps(trace(point), separators=(",", ":"), allow_nan=False).encode()
     try:
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
-    return chosen.name
+
+
+def traced_point(found: Measured, name: str | None, rate: float | None = None) -> Point:
+    """The point of this name; None: the one that a report shows over time, else the first valid one with records, else
+    any. rate: as a report takes it. Raises ConfigError: no such point, no such rate."""
+    if name is not None:
+        return find_point(found.points, name)
+    sampled = default_point(View.of(found, rate)) if found.valid else None
+    return sampled or min(found.points, key=lambda point: (not point.records, not point.row.valid))
 
 
 def trace(point: Point) -> dict[str, Any]:
@@ -54,21 +62,6 @@ def trace(point: Point) -> dict[str, Any]:
     events = [*_names(point), *_request_events(point), *_engine_events(point.samples)]
     events.sort(key=lambda event: event.get("ts", -1.0))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(point_facts(point))}
-
-
-def _chosen(folders: Sequence[RunFolder], name: str | None) -> Point:
-    found = measured(folders)
-    if name is not None:
-        point = find_point(found.points, name)
-    else:
-        sampled = default_point(View.of(found)) if found.valid else None
-        point = sampled or next((each for each in found.points if each.records), found.points[0])
-    if not point.records:
-        raise ConfigError(
-            f"expected request records of {point.name!r} to trace, its folder has none: keep requests.jsonl beside "
-            "results.jsonl"
-        )
-    return point
 
 
 def _names(point: Point) -> Iterator[Event]:

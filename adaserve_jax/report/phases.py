@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from adaserve_jax.report.document import Figure, Panel, Section, Series, Table, Text
 from adaserve_jax.report.points import Group
-from adaserve_jax.report.setting import AXES
 from adaserve_jax.report.view import MOST_PANELS, View, spread
 from adaserve_jax.report.words import listed, ms, percent
 
@@ -77,23 +76,21 @@ def phases(view: View) -> Section:
 
 
 def _table(view: View, known: dict[Group, Steps]) -> Table:
-    axes = view.measured.varied[:1]
     rows = []
-    for setting in view.line:
-        for group in view.measured.at(setting):
-            if group in known:
-                steps = known[group]
-                busy_s = sum(steps.seconds)
-                cells = (
-                    f"{steps.steps:,}", percent(steps.spec_steps / steps.steps), ms(busy_s / steps.steps),
-                    percent(steps.wait_s / busy_s if busy_s else None),
-                    percent(busy_s / steps.of_s if steps.of_s else None), f"{steps.preemptions:,}", f"{steps.swaps:,}",
-                )  # fmt: skip
-                rows.append((group.who, *(setting.cell(axis) for axis in axes), *cells))
+    for group, first in view.along_line():
+        if group in known:
+            steps = known[group]
+            busy_s = sum(steps.seconds)
+            cells = (
+                f"{steps.steps:,}", percent(steps.spec_steps / steps.steps), ms(busy_s / steps.steps),
+                percent(steps.wait_s / busy_s if busy_s else None),
+                percent(busy_s / steps.of_s if steps.of_s else None), f"{steps.preemptions:,}", f"{steps.swaps:,}",
+            )  # fmt: skip
+            rows.append((*first, *cells))
     columns = (
-        "policy", *(AXES[axis][0] for axis in axes), "steps", "that drafted", "ms per step", "waiting for the device",
+        *view.line_titles, "steps", "that drafted", "ms per step", "waiting for the device",
         "of the time in steps", "preemptions", "swaps of the draft",
     )  # fmt: skip
-    numeric = frozenset(range(len(axes) + 1, len(columns)))
+    numeric = frozenset(range(len(view.line_titles), len(columns)))
     caption = "From the last sample of each point, warm-up not counted."
     return Table("steps", "Steps", view.caption(caption), columns, tuple(rows), numeric)

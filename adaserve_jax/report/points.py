@@ -18,9 +18,11 @@ from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
 HASH_LETTERS = 12
 SAME_RUN = (
     "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
-    "max_requests", "max_context", "num_pages", "extension_pages", "elastic",
+    "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
 )  # fmt: skip
 """Points that agree in these may be pooled as repeats of one another."""
+CHOSEN = ("max_requests", "max_prefill_tokens")
+"""Of them, those that are chosen for each point of a label: "tuned" is the best setting of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +49,15 @@ class Point:
         """Whether every request of the row has its record, so that figures can be made of them."""
         return len(self.records) == self.row.requests
 
+    @cached_property
+    def columns(self) -> Columns:
+        return Columns.of([(self.records, self.row.wall_s)])
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Repeats of one setting by one system under one policy, valid ones only."""
+    """Repeats of one setting by one system under one policy, valid ones only; by run and number of the repeat, however
+    late in the file one that was measured again is."""
 
     who: str
     setting: Setting
@@ -106,9 +113,11 @@ class Measured:
         return self.whos.index(who)
 
 
-def measured(folders: Sequence[RunFolder]) -> Measured:
-    """The points of all folders. Raises ConfigError: none has a row."""
-    points = _named(_loads_apart([point for folder in folders for point in _points(folder, _label(folder, folders))]))
+def measured(folders: Sequence[RunFolder], beside: Sequence[RunFolder] = ()) -> Measured:
+    """The points of all folders. beside: other folders, whose names theirs must differ from. Raises ConfigError: none
+    has a row."""
+    known = (*folders, *beside)
+    points = _named(_loads_apart([point for folder in folders for point in _points(folder, _label(folder, known))]))
     if not points:
         named = ", ".join(str(folder.path) for folder in folders)
         raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
@@ -128,7 +137,7 @@ def measured(folders: Sequence[RunFolder]) -> Measured:
     valid = [point for point in points if point.row.valid]
     return Measured(
         points=tuple(points),
-        groups={key: Group(*key, tuple(each)) for key, each in grouped.items()},
+        groups={key: Group(*key, tuple(sorted(each, key=_repeat))) for key, each in grouped.items()},
         invalid=tuple(invalid),
         whos=tuple(whos),
         settings=tuple(sorted({point.setting for point in valid}, key=lambda s: s.order)),
@@ -138,9 +147,8 @@ def measured(folders: Sequence[RunFolder]) -> Measured:
     )
 
 
-def point_names(folders: Sequence[RunFolder]) -> tuple[str, ...]:
-    """Names of all points, valid or not, as `find_point` takes them."""
-    return tuple(point.name for point in measured(folders).points)
+def _repeat(point: Point) -> tuple[str, int]:
+    return point.row.run_id, point.row.repeat
 
 
 def find_point(points: Sequence[Point], name: str) -> Point:
@@ -164,7 +172,7 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
     sources = _sources([rows[ALL_CLASSES] for found in whole.values() for rows in found], label)
     return [
         Point(
-            source=sources[rows[ALL_CLASSES].run_id],
+            source=sources[_made(rows[ALL_CLASSES])],
             name=point_of(rows[ALL_CLASSES]),
             served_by=_served_by(rows[ALL_CLASSES]),
             setting=Setting.of(rows[ALL_CLASSES]),
@@ -177,21 +185,41 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
     ]
 
 
-def _sources(rows: Sequence[ResultRow], label: str) -> dict[str, str]:
-    """By run: the folder's label, and the first run's that was made alike where the runs of one folder were not."""
-    made: dict[str, tuple[tuple[object, ...], dict[Setting, set[str]]]] = {}
+ANY = "any"
+_Made = tuple[str, tuple[object, ...]]
+"""Of a run, as the values of `SAME_RUN` tell it: one that was resumed elsewhere has several."""
+
+
+def _made(row: ResultRow) -> _Made:
+    """With "any" for what was chosen for this point."""
+    chosen = CHOSEN if row.label is not None else ()
+    return row.run_id, tuple(ANY if name in chosen else getattr(row, name) for name in SAME_RUN)
+
+
+def _agree(one: _Made, other: _Made) -> bool:
+    return all(a == b or ANY in (a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+def _sources(rows: Sequence[ResultRow], label: str) -> dict[_Made, str]:
+    """The folder's label, and the first run's that was made alike where those of one folder were not."""
+    loads: dict[_Made, dict[Setting, set[tuple[str, float]]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
-        about = tuple(getattr(row, name) for name in SAME_RUN)
-        made.setdefault(row.run_id, (about, defaultdict(set)))[1][Setting.of(row)].add(row.workload_hash)
-    firsts: dict[str, str] = {}
-    for run_id, (about, loads) in made.items():
+        loads[_made(row)][Setting.of(row)].add((row.workload_hash, row.duration_s))
+    firsts: dict[_Made, _Made] = {}
+    for made, own in loads.items():
         alike = (
             first for first in firsts.values()
-            if made[first][0] == about and all(made[first][1].get(s, load) == load for s, load in loads.items())
+            if _agree(first, made) and all(loads[first].get(s, load) == load for s, load in own.items())
         )  # fmt: skip
-        firsts[run_id] = next(alike, run_id)
-    apart = len(set(firsts.values())) > 1
-    return {run_id: f"{label} {first}" if apart else label for run_id, first in firsts.items()}
+        firsts[made] = next(alike, made)
+    apart = list(dict.fromkeys(firsts.values()))
+    if len(apart) == 1:
+        return dict.fromkeys(firsts, label)
+    of_run: dict[str, list[_Made]] = defaultdict(list)
+    for made in apart:
+        of_run[made[0]].append(made)
+    parts = {made: f" part {i}" if i > 1 else "" for each in of_run.values() for i, made in enumerate(each, 1)}
+    return {made: f"{label} {first[0]}{parts[first]}" for made, first in firsts.items()}
 
 
 def _served_by(row: ResultRow) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from adaserve_jax.report.conditions import condition_line
+from adaserve_jax.report.conditions import condition_line, invalid_point
 from adaserve_jax.report.document import Figure, Panel, Section, Series, Text
 from adaserve_jax.report.points import Point, find_point
 from adaserve_jax.report.view import View
@@ -27,12 +27,14 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, Read], ...]], ...] = (
 
 
 def over_time(view: View, name: str | None) -> Section | None:
-    """name: the point; None: `default_point`, and no section where that is none. Raises ConfigError: no such point."""
+    """name: the point, which may be an invalid one, as the section says then; None: `default_point`, and no section
+    where that is none. Raises ConfigError: no such point."""
     point = default_point(view) if name is None else find_point(view.measured.points, name)
     if point is None:
         return None
     drawn = _figure(point) if point.samples else Text(f"{point.name} has no samples, and so no course over time.", True)
-    return Section("timeline", "One run over time", (drawn,))
+    items = (drawn,) if point.row.valid else (Text(invalid_point(point), warns=True), drawn)
+    return Section("timeline", "One run over time", items)
 
 
 def default_point(view: View) -> Point | None:

@@ -1,8 +1,8 @@
-"""One policy against each of the others, setting by setting: paired differences, and how many of them are sure."""
+"""One policy against each of the others, setting by setting: differences, and how many of them are sure."""
 
 from __future__ import annotations
 
-from adaserve_jax.report.differences import Pair, cells, columns, tally
+from adaserve_jax.report.differences import Pair, cells, columns, how_paired, tally
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.setting import AXES
@@ -23,6 +23,8 @@ def versus(view: View) -> Section | None:
         Text(f"{ours} against {other}. {' '.join(tally(view.estimates, each, m) for m in (ATTAINMENT, GOODPUT))}")
         for other, each in pairs.items()
     ]
+    every = [pair for each in pairs.values() for pair in each]
+    texts += [Text(text) for text in how_paired(view.estimates, every)]
     return Section("versus", f"{ours} against the others", (*texts, _table(view, ours, pairs)))
 
 
@@ -54,8 +56,9 @@ def _table(view: View, ours: str, pairs: dict[str, list[Pair]]) -> Table:
                 rows.append((other, *(pair.ours.setting.cell(axis) for axis in axes), *found))
     titles = ("against", *(AXES[axis][0] for axis in axes), *columns(f"theirs / of {ours}"))
     caption = (
-        f"{ours} minus the other, 95% intervals of paired differences in parentheses; better and worse are said where "
-        "the interval excludes 0. Above 1 the ratio says that the other violates more."
+        f"{ours} minus the other, in parentheses the 95% intervals of differences, paired where both had the same "
+        "requests; better and worse are said where the interval excludes 0. Above 1 the ratio says that the other "
+        "violates more."
     )
     numeric = frozenset(range(len(axes) + 1, len(titles)))
-    return Table("versus", "Paired differences", view.caption(caption), titles, tuple(rows), numeric, frozenset(strong))
+    return Table("versus", "Differences", view.caption(caption), titles, tuple(rows), numeric, frozenset(strong))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,11 +13,13 @@ from adaserve_jax.report.conditions import condition_line
 from adaserve_jax.report.document import Series
 from adaserve_jax.report.estimates import Estimate, Estimates
 from adaserve_jax.report.points import Group, Measured
-from adaserve_jax.report.setting import AXIS_LABELS, Setting
+from adaserve_jax.report.setting import AXES, AXIS_LABELS, Setting
 from adaserve_jax.results.schema import ALL_CLASSES
 
 MOST_PANELS = 6
 MOST_SLICES = 3
+WRITTEN = 5e-4
+"""How far a rate may be from the one that was measured: tables write four digits of it."""
 Item = TypeVar("Item")
 
 
@@ -31,12 +34,16 @@ class View:
 
     @classmethod
     def of(cls, measured: Measured, rate: float | None = None) -> View:
-        """rate: of the focus; None: the middle one. Raises ConfigError: no valid point has it."""
+        """rate: of the focus, as it is written or nearly; None: the middle one. Raises ConfigError: no valid point has
+        it."""
         rates = measured.rates
-        if rate is not None and rate not in rates:
-            known = ", ".join(f"{each:g}" for each in rates)
-            raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {rate:g}")
-        rate = middle(rates) if rate is None else rate
+        if rate is None:
+            rate = middle(rates)
+        else:
+            asked, rate = rate, min(rates, key=lambda each, wanted=rate: abs(each - wanted))
+            if not math.isclose(asked, rate, rel_tol=WRITTEN):
+                known = ", ".join(f"{each:g}" for each in rates)
+                raise ConfigError(f"expected a rate that was measured ({known} requests per second), got {asked:g}")
         settings = [s for s in measured.settings if s.rate_rps == rate]
         most = max(len(measured.at(s)) for s in settings)
         focus = middle([s for s in settings if len(measured.at(s)) == most])
@@ -66,6 +73,17 @@ class View:
         """The settings through the focus along the first axis that varies, in the order of that axis."""
         varied = self.measured.varied
         return self.slice_through(varied[0]) if varied else (self.focus,)
+
+    @property
+    def line_titles(self) -> tuple[str, ...]:
+        """Of the first cells that `along_line` gives."""
+        return ("policy", *(AXES[axis][0] for axis in self.measured.varied[:1]))
+
+    def along_line(self) -> Iterator[tuple[Group, tuple[str, ...]]]:
+        """The groups of the line, each with the cells that a table's row of it begins with."""
+        for setting in self.line:
+            for group in self.measured.at(setting):
+                yield group, (group.who, *(setting.cell(axis) for axis in self.measured.varied[:1]))
 
     def slice_through(self, axis: str) -> tuple[Setting, ...]:
         return tuple(s for s in self.measured.settings if s.but(axis) == self.focus.but(axis))

@@ -14,9 +14,11 @@ CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith(
 
 def violations(view: View) -> Section | None:
     """None: no request carries a target."""
-    settings = spread(view.line, MOST_PANELS)
+    missed = [setting for setting in view.measured.settings if any(map(_missed, view.measured.at(setting)))]
+    settings = [setting for setting in view.line if setting in missed] or missed
+    shown = spread(settings, MOST_PANELS)
     panels = []
-    for setting in settings:
+    for setting in shown:
         groups = [group for group in view.measured.at(setting) if targeted(group)]
         series = tuple(
             Series(
@@ -25,9 +27,8 @@ def violations(view: View) -> Section | None:
             for colour, cause in enumerate(CAUSES)
             if any(cause_share(group, cause) for group in groups)
         )
-        if series:
-            title = setting.describe(view.measured.varied)
-            panels.append(Panel(title, series, "share of requests with a target", None, True))
+        title = setting.describe(view.measured.varied)
+        panels.append(Panel(title, series, "share of requests with a target", None, True))
     if not panels:
         if not any(targeted(group) for group in view.measured.groups.values()):
             return None
@@ -38,6 +39,7 @@ def violations(view: View) -> Section | None:
         caption=view.caption(
             "Of the requests with a target those that missed one, by the first cause that applies (docs/metrics.md); a "
             "stack's height is 1 - attainment."
+            + (f" {more} more settings with violations are not shown." if (more := len(missed) - len(shown)) else "")
         ),
         kind="stack",
         x_label="policy",
@@ -49,6 +51,10 @@ def violations(view: View) -> Section | None:
 def targeted(group: Group) -> int:
     """Requests with a target, of all repeats."""
     return sum(point.row.requests_with_slo for point in group.points)
+
+
+def _missed(group: Group) -> bool:
+    return any(getattr(point.row, cause) for point in group.points for cause in CAUSES)
 
 
 def cause_share(group: Group, cause: str) -> float:

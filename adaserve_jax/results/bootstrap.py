@@ -31,29 +31,16 @@ class Interval:
     high: float | None
 
 
-def interval(
-    statistic: Callable[[np.ndarray, np.ndarray], np.ndarray], groups: Sequence[np.ndarray], *, level: float = LEVEL,
-    samples: int = SAMPLES, seed: int = 0,
-) -> Interval:  # fmt: skip
-    """The percentile bootstrap's interval of a statistic of records that were measured in repeats.
-
-    groups: the records of each repeat, f64[N] or f64[N, K]. statistic: of all records, f64[N, ..], and how often each
-    counts, f64[S, N], to f64[S], such as `mean` and `percentile`. With `ENOUGH_REPEATS` repeats or more, repeats are
-    drawn whole: the interval sees what differs from run to run (the machine's drift, another warm-up) and what requests
-    of one run have in common. With fewer, requests are drawn within each repeat: it sees which requests happened to be
-    there, takes them as independent of each other, and is blind to what all requests of a run shared, so that it is too
-    narrow under overload. An extreme percentile of few requests has no honest interval by either.
-    """
-    values = np.concatenate([np.asarray(group, np.float64) for group in groups])
-    sizes = [len(group) for group in groups]
-    drawn = distributions([lambda counts: statistic(values, counts)], sizes, samples=samples, seed=seed)
-    return between(drawn[0], level)
-
-
 def distributions(
     statistics: Sequence[Counted], sizes: Sequence[int], *, samples: int = SAMPLES, seed: int = 0
 ) -> np.ndarray:
     """f64[K, S]: each statistic on the same resamples. sizes: records of each repeat, in the order of the counts' axis.
+
+    With `ENOUGH_REPEATS` repeats or more, repeats are drawn whole: intervals see what differs from run to run (the
+    machine's drift, another warm-up) and what requests of one run have in common. With fewer, requests are drawn within
+    each repeat: intervals see which requests happened to be there, take them as independent of each other, and are
+    blind to what all requests of a run shared, so that they are too narrow under overload. An extreme percentile of few
+    requests has no honest interval by either.
 
     The draws depend on sizes, samples and seed only: differences of two systems that were given the same requests are
     those of paired samples when both are drawn with the same seed.
@@ -68,18 +55,17 @@ def distributions(
 
 
 def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
-    """The middle `level` of what was drawn; unknown when more than half of the resamples could not say."""
+    """The middle `level` of what was drawn, infinite where infinity is next to its end; unknown when more than half of
+    the resamples could not say."""
     known = drawn[~np.isnan(drawn)]
     if 2 * len(known) <= len(drawn):
         return Interval(None, None)
     tail = 100 * (1 - level) / 2
-    low, high = np.percentile(known, (tail, 100 - tail))
+    if np.isinf(known).any():  # nothing lies between a number and infinity
+        low, high = np.percentile(known, tail, method="lower"), np.percentile(known, 100 - tail, method="higher")
+    else:
+        low, high = np.percentile(known, (tail, 100 - tail))
     return Interval(float(low), float(high))
-
-
-def mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """f64[S]: means of f64[N] under counts f64[S, N]."""
-    return Ratio(values, np.ones(len(values)))(counts)
 
 
 class Ratio:

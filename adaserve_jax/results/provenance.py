@@ -10,6 +10,7 @@ import platform
 import secrets
 import struct
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ def source_commit(folder: Path | None = None) -> str:
 def new_run_id() -> str:
     """Unique, and in order of time."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def settings_hash(settings: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of settings that JSON can hold, in whatever order they come."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def machine_name() -> str:

@@ -120,6 +120,12 @@ class RequestRecord:
         return sum(offset > i * self.tpot_slo_s for i, offset in enumerate(self.token_offsets_s) if i)
 
 
+def arrival_order(record: RequestRecord) -> tuple[float, int]:
+    """Sorts the records of a point as the client sent them: by due time, then by the number that ends the id."""
+    number = record.request_id[len(record.request_id.rstrip("0123456789")) :]
+    return record.due_s, int(number or 0)
+
+
 def tpot_paper_s(metrics: RequestMetrics) -> float | None:
     """(last token - first token) / N: the AdaServe authors' count, with the prefill's token inside N."""
     if metrics.output_tokens == 0 or metrics.first_token_s is None or metrics.last_token_s is None:

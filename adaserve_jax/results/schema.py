@@ -18,7 +18,8 @@ OWN_SYSTEM = "adaserve_jax"
 @dataclass(frozen=True)
 class Provenance:
     """Where, when and with what the row was measured; the same for all rows of one bench run. plan_hash, hex: of all
-    that was to be measured, and how; the same for a run and for what resumes it."""
+    that was to be measured, and how; the same for a run and for what resumes it. engine_hash, hex: of the settings of
+    what served, beside the policy; empty: not noted."""
 
     run_id: str
     started_at: str
@@ -43,6 +44,7 @@ class Provenance:
     extension_pages: int | None = field(default=None, kw_only=True)
     elastic: str | None = field(default=None, kw_only=True)
     plan_hash: str = field(default="", kw_only=True)
+    engine_hash: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

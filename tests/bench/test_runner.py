@@ -176,3 +176,18 @@ def test_recorded_requests_have_seeds_of_their_own_and_the_warm_up_is_left_out(m
         name: seed for seed, (name, _) in recorder.asked[1].items()
     }
     assert {(row.replicas, row.router, row.label, row.max_prefill_tokens) for row in rows} == {(1, None, None, 96)}
+
+
+def test_rows_say_with_which_settings_the_engine_served(make_bench, workload, tmp_path: Path):
+    plan = BenchPlan(("ar",), (40.0,), duration_s=0.1, warmup_requests=0)
+    hashes = []
+    for about in (
+        {"max_requests": 4, "elastic": "auto"},
+        {"elastic": "auto", "max_requests": 4},
+        {"max_requests": 5},
+        None,
+    ):
+        rows = run_bench(plan, workload, make_bench, tmp_path, about=about)
+        hashes += {row.engine_hash for row in rows}
+    same, again, other, unknown = hashes
+    assert same == again != other and len(same) == len(other) == 64 and unknown == ""

@@ -14,9 +14,12 @@ from adaserve_jax.bench.simulation import SimulationPlan, simulate, simulate_all
 from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.estimates import Estimates
+from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from tests.report.made import folder, point
 
 MACHINE = load_machine("llama-70b")
 
@@ -120,6 +123,18 @@ def test_policies_are_told_apart_and_every_request_is_accounted_for(tmp_path: Pa
     assert attained["adaserve"] >= attained["spec:4"]
     by_class = {row.slo_class: row for row in rows if row.policy == "spec:4"}
     assert by_class["code"].acceptance_rate > by_class["summarization"].acceptance_rate + 0.1
+
+
+def test_policies_over_one_trace_are_compared_request_by_request(tmp_path: Path) -> None:
+    """Requests end in an order that differs by policy; they are those of one trace all the same."""
+    trace = load_trace(write_trace(tmp_path, rate=6.0, output=48), ttft_slo_s=4.0)
+    points = []
+    for policy in ("ar", "adaserve"):
+        done = simulate(policy, SimulationPlan((policy,)), MACHINE, trace)
+        assert [each.request_id for each in done.records] == [f"{policy}-{i}" for i in range(len(trace.requests))]
+        points.append(point(done.records, policy=policy, wall=done.wall_s))
+    ours, theirs = measured([folder(*points)]).groups.values()
+    assert Estimates().pairing(ours, theirs).paired
 
 
 def test_overload_costs_few_their_targets_and_not_all(tmp_path: Path) -> None:

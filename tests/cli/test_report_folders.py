@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -129,11 +130,29 @@ def test_without_a_file_the_headline_goes_to_the_terminal(folder):
 def test_a_run_against_another_and_exports(folder, tmp_path):
     pytest.importorskip("pyarrow")
     trace, tables = tmp_path / "trace.json", tmp_path / "tables"
-    asked = ["--against", folder, "--timeline", "ar@2/s", "--perfetto", trace, "--parquet", tables]
+    then = Path(shutil.copytree(folder, tmp_path / "then" / folder.name))
+    asked = ["--against", then, "--timeline", "ar@2/s", "--perfetto", trace, "--parquet", tables]
     run(folder, "-o", tmp_path / "report.md", *asked)
-    assert "ar@2/s over time" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "ar@2/s over time" in text
+    assert f"Compared with then/{folder.name}" in text and f"Report of {folder.parent.name}/{folder.name}" in text
     assert json.loads(trace.read_text())["traceEvents"]
     assert {path.name for path in tables.iterdir()} == {"results.parquet", "requests.parquet", "samples.parquet"}
+
+
+def test_a_run_is_not_compared_with_itself(folder, small, tmp_path):
+    said = refused(small, folder, "--against", folder / ".." / folder.name, "-o", tmp_path / "report.md")
+    assert said.startswith("expected the folder of another run for --against, got ")
+
+
+def test_the_rate_chooses_the_point_that_is_traced(folder, tmp_path):
+    for rate in ("1", "2"):
+        trace = tmp_path / f"{rate}.json"
+        run(folder, "-o", tmp_path / "report.md", "--rate", rate, "--perfetto", trace)
+        names = [
+            event["args"].get("name") for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "M"
+        ]
+        assert names[0] == f"requests of ar@{rate}/s"
 
 
 def test_what_is_not_there_is_named(folder, tmp_path):

@@ -50,8 +50,8 @@ def test_any_folder_has_a_report(monkeypatch: pytest.MonkeyPatch, made: list, mo
     monkeypatch.setattr("adaserve_jax.report.estimates.resamples_for", lambda records: 40)
     folders = [folder(*((rows, records[:kept], samples) for (rows, records, samples), kept in made))]
     other = folder(*{each[0][0].point: each for each, _ in more}.values(), path="other") if more else None
-    check(build(folders, against=other))
+    check(build(measured(folders), against=None if other is None else measured([other])))
     if other is not None:
-        check(build([*folders, other]))
+        check(build(measured([*folders, other])))
     for each in measured(folders).points:
         trace(each)

@@ -8,6 +8,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.build import build, load_folders
 from adaserve_jax.report.document import Document, Figure, Table, Text
+from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows
 from tests.report.made import PROVENANCE, folder, point, random_requests, request, samples_over
 
@@ -31,14 +32,16 @@ def warnings_of(document: Document) -> list[str]:
 
 
 def test_every_section_is_there_in_its_order():
-    document = build([full()], against=full("before"))
+    document = build(measured([full()]), against=measured([full("before")]))
     assert tuple(section.key for section in document.sections) == SECTIONS
     assert document.title == "Report of run"
     assert warnings_of(document) == []
 
 
 def test_every_figure_and_table_says_what_it_holds_for():
-    items = [item for section in build([full()]).sections for item in section.items if not isinstance(item, Text)]
+    items = [
+        item for section in build(measured([full()])).sections for item in section.items if not isinstance(item, Text)
+    ]
     assert len(items) > 10
     for item in items:
         for said in (
@@ -55,7 +58,7 @@ def test_every_figure_and_table_says_what_it_holds_for():
 
 
 def test_numbers_of_figures_are_finite_or_absent():
-    for section in build([full()], against=full("before")).sections:
+    for section in build(measured([full()]), against=measured([full("before")])).sections:
         for item in section.items:
             if isinstance(item, Figure):
                 values = [v for panel in item.panels for s in panel.series for v in (*s.y, *s.low, *s.high)]
@@ -64,7 +67,7 @@ def test_numbers_of_figures_are_finite_or_absent():
 
 
 def test_facts_are_those_of_the_rows():
-    facts = dict(build([full()]).facts)
+    facts = dict(build(measured([full()])).facts)
     assert facts["target"] == "demo/target (110.2M parameters)"
     assert facts["points"] == "4, of them 4 valid"
     assert facts["requests of valid points"] == "120, of them 80 with a target and 40 without"
@@ -73,7 +76,7 @@ def test_facts_are_those_of_the_rows():
 
 def test_invalid_points_come_first_and_are_in_nothing_else():
     late = point([request(0)], policy="late", valid=False, invalid_reason="client was late")
-    document = build([folder(late, point([request(0)]))])
+    document = build(measured([folder(late, point([request(0)]))]))
     text, table = document.sections[0].items[:2]
     assert text == Text("1 of 2 points are invalid and left out of everything below.", warns=True)
     assert table.rows == (("late@1/s", "client was late"),)
@@ -82,7 +85,7 @@ def test_invalid_points_come_first_and_are_in_nothing_else():
 
 
 def test_with_no_valid_point_nothing_is_drawn():
-    document = build([folder(point([request(0)], valid=False, invalid_reason="engine died"))])
+    document = build(measured([folder(point([request(0)], valid=False, invalid_reason="engine died"))]))
     assert [section.key for section in document.sections] == ["headline"]
     assert warnings_of(document)[-1] == "No point is valid: there is nothing to compare and nothing to draw."
 
@@ -90,7 +93,7 @@ def test_with_no_valid_point_nothing_is_drawn():
 def test_warnings_say_what_makes_results_mean_less():
     dirty = replace(PROVENANCE, commit="0123456789abcdef-dirty", device="simulated: a100")
     one = point([request(0)], provenance=dirty, compiles_after_ready=2)
-    document = build([folder((one[0], [], []), notes=("requests.jsonl is not there",))])
+    document = build(measured([folder((one[0], [], []), notes=("requests.jsonl is not there",))]))
     assert warnings_of(document) == [
         "run: requests.jsonl is not there",
         "Tracked files differed from the commit: this code cannot be looked up by its commit alone.",
@@ -99,14 +102,15 @@ def test_warnings_say_what_makes_results_mean_less():
         "Not all requests of ar@1/s have records: figures are their rows' means, without intervals.",
     ]
     assert dict(document.facts)["commit"] == "0123456789ab-dirty"
-    spread = build([folder(point([request(0)], system="vllm", token_source="usage_spread"))])
+    spread = build(measured([folder(point([request(0)], system="vllm", token_source="usage_spread"))]))
     assert warnings_of(spread)[0].startswith("vllm: tokens were counted at the end of each answer")
 
 
 def test_folders_that_were_not_measured_alike_are_warned_of():
     other = replace(PROVENANCE, run_id="r2", machine="b machine", target="/some/where/big", target_params=8_030_000_000)
-    document = build([full("a"), folder(point([request(0)], policy="spec:4", provenance=other), path="b")])
-    (text,) = warnings_of(document)
+    document = build(measured([full("a"), folder(point([request(0)], policy="spec:4", provenance=other), path="b")]))
+    unpaired, text = warnings_of(document)
+    assert unpaired.startswith("2 of 4 comparisons are not of the same requests at the same times")
     assert text == (
         "a and b were not measured alike: machine (a machine, 2 cores against b machine); target (demo/target (110.2M "
         "parameters) against big (8.03B parameters))."
@@ -118,7 +122,7 @@ def test_same_folder_twice_is_refused(tmp_path: Path):
     rows, records, _ = point([request(0)])
     append_rows(tmp_path / "results.jsonl", rows)
     append_rows(tmp_path / "requests.jsonl", records)
-    (loaded,) = load_folders([tmp_path])
+    (loaded,), _ = load_folders([tmp_path])
     assert loaded.rows == tuple(rows)
     with pytest.raises(ConfigError, match="expected each folder once"):
         load_folders([tmp_path, tmp_path / ".." / tmp_path.name])
@@ -130,4 +134,4 @@ def test_unknown_point_of_the_timeline_is_refused():
     with pytest.raises(
         ConfigError, match="expected one of the points 'ar@1/s', 'adaserve@1/s', 'ar@2/s', 'adaserve@2/s'"
     ):
-        build([full()], timeline="nobody@1/s")
+        build(measured([full()]), timeline="nobody@1/s")

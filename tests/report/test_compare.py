@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from adaserve_jax.report.compare import comparison
 from adaserve_jax.report.document import Table, Text
+from adaserve_jax.report.headline import headline
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.versus import versus
 from adaserve_jax.report.view import View
@@ -32,7 +33,7 @@ def test_differences_by_hand():
     assert row[2].startswith("+40.0 better (+2")
     assert row[4].startswith("+8.0 better (")  # 36 and 20 times 5 tokens in 10 s
     assert row[5].startswith("-187.5 (")  # a median of 125 ms against one between 125 and 500
-    assert row[7] == "+0.0 (+0.0 to +0.0)"
+    assert row[7] == "+0.0"  # fewer than 100 requests tell nothing about the slowest of 100
     assert row[8].startswith("5.00 (")  # half of them against a tenth
     assert {(0, 2), (0, 4)} <= table.strong and (0, 7) not in table.strong
     assert texts == [
@@ -79,7 +80,7 @@ def test_other_conditions_are_warned_of():
 def test_other_requests_are_not_paired():
     moved = [replace(each, due_s=each.due_s + 0.5) for each in requests(4)]
     _, _, texts = compare([point(requests(4))], [point(moved)])
-    assert texts[0].startswith("1 of 1 points did not get the same requests at the same times")
+    assert texts[0].startswith("1 of 1 comparisons are not of the same requests at the same times")
 
 
 def test_classes_have_rows_of_their_own():
@@ -114,3 +115,39 @@ def test_one_policy_against_each_of_the_others():
 def test_rows_from_before_burstiness_was_noted_are_matched():
     _, table, _ = compare([point(requests(0), burstiness=1.0)], [point(requests(0))])
     assert len(table.rows) == 1
+
+
+def test_a_policy_of_two_folders_is_there_more_than_once():
+    now = measured([folder(point(requests(0)), path="a"), folder(point(requests(0)), path="b")])
+    section = comparison(View.of(now), measured([folder(point(requests(0)), path="then")]))
+    texts = [item.text for item in section.items if isinstance(item, Text)]
+    assert texts[-1] == "Not compared, being in this run more than once: a: ar 1/s and b: ar 1/s."
+
+
+def test_settings_of_the_engine_that_differ_are_told_where_they_were_noted():
+    now, then = (replace(PROVENANCE, engine_hash=each * 32, max_prefill_tokens=8) for each in ("ab", "cd"))
+    _, _, texts = compare([point(requests(0), provenance=now)], [point(requests(0), provenance=then)])
+    assert texts[0] == "The hash of the engine's settings differs: abababababab now, cdcdcdcdcdcd in then."
+    old = replace(PROVENANCE, max_prefill_tokens=8)
+    _, _, texts = compare([point(requests(0), provenance=now)], [point(requests(0), provenance=old)])
+    assert not any("differs" in text for text in texts)
+    fewer = replace(PROVENANCE, num_pages=64, extension_pages=0, elastic="auto")
+    _, _, texts = compare([point(requests(0), provenance=fewer)], [point(requests(0))])
+    assert texts[0] == "The number of KV pages differs: 64 now, not noted in then."
+
+
+def test_the_violation_ratio_where_ours_are_none_is_more_than_a_number():
+    _, table, _ = compare([point(requests(0))], [point(requests(20))])
+    assert table.rows[0][-1].startswith("more than ") and float(table.rows[0][-1].split()[-1]) > 3
+    _, table, _ = compare([point(requests(2))], [point(requests(20))])
+    assert table.rows[0][-1].startswith("10.00 (more than ")
+
+
+def test_differences_of_independent_samples_are_not_called_paired():
+    moved = [replace(each, due_s=each.due_s + 0.5) for each in requests(4)]
+    view = View.of(measured([folder(point(requests(4), policy="adaserve"), point(moved, policy="ar"))]))
+    said = "1 of 1 comparisons are not of the same requests at the same times"
+    assert any(item.text.startswith(said) for item in versus(view).items if isinstance(item, Text))
+    texts = [item.text for item in headline(view).items if isinstance(item, Text)]
+    assert texts[0].endswith("(95% interval of differences, not all paired).")
+    assert any(text.startswith(said) for text in texts)

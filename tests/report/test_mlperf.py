@@ -21,9 +21,7 @@ def requests(slow: int, of: int = 200, **changes):
 
 def test_percentile_counts_those_that_did_not_finish_as_slowest():
     records = [request(i, tpot=0.001 * i) for i in range(1, 101)]
-    assert Tail.of(Columns.of([(records, 1.0)]), "chat").tpot_s == pytest.approx(
-        np.percentile(np.arange(1, 101) / 1e3, 99)
-    )
+    assert Tail.of(Columns.of([(records, 1.0)]), "chat").tpot_s == pytest.approx(0.099)  # the 99th of 100
     cut = [*records[:98], *(request(i, status="unfinished", tokens=3) for i in (98, 99))]
     assert Tail.of(Columns.of([(cut, 1.0)]), "chat").tpot_s == np.inf
 
@@ -64,3 +62,25 @@ def test_other_arrivals_than_poisson_are_said():
         item for item in mlperf(view_of(point(requests(0), arrival_process="trace"))).items if isinstance(item, Text)
     ]
     assert texts[-1] == Text("Arrivals here were not Poisson's, as MLPerf wants them, but: trace.", warns=True)
+
+
+def test_of_fewer_than_100_requests_all_must_be_in_time():
+    view = view_of(point(requests(1, of=50)), point(requests(0, of=50), rate=0.5))
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    assert (table.rows[0][4], table.rows[0][8]) == ("0.5/s", "1/s")
+
+
+def test_exactly_99_of_100_are_enough():
+    view = view_of(point(requests(1, of=100)), point(requests(2, of=100), rate=2.0))
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    assert (table.rows[0][4], table.rows[0][8]) == ("1/s", "2/s")
+
+
+def test_rates_whose_points_are_invalid_are_named():
+    late = {"valid": False, "invalid_reason": "client was late"}
+    view = view_of(
+        point(requests(0)), point(requests(0), rate=2.0, **late), point(requests(9), rate=3.0),
+        point(requests(0), rate=4.0, **late),
+    )  # fmt: skip
+    (table,) = (item for item in mlperf(view).items if isinstance(item, Table))
+    assert table.rows[0][4] == "1/s (invalid at 2/s and 4/s)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.perfetto import trace, write_trace
+from adaserve_jax.report.perfetto import trace, traced_point, write_trace
 from adaserve_jax.report.points import measured
 from tests.report.made import folder, point, random_requests, request, samples_over
 
@@ -85,8 +85,10 @@ def test_counters_are_the_samples():
 
 def test_file_of_a_named_point_and_of_the_default_one(tmp_path: Path):
     held = folder(point([request(0)]), point([request(0)], policy="adaserve", samples=samples_over(2)))
-    assert write_trace([held], tmp_path / "t.json") == "adaserve@1/s"
-    assert write_trace([held], tmp_path / "t.json.gz", point="ar@1/s") == "ar@1/s"
+    default, named = traced_point(measured([held]), None), traced_point(measured([held]), "ar@1/s")
+    assert (default.name, named.name) == ("adaserve@1/s", "ar@1/s")
+    write_trace(default, tmp_path / "t.json")
+    write_trace(named, tmp_path / "t.json.gz")
     check_format(json.loads((tmp_path / "t.json").read_text()))
     check_format(json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes())))
 
@@ -94,8 +96,23 @@ def test_file_of_a_named_point_and_of_the_default_one(tmp_path: Path):
 def test_what_cannot_be_traced_is_refused(tmp_path: Path):
     held = folder((point([request(0)])[0], [], []))
     with pytest.raises(ConfigError, match=r"expected request records of 'ar@1/s' to trace"):
-        write_trace([held], tmp_path / "t.json")
+        write_trace(traced_point(measured([held]), None), tmp_path / "t.json")
     with pytest.raises(ConfigError, match=r"expected one of the points 'ar@1/s', got 'x'"):
-        write_trace([held], tmp_path / "t.json", point="x")
+        traced_point(measured([held]), "x")
     with pytest.raises(ConfigError, match="cannot write"):
-        write_trace([folder(point([request(0)]))], tmp_path / "no" / "t.json")
+        write_trace(measured([folder(point([request(0)]))]).points[0], tmp_path / "no" / "t.json")
+
+
+def test_a_valid_point_is_traced_unless_another_is_asked_for():
+    late = point([request(0)], valid=False, invalid_reason="client was late")
+    found = measured([folder(late, point([request(0)], policy="b"), point([request(0)], policy="b", rate=2.0))])
+    assert traced_point(found, None).name == "b@1/s"
+    body = trace(traced_point(found, "ar@1/s"))
+    assert body["otherData"]["valid"] == "no: client was late"
+    assert trace(traced_point(found, None))["otherData"]["valid"] == "yes"
+
+
+def test_the_rate_of_the_report_is_the_one_that_is_traced():
+    points = [point([request(0)], rate=rate, samples=samples_over(2)) for rate in (1.0, 2.0, 4.0)]
+    found = measured([folder(*points)])
+    assert [traced_point(found, None, rate).name for rate in (None, 4.0)] == ["ar@2/s", "ar@4/s"]

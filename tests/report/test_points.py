@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.points import find_point, measured, point_names
+from adaserve_jax.report.conditions import warnings
+from adaserve_jax.report.points import find_point, measured
 from tests.report.made import PROVENANCE, folder, point, request
 
 ONE = [request(0)]
@@ -38,7 +39,7 @@ def test_folders_are_named_only_where_they_hold_the_same():
     other = folder(point(ONE), point(ONE, policy="adaserve"), path="b/run")
     found = measured([folder(point(ONE), path="a/run"), other])
     assert found.whos == ("a/run: ar", "b/run: ar", "adaserve")
-    assert point_names([folder(point(ONE), path="a/run"), other]) == ("a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s")
+    assert [each.name for each in found.points] == ["a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s"]
 
 
 @pytest.mark.parametrize("change", [{"commit": "fedcba"}, {"target_params": 5}, {"workload_hash": "cd" * 32}])
@@ -100,3 +101,50 @@ def test_arrivals_are_told_by_burstiness_where_they_can_be():
     found = measured([folder(plain, trace)])
     assert found.varied == ("burstiness", "process")
     assert [s.describe(found.varied) for s in found.settings] == ["arrivals trace", "burstiness 1, arrivals poisson"]
+
+
+@pytest.mark.parametrize("change", [{"engine_hash": "ef" * 32}, {"max_prefill_tokens": 64}])
+def test_runs_of_other_engine_settings_are_no_repeats(change: dict[str, object]):
+    other = replace(PROVENANCE, run_id="r2", **change)
+    found = measured([folder(point(ONE), point(ONE, provenance=other))])
+    assert found.whos == ("run r1: ar", "run r2: ar")
+
+
+def test_runs_of_another_duration_are_no_repeats():
+    other = replace(PROVENANCE, run_id="r2")
+    found = measured([folder(point(ONE), point(ONE, provenance=other, duration_s=20.0))])
+    assert found.whos == ("run r1: ar", "run r2: ar")
+
+
+def test_what_a_run_measured_after_it_was_resumed_elsewhere_is_told_apart():
+    later = replace(PROVENANCE, commit="fedcba9876543210")
+    found = measured([folder(point(ONE), point(ONE, repeat=1, provenance=later), point(ONE, rate=2.0))])
+    assert found.whos == ("run r1: ar", "run r1 part 2: ar")
+    assert found.sources == ("run r1", "run r1 part 2")
+    (said,) = (item.text for item in warnings(found).items)
+    assert said == ("run r1 and run r1 part 2 were not measured alike: commit (0123456789ab against fedcba987654).")
+
+
+def test_folders_of_one_name_are_told_from_those_beside_them():
+    now, then = folder(point(ONE), path="a/out"), folder(point(ONE), path="b/out")
+    assert measured([now], beside=[then]).sources == ("a/out",)
+    assert measured([then], beside=[now]).sources == ("b/out",)
+
+
+def test_points_that_were_tuned_one_by_one_are_of_their_run():
+    tuned = [
+        point(ONE, policy="spec:4", label="tuned", rate=rate, provenance=replace(PROVENANCE, max_requests=most))
+        for rate, most in ((1.0, 4), (2.0, 16))
+    ]
+    found = measured([folder(point(ONE), point(ONE, rate=2.0), *tuned)])
+    assert found.whos == ("ar", "spec:4 (tuned)")
+    assert found.sources == ("run",)
+
+
+def test_relative_targets_of_another_baseline_within_a_run_are_warned_of():
+    slower = replace(PROVENANCE, baseline_s=0.06)
+    found = measured([folder(point(ONE), point(ONE, rate=2.0, provenance=slower))])
+    (said,) = (item.text for item in warnings(found).items)
+    assert said.endswith("multiples of 50.0 ms at some of its points, and of 60.0 ms at others.")
+    near = replace(PROVENANCE, baseline_s=0.051)
+    assert not warnings(measured([folder(point(ONE), point(ONE, rate=2.0, provenance=near))])).items

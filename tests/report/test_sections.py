@@ -192,6 +192,8 @@ def test_a_chosen_rate_moves_the_focus():
     points = [point(requests(0), rate=rate) for rate in (1.0, 2.0, 4.0)]
     assert view_of(*points).focus.rate_rps == 2.0
     assert view_of(*points, rate=4.0).focus.rate_rps == 4.0
+    traced = [point(requests(0), rate=rate) for rate in (1.2345678, 3.0)]
+    assert [view_of(*traced, rate=rate).focus.rate_rps for rate in (1.23457, 1.235)] == [1.2345678] * 2
     with pytest.raises(ConfigError, match=r"expected a rate that was measured \(1, 2, 4 requests per second\), got 3"):
         view_of(*points, rate=3.0)
 
@@ -208,3 +210,27 @@ def test_a_workload_that_varies_has_no_curve_and_rows_of_its_own():
     assert [(row[0], row[1], row[4].split(" ")[0]) for row in table.rows] == [
         ("a", "mixed", "90.0%"), ("b", "mixed", "80.0%"), ("a", "other", "70.0%"), ("b", "other", "60.0%")
     ]  # fmt: skip
+
+
+def test_violations_of_settings_beside_the_line_are_not_denied():
+    points = [
+        point(requests(4 if share == 0.3 and rate == 1.0 else 0), rate=rate, urgent_share=share)
+        for rate in (1.0, 2.0) for share in (0.3, 0.6, 0.9)
+    ]  # fmt: skip
+    view = view_of(*points)
+    assert not any(setting.urgent_share == 0.3 for setting in view.line)
+    (panel,) = figures_of(violations(view))["causes"].panels
+    assert panel.title == "1/s, urgent share 30%"
+
+
+def test_settings_with_violations_beyond_those_shown_are_counted():
+    (figure,) = figures_of(violations(view_of(*(point(requests(4), rate=float(r)) for r in range(1, 10))))).values()
+    assert len(figure.panels) == 6 and "3 more settings with violations are not shown." in figure.caption
+
+
+def test_an_invalid_point_over_time_is_said_to_be_one():
+    late = point(requests(0), rate=2.0, samples=samples_over(3), valid=False, invalid_reason="client was late")
+    view = view_of(point(requests(0)), late)
+    said, figure = over_time(view, "ar@2/s").items
+    assert said == Text("ar@2/s is invalid: client was late. No other figure uses it.", warns=True)
+    assert figure.title == "ar@2/s over time"

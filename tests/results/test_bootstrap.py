@@ -14,12 +14,22 @@ from adaserve_jax.results.bootstrap import (
     Ratio,
     between,
     distributions,
-    interval,
-    mean,
     percentile,
     resamples_for,
     sure_share,
 )
+
+
+def mean(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    return Ratio(values, np.ones(len(values)))(counts)
+
+
+def interval(statistic, groups, **drawn: int) -> Interval:
+    """Of a statistic of all values under counts, the groups being repeats."""
+    held = np.concatenate(groups)
+    sizes = [len(group) for group in groups]
+    return between(distributions([lambda counts: statistic(held, counts)], sizes, **drawn)[0])
+
 
 values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=12)
 
