@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from adaserve_jax.bench.engine import Ask, Due, EngineAbout
@@ -18,6 +19,7 @@ from adaserve_jax.bench.http_requests import Prepared, prepare
 from adaserve_jax.bench.http_settings import UrlSettings
 from adaserve_jax.bench.http_tokens import worst
 from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.stats import StepStats
 
@@ -54,7 +56,14 @@ class UrlEngine:
 
     def prepare(self, ask: Ask) -> Prepared:
         """The bytes of its request. Raises ConfigError when it cannot be asked of a URL."""
-        return prepare(ask, self.settings, self._found.dialect)
+        item = ask.item
+        written = self._writer.write(item.lengths, ask.seed) if item.by_length and item.lengths else ""
+        return prepare(ask, self.settings, self._found.dialect, written)
+
+    @cached_property
+    def _writer(self) -> PromptWriter:
+        """Of about as many tokens as wanted: nobody here can count those of a server."""
+        return PromptWriter(about_tokens)
 
     def drive(
         self, due: Sequence[Due], *, drain_s: float, on_progress: Callable[[int], None] | None = None

@@ -43,24 +43,27 @@ class Prepared:
     max_tokens: int
 
 
-def prepare(ask: Ask, settings: UrlSettings, dialect: Dialect) -> Prepared:
-    """Raises ConfigError when the item cannot be asked of this server."""
+def prepare(ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = "") -> Prepared:
+    """written: the prompt of an item that is known by its lengths only. Raises ConfigError when the item cannot be
+    asked of this server."""
     if ask.slo.relative is not None and dialect.baseline_s <= 0:
         raise ConfigError("a relative target needs a baseline, and none could be measured; give baseline_s")
-    body = request_body(ask, settings, dialect)
+    body = request_body(ask, settings, dialect, written)
     return Prepared(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
 
 
-def request_body(ask: Ask, settings: UrlSettings, dialect: Dialect) -> tuple[str, dict[str, Any]]:
+def request_body(
+    ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = ""
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
     """Route and body. Whatever sampling the server would fill in by itself is said where that is standard."""
-    route, content = _content(ask.item, settings.endpoint)
+    route, content = _content(ask.item, ask.item.prompt or written, settings.endpoint)
     body: dict[str, Any] = {
         "model": dialect.model, **content, "stream": True, **dialect.usage, "max_tokens": ask.max_tokens,
         "temperature": ask.item.temperature, "top_p": 1.0, "seed": ask.seed,
     }  # fmt: skip
     if dialect.own:
         body |= {"top_k": 0, "min_p": 0.0, "cache_salt": ask.cache_salt}
-        if getattr(ask.item, "lengths", None) is not None:
+        if ask.item.by_length:
             body["ignore_eos"] = True
     if dialect.own if settings.send_slo is None else settings.send_slo:
         tpot_s = ask.slo.tpot_s(dialect.baseline_s)
@@ -90,14 +93,14 @@ def message(settings: UrlSettings, route: str, body: Mapping[str, Any] | None) -
     return "\r\n".join([*lines, "", ""]).encode("ascii") + content
 
 
-def _content(item: WorkloadItem, endpoint: str) -> tuple[str, dict[str, Any]]:
-    if item.prompt is None and not item.messages:
+def _content(item: WorkloadItem, prompt: str, endpoint: str) -> tuple[str, dict[str, Any]]:
+    if not prompt and not item.messages:
         raise ConfigError("a request known by its lengths only needs a made prompt before it is sent to a URL")
-    if item.prompt is None or endpoint == "chat":
+    if item.messages or endpoint == "chat":
         turns = [{"role": m.role, "content": m.content} for m in item.messages]
         if endpoint == "completions":
             raise ConfigError(
                 "a request with messages cannot be sent to completions; leave the endpoint at auto, or make it chat"
             )
-        return "v1/chat/completions", {"messages": turns or [{"role": "user", "content": item.prompt}]}
-    return "v1/completions", {"prompt": item.prompt}
+        return "v1/chat/completions", {"messages": turns or [{"role": "user", "content": prompt}]}
+    return "v1/completions", {"prompt": prompt}

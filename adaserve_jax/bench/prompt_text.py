@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 
 import numpy as np
 
 from adaserve_jax.bench.workload import load_workload
-from adaserve_jax.bench.workload_items import Lengths, Workload
+from adaserve_jax.bench.workload_items import Lengths
 
 CACHED_BLOCKS = 4096
 CONTEXT_CHARACTERS = 48
@@ -46,18 +45,6 @@ def about_tokens(text: str) -> int:
 def prompt_of(lengths: Lengths, seed: int, count_tokens: CountTokens) -> str:
     """See `PromptWriter.write`; for one prompt."""
     return PromptWriter(count_tokens).write(lengths, seed)
-
-
-def with_texts(workload: Workload) -> Workload:
-    """Requests that are known by length only get texts of about that many tokens."""
-    if not any(item.by_length for item in workload.items):
-        return workload
-    writer = PromptWriter(about_tokens)
-    items = (
-        replace(item, prompt=writer.write(item.lengths, number)) if item.by_length and item.lengths else item
-        for number, item in enumerate(workload.items)
-    )
-    return workload.derived("with texts", items)
 
 
 class PromptWriter:

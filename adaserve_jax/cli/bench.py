@@ -120,7 +120,6 @@ def bench(
     check_folder(folder, use)
     requests = read_workload(
         workload, format, slos, max_tokens=max_tokens, temperature=temperature, lengths=lengths, chat=as_chat,
-        texts=remote.url is not None,
     )  # fmt: skip
     for note in requests.notes:
         say(f"{requests.name}: {note}")

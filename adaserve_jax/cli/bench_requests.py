@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from adaserve_jax.bench.mixing import as_chat, parse_lengths, with_lengths
-from adaserve_jax.bench.prompt_text import with_texts
 from adaserve_jax.bench.readers import FORMATS
 from adaserve_jax.bench.slo_table import EXAMPLE, SloTable, parse_slos
 from adaserve_jax.bench.workload import Workload, load_workload
@@ -23,16 +22,13 @@ SLOS_HELP = f"targets by class, ms: {EXAMPLE}, * for requests without any, none 
 
 def read_workload(
     path: Path | None, format: str, slos: str | None, *, max_tokens: int | None = None,
-    temperature: float | None = None, lengths: str | None = None, chat: bool = False, texts: bool = False,
+    temperature: float | None = None, lengths: str | None = None, chat: bool = False,
 ) -> Workload:  # fmt: skip
     """The requests of a bench run; without a path the packaged ones. max_tokens, temperature: of requests that do not
-    say. lengths, chat: see their options. texts: those that are known by their lengths only get texts of about that
-    many tokens, as nobody here can count those of a server."""
+    say. lengths, chat: see their options."""
     workload = load_workload(path, format=format, slos=read_slos(slos), max_tokens=max_tokens, temperature=temperature)
     if lengths is not None:
         workload = with_lengths(workload, parse_lengths(lengths))
-    if texts:
-        workload = with_texts(workload)
     return as_chat(workload) if chat else workload
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from adaserve_jax.bench.azure import HEADER
 from adaserve_jax.bench.fluctuating import fluctuating_trace
+from adaserve_jax.bench.readers.azure import CONTEXT, GENERATED, TIME
 from adaserve_jax.bench.reshaping import with_mix, with_slo_scale
 from adaserve_jax.bench.segments import MINUTE_S, poisson_arrivals
 from adaserve_jax.bench.traces import Trace, save_trace
@@ -114,7 +114,7 @@ def _write_azure(path: Path, seed: int = 0) -> None:
     begin = datetime(2023, 11, 16)
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(HEADER)
+        writer.writerow([TIME, CONTEXT, GENERATED])
         for minute in range(MINUTES):
             rate = MEAN_RPS * (1 + SWING * math.sin(4 * math.pi * minute / MINUTES))
             for at_s in np.sort(rng.uniform(0, MINUTE_S, rng.poisson(rate * MINUTE_S))):

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from adaserve_jax.bench.engine import Ask
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.workload import WorkloadItem
+from adaserve_jax.bench.prompt_text import about_tokens
+from adaserve_jax.bench.workload_items import Lengths, WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from tests.bench import fake_server as fake
@@ -99,7 +101,10 @@ def test_a_server_of_this_package_is_told_salts_and_targets_and_says_its_baselin
         item = WorkloadItem("p", (), 4, "chat", SLO(relative=2.0, ttft_ms=50.0), 0.0, 0, None)
         body = json.loads(engine.prepare(Ask("r", item, 3, item.slo, "salt", 4)).message.partition(b"\r\n\r\n")[2])
         assert (body["slo_tpot_ms"], body["slo_ttft_ms"], body["cache_salt"]) == (16.0, 50.0, "salt")
-        assert (body["top_k"], body["min_p"], body["seed"]) == (0, 0.0, 3)
+        assert (body["top_k"], body["min_p"], body["seed"]) == (0, 0.0, 3) and "ignore_eos" not in body
+        known = replace(item, prompt=None, lengths=Lengths(70, 4))  # as of a trace: a text is made, and its length kept
+        body = json.loads(engine.prepare(Ask("r", known, 3, item.slo, "", 4)).message.partition(b"\r\n\r\n")[2])
+        assert about_tokens(body["prompt"]) == 70 and body["ignore_eos"] is True
 
 
 @pytest.mark.parametrize(

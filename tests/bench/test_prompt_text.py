@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.local import LocalBenchEngine
-from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens, prompt_of, with_texts
-from adaserve_jax.bench.workload import Lengths, Workload, WorkloadItem, load_workload
+from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens, prompt_of
+from adaserve_jax.bench.workload import Lengths, WorkloadItem, load_workload
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO
@@ -97,15 +97,6 @@ def test_about_tokens_is_one_for_a_word_and_for_a_sign():
 
 def by_length(tokens: int) -> WorkloadItem:
     return WorkloadItem(None, (), 8, "default", SLO(), 1.0, None, None, Lengths(tokens, 8))
-
-
-def test_a_workload_gets_texts_where_it_has_none():
-    packaged = load_workload()
-    assert with_texts(packaged) is packaged
-    made = with_texts(Workload("w", "0", (by_length(50), packaged.items[0], by_length(50))))
-    assert [about_tokens(item.prompt or "") for item in made.items[::2]] == [50, 50]
-    assert made.items[1] == packaged.items[0] and made.items[0].prompt != made.items[2].prompt
-    assert made.name == "w with texts" and made.sha256 != "0"
 
 
 def test_the_engine_of_this_process_encodes_as_many_tokens_as_the_trace_says(demo: Tokenizer):
