@@ -60,9 +60,12 @@ bench-throughput: $(STAMP).test ## tokens per second of every policy, beside tra
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
-docs: $(STAMP).serve ## write what documents have from the code and from benchmarks/results
+docs: $(STAMP).test ## write what documents have from the code and from benchmarks/results
 	@$(BIN)/python scripts/readme_table.py
 	@$(BIN)/python scripts/results_table.py
+	@for kind in html md; do \
+		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/bench-110m-cpu.$$kind \
+		--title "Policies on a grown 110M target, on a CPU"; done
 	@$(BIN)/python scripts/options_table.py
 	@$(BIN)/python scripts/policies_table.py
 	@$(BIN)/python scripts/grafana_dashboard.py

@@ -1,6 +1,7 @@
 """Writes the measured table of README.md, between its bench markers, from committed results; no number is typed.
 
-Each file of benchmarks/results/*.jsonl holds the result rows of one run of `adaserve bench`. Imports no jax.
+Each folder benchmarks/results/bench-* is that of one run of `adaserve bench`, whose report is in docs/results. Of its
+rates every other one is shown. Imports no jax.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def conditions(row: ResultRow) -> str:
 
 
 def table(rows: list[ResultRow]) -> str:
-    """Command, conditions and one line per policy and rate; rows of single SLO classes are left out.
+    """Command, conditions and one line per policy and every other rate; rows of single SLO classes are left out.
 
     Raises ValueError for a row in which the client, not the engine, was measured.
     """
@@ -63,11 +64,13 @@ def table(rows: list[ResultRow]) -> str:
     for row in rows:
         if not row.valid:
             raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
+    shown = sorted({row.rate_rps for row in rows})[::2]
     lines = [
         f"| `{row.policy}` | {row.rate_rps:g} | {percent(row.attainment)} | {percent(row.attainment_tpot)} "
         f"| {number(row.goodput_tps)} | {number(row.throughput_tps)} | {number(row.mean_accepted, 2)} "
         f"| {number(row.tpot_p50_s, scale=1e3)} / {number(row.tpot_p99_s, scale=1e3)} |"
         for row in sorted(rows, key=lambda row: row.rate_rps)
+        if row.rate_rps in shown
     ]
     return "\n".join([f"Measured with `{command(rows)}`:", "", HEADER, *lines, "", conditions(rows[0])])
 
@@ -86,7 +89,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when README.md is out of date")
     arguments = parser.parse_args()
     path = ROOT / "README.md"
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    files = sorted((ROOT / "benchmarks" / "results").glob("bench-*/results.jsonl"))
     old = path.read_text()
     new = with_tables(old, [read_rows(file, ResultRow) for file in files])
     if arguments.check:

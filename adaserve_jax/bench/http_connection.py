@@ -57,6 +57,8 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
         self.carried = 0
+        self.was_idle = False
+        """Servers close idle connections, also just when a request is sent onto one."""
         self.opened_s = 0.0
         self.is_open = False
 

@@ -125,7 +125,7 @@ async def _get(pool: ConnectionPool, settings: UrlSettings, route: str) -> Mappi
         raise _NotThere(f"{where} answered {answer.status}")
     try:
         body = json.loads(answer.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, Mapping):
         raise ConfigError(f"{where} must answer with a JSON object; is it an OpenAI-compatible server?")
@@ -161,7 +161,7 @@ async def _baseline_s(pool: ConnectionPool, settings: UrlSettings, dialect: Dial
 async def _ask(pool: ConnectionPool, settings: UrlSettings, dialect: Dialect, tokens: int) -> UrlProbe:
     item = WorkloadItem(PROMPT, (), tokens, "default", SLO(), 0.0, 0, None)
     prepared = prepare(Ask("probe", item, 0, SLO(), "probe", tokens), settings, dialect)
-    run = UrlRun(pool, settings.silence_timeout_s)
+    run = UrlRun(pool, max(settings.silence_timeout_s, FIRST_ANSWER_S))
     await run.run([Due(0.0, prepared)], FIRST_ANSWER_S)
     return run.probes[0]
 

@@ -103,15 +103,19 @@ class ConnectionPool:
     async def _open(self) -> HttpConnection:
         """Raises OSError, TimeoutError being one."""
         settings = self._settings
-        async with asyncio.timeout(settings.connect_timeout_s):
-            _, connection = await self._loop.create_connection(
-                lambda: HttpConnection(self._keep, self._drop), settings.host, settings.port, ssl=self._tls
-            )
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: HttpConnection(self._keep, self._drop), settings.host, settings.port, ssl=self._tls
+                )
+        except UnicodeError as error:  # a name that cannot be looked up
+            raise OSError(str(error)) from error
         self._all.add(connection)
         return connection
 
     def _keep(self, connection: HttpConnection) -> None:
         if self._spare and connection.is_open:
+            connection.was_idle = True
             self._idle.append(connection)
         else:
             connection.close()

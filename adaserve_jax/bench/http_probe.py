@@ -100,7 +100,7 @@ class UrlProbe:
         self._loop.call_soon(self._close, at_s, None)
 
     def on_lost(self, at_s: float, code: str, heard: bool) -> None:
-        stale = self.connection is not None and self.connection.carried > 1 and not heard
+        stale = self.connection is not None and self.connection.was_idle and not heard
         if stale and self._resend is not None and not self.ended:
             resend, self._resend = self._resend, None
             resend(self)
@@ -179,7 +179,7 @@ class UrlProbe:
             return
         try:
             body = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             self.fail("malformed_event")
             return
         event = event_of(body)
@@ -250,7 +250,7 @@ def _error_in(raw: bytes | bytearray) -> object:
     text = raw.decode(errors="replace")
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     if isinstance(body, Mapping):
         return next((body[name] for name in ("error", "detail", "message") if body.get(name)), text)

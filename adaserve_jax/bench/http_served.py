@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from adaserve_jax.types import RequestMetrics
+
+MOST_MS = 1e9
+"""No request waits longer."""
 
 
 def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
@@ -18,11 +21,15 @@ def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
     queue_ms = said.get("queue_time_ms")
     return RequestMetrics(
         0.0,
-        first_scheduled_s=queue_ms / 1e3 if isinstance(queue_ms, int | float) else None,
+        first_scheduled_s=queue_ms / 1e3 if _is_time(queue_ms) else None,
         verify_steps=_count(speculative.get("verify_steps")),
         accepted_tokens=_count(speculative.get("accepted_tokens")),
         slo_feasible=feasible if isinstance(feasible, bool) else None,
     )
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_MS
 
 
 def _count(value: object) -> int:

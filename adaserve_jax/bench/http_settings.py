@@ -42,7 +42,7 @@ class UrlSettings:
     system: str = ""
     model: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    headers: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     endpoint: str = "auto"
     send_slo: bool | None = None
     baseline_s: float | None = None
@@ -63,8 +63,7 @@ class UrlSettings:
             raise ConfigError(f"spare_connections must be from 0 to 1024, got {self.spare_connections!r}")
         for name, value in (*self.headers, ("authorization", self.api_key or "")):
             if not _TOKEN.fullmatch(name) or not _one_line(value):
-                shown = "its value" if name == "authorization" else repr(value)
-                raise ConfigError(f"a header must be a name and one line of visible ASCII, got {name!r} with {shown}")
+                raise ConfigError(f"a header must be a name and one line of visible ASCII, got {name!r} with its value")
         taken = sorted(set(self.extra_body) & set(OWN_FIELDS))
         if taken:
             raise ConfigError(f"extra_body must leave out what the workload decides, got {taken[0]!r}")
@@ -99,13 +98,15 @@ class UrlSettings:
         try:
             parts = self._parts
             ok = parts.scheme in _PORTS and bool(parts.hostname) and parts.port != 0 and self.url.isascii()
-            plain = not (parts.query or parts.fragment or parts.username or " " in self.url) and _one_line(self.url)
+            plain = not (parts.query or parts.fragment or "@" in parts.netloc or " " in self.url) and _one_line(
+                self.url
+            )
         except ValueError:
             ok = plain = False
         if not ok or not plain:
             raise ConfigError(
                 "the URL of a server must be like http://127.0.0.1:8000 or https://host/v1, without a user, a query or "
-                f"a fragment, got {self.url!r}"
+                f"a fragment, got {self.url.rpartition('@')[2]!r}"
             )
 
 

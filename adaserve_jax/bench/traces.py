@@ -94,7 +94,7 @@ def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
         )
     if schedule is not None:
         due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
-        note = f"{schedule.process} {schedule.rate_rps:.4g}/s {schedule.duration_s:g} s seed {schedule.seed}"
+        note = f"{schedule.process} {schedule.rate_rps!r}/s {schedule.duration_s!r} s seed {schedule.seed}"
         sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
     elif workload.has_arrivals:
         due = [(item.arrival_s or 0.0, item) for item in workload.items]

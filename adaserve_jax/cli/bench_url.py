@@ -99,5 +99,5 @@ class UrlOptions:
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not (colon and name.strip()):
-        raise ConfigError(f"--header must be 'Name: value', got {text!r}")
+        raise ConfigError("--header must be 'Name: value', got one without a name or without a colon")
     return name.strip(), value.strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import count
 from pathlib import Path
 from typing import Annotated
@@ -108,7 +109,8 @@ def simulate(
     names = expand(comma_list("policies", policies, str))
     simulated = load_machine(machine)
     counts = (max_requests, max_prefill_tokens, requests, num_pages, extension_pages)
-    if min(ttft_slo, *counts) < 0 or min(time_scale, drain) <= 0:
+    finite = all(math.isfinite(value) for value in (ttft_slo, time_scale, drain))
+    if not finite or min(ttft_slo, *counts) < 0 or min(time_scale, drain) <= 0:
         raise ConfigError(
             "--ttft-slo, --max-requests, --max-prefill-tokens, --num-pages, --extension-pages and --requests must not "
             "be below 0, --time-scale and --drain must be above"

@@ -106,8 +106,8 @@ class Outbox:
             engine, closing = self._engine, self._closing
             for message in _taken(self._messages):
                 self._socket.send(wire.encode(message))
-            chunks = _taken(self._chunks)
             if engine is not None:
+                chunks = _taken(self._chunks)
                 received = self._received  # read before the engine's numbers, which then include these requests
                 self._socket.send(wire.encode(wire.Step(chunks, engine.stats(), received)))
             if closing:

@@ -155,10 +155,12 @@ class Admission:
         if self.hold_s is None or self._slots is None:
             return 0.0
         queue, rate = max(ahead + 1 + begun - self._slots, 0.0), self._slots / max(self.hold_s, 1e-9)
+        if not queue:
+            return 0.0
         overtaking, during_s = overtakers
         if queue <= (rate - overtaking) * during_s:
             rate -= overtaking
-        elif queue:
+        else:
             queue += overtaking * during_s
         return self.bias[targeted] * queue / rate
 

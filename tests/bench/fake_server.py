@@ -152,6 +152,8 @@ class FakeServer:
                         return
         except (OSError, asyncio.IncompleteReadError):
             self.closed_by_client += 1
+        except asyncio.CancelledError:
+            pass  # the server stops; asyncio of Python 3.11 would tell of a cancelled task as of an error
         finally:
             self._open.discard(writer)
             with contextlib.suppress(OSError):

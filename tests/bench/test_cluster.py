@@ -81,7 +81,7 @@ def test_one_replica_is_the_plain_loop(policy: str, drain_s: float) -> None:
     trace = short_trace(20, rate=6.0, output=10)
     expected, wall_s = plain_loop(policy, trace, 3, drain_s)
     found = simulate(policy, SimulationPlan((), seed=3, drain_s=drain_s, router="slo-aware"), MACHINE, trace)
-    assert as_ended(found.records) == expected
+    assert sorted(as_ended(found.records)) == sorted(expected)  # records are in the order of arrival
     assert found.wall_s == wall_s
     assert len(found.records) == 20
 

@@ -263,8 +263,17 @@ def test_nothing_else_of_the_process_disturbs_a_drive_and_all_is_as_before_after
 
 
 def test_ctrl_c_cuts_off_and_says_so(engine):
-    threading.Timer(0.15, os.kill, [os.getpid(), signal.SIGINT]).start()
-    loop = engine.drive(due(engine, *["endless"] * 60, gap_s=0.05), drain_s=5.0)
+    begun = threading.Event()
+
+    def interrupt() -> None:
+        """Once the drive is under way: while garbage is collected before it, some libraries would swallow it."""
+        begun.wait(5)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    asks = due(engine, *["endless"] * 60, gap_s=0.05)
+    loop = engine.drive(asks, drain_s=5.0, on_progress=lambda _: begun.set())
     assert loop.interrupted and 1 <= len(loop.probes) < 60 and loop.wall_s < 3.0
     assert {p.outcome[0] for p in loop.probes} == {"unfinished"}  # type: ignore[attr-defined]
     assert not engine.drive(due(engine, "plain"), drain_s=5.0).interrupted

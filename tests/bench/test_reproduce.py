@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from adaserve_jax.bench.segments import busiest_swing
+from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.errors import ConfigError
 from tests.bench.scripts import FOLDER, imported
 from tests.conftest import ROOT
@@ -225,9 +227,6 @@ def test_data_is_looked_for_where_it_is_said_to_be_or_made(modules, tmp_path: Pa
 
 
 def test_made_workloads_are_what_the_benchmarks_take(modules, tmp_path: Path) -> None:
-    from adaserve_jax.bench.azure import load_azure
-    from adaserve_jax.bench.segments import busiest_swing
-
     for name in modules["data"].SOURCES:
         modules["data"].make_data(name, tmp_path, span_s=30.0)
     points = modules["policy_sweeps_points"].points(tmp_path / "adaserve-traces", requests=0, seed=0)
@@ -241,7 +240,7 @@ def test_made_workloads_are_what_the_benchmarks_take(modules, tmp_path: Path) ->
     assert share == pytest.approx(0.9, abs=0.08)
     strict = next(point.trace for point in points if (point.sweep, point.value) == ("scale", 0.6))
     assert {request.slo.relative for request in strict.requests if request.slo_class == "code"} == {0.6}
-    segment = busiest_swing(load_azure(modules["data"].find_data("azure", tmp_path)), 20)
+    segment = busiest_swing(load_trace(modules["data"].find_data("azure", tmp_path), format="azure"), 20)
     assert len(segment.requests) > 1000
 
 
