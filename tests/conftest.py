@@ -36,16 +36,6 @@ def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
-COSTLY = ("demo_engine", "deterministic")
-"""Engines that many files share."""
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several workers, as of `make test`, one of them runs all tests of a costly engine, and all of a file."""
-    shared = [name for name in COSTLY if name in getattr(item, "fixturenames", ())]
-    item.add_marker(pytest.mark.xdist_group(shared[0] if shared else str(item.path)))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip, with a reason that is printed, tests whose device or library is not here."""
     missing = {"torch": importlib.util.find_spec("torch") is None}
