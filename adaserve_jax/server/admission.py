@@ -25,7 +25,7 @@ LATELY_S = 4.0
 """How far back arrivals tell of those to come."""
 JUST_NOW_S = 1.0
 """The same where more come than before: a crowd is believed at once."""
-TTFT_SHARE = 0.5
+TTFT_SHARE = 0.35
 """Share of a TTFT target that the predicted time to the first token may take; the rest is for what is not foreseen."""
 
 
