@@ -56,7 +56,6 @@ class HttpConnection(asyncio.Protocol):
         self._on_idle, self._on_closed = on_idle, on_closed
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
-        self.carried = 0
         self.was_idle = False
         """Servers close idle connections, also just when a request is sent onto one."""
         self.opened_s = 0.0
@@ -70,7 +69,6 @@ class HttpConnection(asyncio.Protocol):
         self._headers: dict[str, str] = {}
         self._head_bytes = 0
         self._heard = self._in_body = self._complete = self._reusable = False
-        self.carried += 1
         self._transport.write(message)
 
     def close(self) -> None:

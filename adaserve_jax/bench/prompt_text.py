@@ -42,11 +42,6 @@ def about_tokens(text: str) -> int:
     return len(_ABOUT.findall(text))
 
 
-def prompt_of(lengths: Lengths, seed: int, count_tokens: CountTokens) -> str:
-    """See `PromptWriter.write`; for one prompt."""
-    return PromptWriter(count_tokens).write(lengths, seed)
-
-
 class PromptWriter:
     """Writes prompts whose tokens `count_tokens` counts, special tokens included. Keeps the blocks it wrote last."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.local import LocalBenchEngine
-from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens, prompt_of
+from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
 from adaserve_jax.bench.workload import Lengths, WorkloadItem, load_workload
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -56,11 +56,11 @@ def test_special_tokens_count_too():
 @pytest.mark.parametrize("counter", ["demo", "about"])
 def test_equal_blocks_make_equal_beginnings_whatever_the_seed(demo: Tokenizer, counter: str):
     count = about_tokens if counter == "about" else counted_by(demo)
-    one = prompt_of(Lengths(512 + 512 + 300, 9, (7, 3, 11)), 1, count)
-    same = prompt_of(Lengths(512 + 512 + 300, 2, (7, 3, 11)), 2, count)
-    other = prompt_of(Lengths(512 + 512 + 300, 9, (7, 3, 12)), 1, count)
-    longer = prompt_of(Lengths(512 + 512 + 512 + 8, 9, (7, 3, 11, 4)), 1, count)
-    elsewhere = prompt_of(Lengths(512 + 512 + 300, 9, (8, 3, 11)), 1, count)
+    one = PromptWriter(count).write(Lengths(512 + 512 + 300, 9, (7, 3, 11)), 1)
+    same = PromptWriter(count).write(Lengths(512 + 512 + 300, 2, (7, 3, 11)), 2)
+    other = PromptWriter(count).write(Lengths(512 + 512 + 300, 9, (7, 3, 12)), 1)
+    longer = PromptWriter(count).write(Lengths(512 + 512 + 512 + 8, 9, (7, 3, 11, 4)), 1)
+    elsewhere = PromptWriter(count).write(Lengths(512 + 512 + 300, 9, (8, 3, 11)), 1)
     assert one == same
     assert about_alike(count, one, other) in range(1020, 1030)
     assert about_alike(count, one, longer) in range(1300, 1325), "the last block, begun only"
@@ -77,14 +77,14 @@ def test_prompts_without_blocks_begin_each_in_its_own_way_and_are_repeatable(dem
     count = counted_by(demo)
     writer = PromptWriter(count)
     texts = [writer.write(Lengths(120, 1), seed) for seed in range(40)]
-    assert texts == [prompt_of(Lengths(120, 1), seed, count) for seed in range(40)]
+    assert texts == [PromptWriter(count).write(Lengths(120, 1), seed) for seed in range(40)]
     assert len({text[:7] for text in texts}) == 40
     assert writer.write(Lengths(90, 1), -5), "any seed that a request may have"
 
 
 def test_words_are_those_of_the_packaged_workload():
     known = {word for item in load_workload().items for word in (item.prompt or "").split()}
-    words = prompt_of(Lengths(300, 1), 3, about_tokens).split()
+    words = PromptWriter(about_tokens).write(Lengths(300, 1), 3).split()
     assert set(words[2:-16]) <= known
     assert len(set(words)) > 60
 
