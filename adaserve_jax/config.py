@@ -6,10 +6,11 @@ Imports no jax. Unknown keys raise.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnConfig
 
 LEAST = {
     "max_requests": 0,
@@ -36,6 +37,8 @@ ATTENTION = ("auto", "xla", "mosaic", "plain")
 """Who implements attention over pages."""
 ELASTIC = ("auto", "on", "off")
 """Whether the draft's memory may become KV pages."""
+ROUTES = ("tag", "language", "topic")
+"""By what a request gets one of several drafts."""
 INFEASIBLE_SLO = ("best_effort", "refuse")
 """What becomes of a request whose target is out of reach."""
 LEAST_CONTEXT = 8
@@ -85,6 +88,9 @@ class EngineConfig:
     coordinator: str | None = None
     num_processes: int = 1
     process_id: int = 0
+    drafts: tuple[str, ...] = ()
+    route: str = "tag"
+    learning: LearnConfig | None = field(default=None, metadata={"file_only": True})
 
     def __post_init__(self) -> None:
         for name in ("target", "draft", "profile", "calibration", "compile_cache", "coordinator"):
@@ -109,6 +115,13 @@ class EngineConfig:
             ok = isinstance(edges, (tuple, list)) and all(_is_integer(edge, 1) for edge in edges)
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
+        drafts = isinstance(self.drafts, (tuple, list)) and all(_is_named_folder(draft) for draft in self.drafts)
+        self._check(drafts and (not self.drafts or self.draft is not None), "drafts", "NAME=FOLDER, beside a draft")
+        object.__setattr__(self, "drafts", tuple(self.drafts))
+        self._check(self.route in ROUTES, "route", f"one of {', '.join(ROUTES)}")
+        learns = self.learning is None or (isinstance(self.learning, LearnConfig) and self.draft is not None)
+        self._check(learns, "learning", "a LearnConfig, with a draft that learns")
+        self._check(self.learning is None or self.num_processes == 1, "learning", "none with several processes")
         self._check(self.infeasible_slo in INFEASIBLE_SLO, "infeasible_slo", f"one of {', '.join(INFEASIBLE_SLO)}")
         self._check(self.elastic in ELASTIC, "elastic", f"one of {', '.join(ELASTIC)}")
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
@@ -141,6 +154,11 @@ def is_address(value: object) -> bool:
     """Whether a value is "host:port"; the port after it is used too."""
     host, _, port = str(value).rpartition(":")
     return bool(host) and port.isdecimal() and 0 < int(port) < 65535
+
+
+def _is_named_folder(draft: object) -> bool:
+    name, _, folder = str(draft).partition("=")
+    return isinstance(draft, str) and name.replace("-", "_").isidentifier() and bool(folder)
 
 
 def _is_integer(value: object, least: int) -> bool:
@@ -188,4 +206,8 @@ FIELD_HELP: dict[str, str] = {
     "coordinator": "host:port of process 0, where several processes hold the devices; the port after it is used too",
     "num_processes": "processes that hold the devices together, usually one per host",
     "process_id": "which of them this is; process 0 serves, the others run `adaserve follow`",
+    "drafts": "further drafts of the same shape as NAME=FOLDER, beside `draft`, which is the one named default",
+    "route": "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag that "
+    "names a draft always goes first",
+    "learning": "whether and how drafts learn from what is served; none: they do not",
 }

@@ -82,3 +82,36 @@ def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, list):
         return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
     return one + other
+
+
+@dataclass
+class LearningStats:
+    """How drafts learn from what is served, by name of the draft; empty where none does. Counts since the start but for
+    what is said to be as of now.
+
+    version: of the draft in force, counted from 0, what it was loaded with; as of now. drafted_tokens, accepted_tokens:
+    of requests that the draft speculated for. held_out_acceptance: mean over held-out positions of sum min(p, q), of
+    the version in force; loss: of the latest update; as of now. updates: that serve or served; refused: that the
+    held-out check, or a gradient that was no number, kept from serving; rolled_back: versions taken back because
+    acceptance fell once they served. records: finished requests in the buffer, as of now; held_out: those of them that
+    are held out. left_out: requests that were not learned from, by reason. micro_steps: pieces of training; train_s:
+    seconds they took. delay_s: those of them in which requests ran and waited, and delay_max_s the longest piece then.
+    target_tokens: positions whose target scores were kept.
+    """
+
+    version: dict[str, int] = field(default_factory=dict)
+    drafted_tokens: dict[str, int] = field(default_factory=dict)
+    accepted_tokens: dict[str, int] = field(default_factory=dict)
+    held_out_acceptance: dict[str, float] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    rolled_back: dict[str, int] = field(default_factory=dict)
+    records: dict[str, int] = field(default_factory=dict)
+    held_out: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    micro_steps: int = 0
+    train_s: float = 0.0
+    delay_s: float = 0.0
+    delay_max_s: float = 0.0
+    target_tokens: int = 0

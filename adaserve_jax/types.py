@@ -69,7 +69,7 @@ class Request:
     prompt_ids: i32[tokens], not empty. seed: drawn already (never None here). choice: index among the n choices.
     tpot_slo_s / ttft_slo_s: targets in force, seconds, or None. priority: lower is sooner. arrival_s: engine clock.
     stop_token_ids includes the model's EOS ids unless `ignore_eos`. cache_salt: requests share cached KV pages
-    only with those of the same salt.
+    only with those of the same salt. draft: index of the draft that speculates for it.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class Request:
     slo_class: str = "default"
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    draft: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class DraftPlan:
     catch-up with the pending root token. speculates: bool[num_decode]. depth and width bound the beam search
     (depth 0: only catch up). calibrated: whether f is the product of calibrated chances, or of the draft's own
     probabilities. chances: f32[2, D, ranks, bins], from now on in the place of those that the draft was loaded with;
-    None: as before.
+    None: as before. drafts: i32[R], which of several drafts is each row's; None: the first, for all.
     """
 
     depth: int
@@ -220,6 +221,7 @@ class DraftPlan:
     speculates: np.ndarray
     calibrated: bool = True
     chances: np.ndarray | None = None
+    drafts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)

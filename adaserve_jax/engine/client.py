@@ -12,7 +12,7 @@ from typing import Protocol
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
-from adaserve_jax.stats import StepStats
+from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
@@ -23,7 +23,8 @@ class GenerateRequest:
     """One user request, tokenised. Its `sampling.n` choices run as n independent requests with choice index 0..n-1.
 
     request_id must be unique among requests in flight. cache_salt: cached KV is shared with requests of the same salt
-    only.
+    only. learn: whether drafts may learn from the text. tenant: on whose behalf, as far as learning must not follow one
+    client alone. draft_tag: the name of the draft to use; "": the engine chooses.
     """
 
     request_id: str
@@ -33,6 +34,9 @@ class GenerateRequest:
     priority: int = 0
     slo_class: str = "default"
     cache_salt: str = ""
+    learn: bool = True
+    tenant: str = ""
+    draft_tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class EngineStats:
     step_age_s: float = 0.0
     restarts: int = 0
     back_in_s: float | None = None
+    learning: LearningStats = field(default_factory=LearningStats)
 
 
 Sink = Callable[[OutputChunk], None]

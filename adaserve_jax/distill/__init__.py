@@ -1,0 +1,1 @@
+"""Online speculative decoding: the draft learns from what is served, and from nothing else."""
