@@ -171,7 +171,7 @@ class Recorder:
 
     def end(self, choice_id: str, *, keep: bool = True) -> Record | None:
         """The text is over, and all rows of it were added. Rows that predict a token beyond its end are dropped, and
-        those before the last MOST_ROWS. None when it is not to be kept, was not watched, or has no rows to learn from."""
+        those before the last MOST_ROWS. None when it is not to be kept, was not watched, or has no rows."""
         text = self._texts.pop(choice_id, None)
         if text is None:
             return None
