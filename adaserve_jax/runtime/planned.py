@@ -19,8 +19,9 @@ from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
 from adaserve_jax.runtime.elastic import declare_swaps
-from adaserve_jax.runtime.executor import declare_target, find_chances, find_pair, load_drafter, load_target
+from adaserve_jax.runtime.executor import capture_of, declare_target, load_drafter, load_target
 from adaserve_jax.runtime.footprint import weight_dtype, workspace_of
+from adaserve_jax.runtime.pair import find_chances, find_pair
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.types import Progress
@@ -38,10 +39,10 @@ class Unfilled(Placement):
 
 
 def plan_memory(
-    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False
+    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False, training_bytes: int = 0
 ) -> tuple[Resolved, Workspace]:
-    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps:
-    as for `load_executor`.
+    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps,
+    training_bytes: as for `load_executor`.
 
     Raises CheckpointError, ConfigError: as loading it would, but for memory.
     """
@@ -52,11 +53,14 @@ def plan_memory(
         )
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     pair = find_pair(config)
-    resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
+    resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
     resampler = Resampler(target, resolved.limits)
     declared = declare_target(target, resolved.limits) + resampler.declare()
+    capture = capture_of(resolved, target)
+    if capture is not None:
+        declared += capture.declare()
     on_one = Unfilled.like(Placement.on_one())
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
     if drafter is not None:

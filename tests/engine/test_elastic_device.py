@@ -273,7 +273,7 @@ def test_pools_lost_in_a_copy_end_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     base, extension = (Pools(jnp.ones((1, pages, 1, 8, 4)), jnp.ones((1, pages, 1, 8, 4))) for pages in (3, 2))
     target: Any = SimpleNamespace(pools=base._replace(extension=extension))
     counter = CompileCounter()
-    elastic = Elastic(target, SimpleNamespace(params={"norm": jnp.ones(3)}), 2, counter)  # type: ignore[arg-type]
+    elastic = Elastic(target, SimpleNamespace(weights=[{"norm": jnp.ones(3)}]), 2, counter)  # type: ignore[arg-type]
 
     def lost(base: Pools, *_: object) -> None:
         base.k.delete()
@@ -307,6 +307,54 @@ def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     assert drafted_to_the_end(texts) == plain(executor)
 
 
+def test_a_draft_that_becomes_another_comes_back_as_that(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are exchanged while it is here, while it is away, and while it is on its way back."""
+    elastic, texts = swaps_of(executor), begun(executor)
+    own = {name: np.array(weight) for name, weight in executor.draft_params().items()}
+
+    def version(factor: float) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(weight * factor) for name, weight in own.items()}
+
+    def check(factor: float) -> None:
+        for name, weight in executor.draft_params().items():
+            np.testing.assert_array_equal(weight, own[name] * factor)
+
+    executor.set_draft(version(2.0))
+    check(2.0)
+    texts.decode(draft=True)
+    executor.expand()
+    assert not executor.draft_resident
+    with pytest.raises(IntegrityError, match="draft 0 is not on the device"):
+        executor.draft_params()
+    executor.contract()
+    elastic.wait()
+    check(2.0)
+    executor.expand()
+    gone = version(3.0)
+    executor.set_draft(gone)
+    assert all(weight.is_deleted() for weight in gone.values()), "its memory is pages now"
+    executor.contract()
+    elastic.wait()
+    check(3.0)
+    may_load, load = threading.Event(), elastic._load_weights
+    monkeypatch.setattr(elastic, "_load_weights", lambda: (load(), may_load.wait(60))[0])
+    executor.expand()
+    executor.contract()
+    executor.set_draft(version(4.0))
+    executor.set_draft(version(1.0))
+    assert not executor.draft_ready() and not executor.draft_resident
+    may_load.set()
+    elastic.wait()
+    check(1.0)
+    executor.expand()
+    executor.contract()
+    elastic.wait()
+    check(1.0)
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
 def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecutor) -> None:
     assert executor.local_drafter is not None
     target, draft, elastic = executor.target, executor.local_drafter.model, swaps_of(executor)
@@ -322,7 +370,7 @@ def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecut
     executor.contract()
     elastic.wait()
     assert live_bytes() == before
-    for name, held in elastic._host_copy._held.items():
+    for name, held in elastic._host_copies[0]._held.items():
         assert not np.shares_memory(np.asarray(draft.params[name]), np.asarray(held))
 
 
