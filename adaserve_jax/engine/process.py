@@ -183,7 +183,7 @@ class ProcessEngine:
         if self._info is None:
             child.kill()
         try:
-            child.wait(CLOSE_LIMIT_S)
+            child.wait(CLOSE_LIMIT_S + wire.save_limit_s(self._config))
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -358,6 +358,22 @@ def test_the_wire_is_typed():
 
 
 @pytest.mark.parametrize(
+    ("learning", "seconds"),
+    [(None, 0), (LearnConfig(), 0), (LearnConfig(learn_folder="learned"), wire.SAVE_LIMIT_S)],
+)
+def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatch, learning, seconds):
+    waits = []
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(
+        subprocess.Popen, "wait", lambda self, timeout=None: waits.append(timeout) or wait(self, timeout)
+    )
+    engine = ProcessEngine(EngineConfig(learning=learning), factory=FACTORY)
+    engine.start()
+    engine.close()
+    assert process.CLOSE_LIMIT_S + seconds in waits
+
+
+@pytest.mark.parametrize(
     ("error", "kind"),
     [
         (RequestError("r", param="prompt", code="c"), RequestError),
