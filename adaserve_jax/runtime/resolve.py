@@ -55,8 +55,12 @@ class Resolved:
         return replace(self, sizes=self.sizes.without_draft())
 
 
-def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False) -> Resolved:
-    """swaps: whether the policy has the draft give its memory to pages. Raises ConfigError when the parts do not fit
+def resolve(
+    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
+    training_bytes: int = 0,
+) -> Resolved:  # fmt: skip
+    """swaps: whether the policy has the draft give its memory to pages. training_bytes: what learning keeps and takes
+    beside what serves. Raises ConfigError when the parts do not fit
     each other; the message says which to change."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -83,7 +87,7 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
     placement = _placement(config, target)
     verify = BucketSet(edges, rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config)
-    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory)
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
