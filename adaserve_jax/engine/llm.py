@@ -126,8 +126,9 @@ class LLM:
         prompts: texts or token ids. sampling_params, slo, cache_salt, learn, draft_tag: one for all, or one per prompt;
         without sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their
         salts are the same. learn: whether drafts may learn from the text, where they do. draft_tag: the name of the
-        draft to use; "": the engine chooses. A choice that cannot go on ends with finish_reason "error", and the others go on. Raises
-        RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none runs on.
+        draft to use; "": the engine chooses. A choice that cannot go on ends with finish_reason "error", and the others
+        go on. Raises RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none
+        runs on.
         """
         requests = self._requests(prompts, sampling_params, slo, cache_salt, learn, draft_tag)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
