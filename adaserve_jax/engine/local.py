@@ -304,7 +304,9 @@ class LocalEngine:
         """The index of the draft that is to speculate for it."""
         if self._router is None:
             return 0
-        return self._router.route(request, self._tokenizer.decode(request.prompt_ids) if self._router.needs_text else "")
+        return self._router.route(
+            request, self._tokenizer.decode(request.prompt_ids) if self._router.needs_text else ""
+        )
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:

@@ -13,7 +13,7 @@ import pytest
 
 from adaserve_jax import LLM
 from adaserve_jax.distill import learner as learning
-from adaserve_jax.distill import lengths
+from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
 from adaserve_jax.engine.llm import GenerateOutput
@@ -35,6 +35,11 @@ SMALL: dict[str, Any] = {
     "max_requests": 8, "max_context": 64, "page_size": 8, "num_pages": 64, "max_depth": 2, "max_width": 1,
     "max_tree_tokens": 24, "row_edges": (8,), "token_edges": (32,), "elastic": "off", "policy": "spec:2",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def saved_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "SAVE_EVERY_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +98,13 @@ def serve(llm: LLM, seed: int = 0, **options: Any) -> list[GenerateOutput]:
 
 
 def rested(llm: LLM) -> LearningStats:
-    """Once nothing is left to learn."""
-    pause = threading.Event()
-    while not learner_of(llm).rests:
+    """Once nothing is left to learn. The engine's thread has the lock whenever it does something of that."""
+    pause, engine = threading.Event(), llm._engine
+    while True:
+        with engine._lock:
+            if engine._core.rests:
+                return llm.stats().learning
         pause.wait(0.002)
-    return llm.stats().learning
 
 
 def records_of(llm: LLM, draft: int = 0) -> list[Record]:
