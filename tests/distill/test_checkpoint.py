@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from pathlib import Path
 
@@ -95,6 +96,19 @@ def test_a_broken_checkpoint_gives_way_to_the_one_before(programs: TrainPrograms
         path.write_bytes(b"{")
     with pytest.raises(CheckpointError, match="none of its 2 checkpoints can be read; move it away to begin anew"):
         trainer.load(tmp_path)
+
+
+def test_what_a_killed_process_left_and_files_of_others_are_no_checkpoints(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    trainer.save(tmp_path, 4, {"step": 4})
+    shutil.copytree(tmp_path / "4", tmp_path / "5.orbax-checkpoint-tmp")
+    shutil.rmtree(tmp_path / "5.orbax-checkpoint-tmp" / "state")
+    (tmp_path / "records.npz").write_bytes(b"records")
+    (tmp_path / "records").mkdir()
+    assert trainer.load(tmp_path) == {"step": 4}
+    trainer.save(tmp_path, 5, {"step": 5})
+    assert trainer.load(tmp_path) == {"step": 5}
+    assert (tmp_path / "records.npz").exists() and (tmp_path / "records").exists()
 
 
 def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(

@@ -53,6 +53,16 @@ def test_steps_are_those_of_adam_on_the_mean_over_all_rows_of_all_micro_steps(pr
     assert_close(found, moved, relative=0.02)  # Adam divides small gradients by themselves
 
 
+def test_a_step_with_a_share_of_the_rate_goes_that_share_of_the_way(programs: TrainPrograms):
+    moved = []
+    for share in (1.0, 0.25):
+        trainer = Trainer(programs, PARAMS)
+        trainer.accumulate(made_batches()[1][0])
+        trainer.apply(share)
+        moved.append({name: float64(trainer.weights())[name] - each for name, each in float64(PARAMS).items()})
+    assert_close(moved[1], {name: each / 4 for name, each in moved[0].items()}, relative=1e-3)
+
+
 def test_scores_are_sums_over_rows_of_the_weights_asked_for(programs: TrainPrograms):
     trainer = Trainer(programs, PARAMS)
     records, batches = made_batches(7)
