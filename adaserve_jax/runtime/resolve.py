@@ -71,7 +71,7 @@ def resolve(
         )
     config = replace(
         config,
-        dtype=("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype,
+        dtype=_dtype_name(config),
         max_requests=config.max_requests or max(config.row_edges, default=32 if on_cpu else 128),
         max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
     )
@@ -83,7 +83,7 @@ def resolve(
             f"max_tree_tokens ({max_tree}) must be at least max_requests ({config.max_requests}): every request "
             "verifies one token; raise max_tree_tokens and max_batch_tokens or lower max_requests"
         )
-    dtype = jnp.dtype(jnp.float32 if config.dtype == "f32" else jnp.bfloat16)
+    dtype = dtype_of(config)
     placement = _placement(config, target)
     verify = BucketSet(edges, rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config)
@@ -112,6 +112,17 @@ def resolve(
         sizes=sizes,
         memory=memory,
     )
+
+
+def dtype_of(config: EngineConfig) -> jnp.dtype:
+    """Of weights and KV, on this device where config.dtype is "auto"."""
+    return jnp.dtype(jnp.float32 if _dtype_name(config) == "f32" else jnp.bfloat16)
+
+
+def _dtype_name(config: EngineConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "f32" if jax.local_devices()[0].platform == "cpu" else "bf16"
 
 
 def choose_attention(
