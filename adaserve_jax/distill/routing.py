@@ -33,7 +33,7 @@ class Routed(Protocol):
 class Router:
     """Finds a request's draft. Safe from any thread.
 
-    names: of the drafts, the default first. how: one of ROUTES. embedding: f32[V, d], the default draft's, for topics
+    names: of the drafts, the default first. how: one of ROUTES. embedding: [V, d], the default draft's, for topics
     only; examples: prompts of topics, tokenised, by name of the draft. Raises ConfigError on what `how` cannot
     work with.
     """
@@ -105,7 +105,7 @@ def make_router(
     embedding: Callable[[], np.ndarray],
     encode: Callable[[str], Sequence[int]],
 ) -> Router:
-    """The router between drafts that lie in `folders`, by name, the default first. embedding: gives f32[V, d] of the
+    """The router between drafts that lie in `folders`, by name, the default first. embedding: gives [V, d] of the
     default draft as it was loaded, not as it was trained; it is called for topics only, and so is `encode`, on the
     prompts of each draft's topic_examples.txt. Raises ConfigError."""
     names = list(folders)

@@ -37,6 +37,7 @@ MOST_DEVIATIONS = 2.0
 """How many standard deviations of a topic's own cosines below their mean a prompt may be, and still be of the topic."""
 MOST_TOKENS = 1024
 """The end of a prompt that is looked at."""
+FINGERPRINT_ROWS = 256
 VERSION = 1
 
 
@@ -68,19 +69,22 @@ class Topic:
 class TopicClassifier:
     """Finds the draft whose topic is a prompt's. Safe from any thread.
 
-    num_drafts: the first is the default. embedding: f32[V, d], of which a copy is kept.
+    num_drafts: the first is the default. embedding: [V, d] of any float type, of which a copy is kept: the array may be
+    a view of memory that a draft gives back.
     """
 
     def __init__(self, num_drafts: int, embedding: np.ndarray):
-        self._embedding = np.array(embedding, np.float32)
-        self._middle = self._embedding.mean(0)
+        self._embedding = np.array(embedding)
+        self._middle = embedding.mean(0, dtype=np.float32)
+        self._fingerprint = fingerprint_of(embedding)
         self._topics = [Topic(np.zeros_like(self._middle)) for _ in range(num_drafts)]
         self._lock = threading.Lock()
 
     def direction(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """f32[d] of length 1 (or 0): from the mean of the vocabulary to that of the distinct tokens among the last
         MOST_TOKENS."""
-        vector = self._embedding[np.unique(np.asarray(token_ids[-MOST_TOKENS:]))].mean(0) - self._middle
+        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:]))
+        vector = self._embedding[distinct].mean(0, dtype=np.float32) - self._middle
         length = np.linalg.norm(vector)
         return vector / length if length > 0 else vector
 
@@ -110,14 +114,14 @@ class TopicClassifier:
         """What was learned, as plain values for JSON. names: of the drafts."""
         with self._lock:
             topics = {name: _as_plain(topic) for name, topic in zip(names, self._topics, strict=True)}
-        return {"version": VERSION, "embedding": self._fingerprint(), "topics": topics}
+        return {"version": VERSION, "embedding": self._fingerprint, "topics": topics}
 
     def from_state(self, names: Sequence[str], state: dict[str, Any]) -> None:
         """Go on from what `to_state` gave; drafts that it does not know begin anew. Raises CheckpointError, having
         changed nothing, when it is of another embedding or is none."""
         try:
             version, embedding, plain = state["version"], state["embedding"], state["topics"]
-            if version != VERSION or embedding != self._fingerprint():
+            if version != VERSION or embedding != self._fingerprint:
                 raise CheckpointError(
                     f"kept topics must be of version {VERSION} and of this draft's embedding; got version {version!r} "
                     f"of embedding {embedding!r}; topics are learned anew"
@@ -139,8 +143,11 @@ class TopicClassifier:
             raise ValueError(f"a count is an integer of at least 0, got {topic.count!r}")
         return topic
 
-    def _fingerprint(self) -> str:
-        return blake2b(self._embedding.tobytes(), digest_size=16).hexdigest()
+
+def fingerprint_of(embedding: np.ndarray) -> str:
+    """Of the shape and about FINGERPRINT_ROWS rows: another table has another one."""
+    rows = embedding[:: max(1, len(embedding) // FINGERPRINT_ROWS)].astype(np.float32)
+    return blake2b(rows.tobytes(), digest_size=16, person=f"{embedding.shape}".encode()[:16]).hexdigest()
 
 
 def read_examples(folder: Path) -> list[str]:

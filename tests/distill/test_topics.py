@@ -23,7 +23,8 @@ NAMES = ("default", "code", "maths")
 @pytest.fixture(scope="module")
 def embedding() -> np.ndarray:
     weights = load_file(resolve_folder("demo", "draft") / "model.safetensors")
-    return weights["model.embed_tokens.weight"].astype(np.float32)
+    assert weights["model.embed_tokens.weight"].dtype == np.float16  # no type is asked for
+    return weights["model.embed_tokens.weight"]
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,9 @@ def test_a_restart_goes_on_with_the_same_topics(embedding: np.ndarray, prompts: 
 def test_a_state_that_does_not_fit_is_told_and_changes_nothing(embedding: np.ndarray):
     topics = TopicClassifier(len(NAMES), embedding)
     state = topics.to_state(NAMES)
+    for other in (embedding + np.float16(1), embedding[:-1], embedding[:, :-1]):
+        with pytest.raises(CheckpointError, match="of this draft's embedding"):
+            TopicClassifier(len(NAMES), other).from_state(NAMES, state)
 
     def changed(**values: object) -> dict[str, object]:
         return state | {"topics": {"maths": state["topics"]["maths"] | values}}
