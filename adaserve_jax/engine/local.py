@@ -23,6 +23,7 @@ from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.learning import build_learner, build_router, learning_bytes
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -31,12 +32,14 @@ from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.policy_names import policy_of
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.stats import StepStats
+from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Executor, Progress
 
 _log = logging.getLogger(__name__)
 REST_S = 0.01
 """Seconds between two looks at a draft that comes back while nobody asks for anything."""
+YIELD_S = 0.0005
+"""Seconds between two pieces of training then, in which whoever waits for the lock gets it."""
 Observe = Callable[[Executor], Executor]
 
 
@@ -87,7 +90,8 @@ class LocalEngine:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
         policy = policy_of(config)  # before minutes of compiling
-        self._executor = load_executor(config, self._progress, swaps=policy.elastic)
+        room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
+        self._executor = load_executor(config, self._progress, swaps=policy.elastic, **room)
         try:
             self._get_ready()
         except BaseException:
@@ -106,6 +110,8 @@ class LocalEngine:
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         self._grammars, self._no_grammars = self._load_grammars()
+        self._router = build_router(config, self._executor, self._tokenizer)
+        self._learner = build_learner(self._executor, config, self._calibrator, self._router, self._progress)
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
@@ -122,6 +128,7 @@ class LocalEngine:
         return EngineCore(
             executor, scheduler, self._tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
+            learner=self._learner,
         )  # fmt: skip
 
     def _constraints(self, config: EngineConfig) -> Constraints:
@@ -193,6 +200,12 @@ class LocalEngine:
                 param="prompt",
                 code="invalid_value",
             )
+        if request.draft_tag and self._router is None:
+            raise RequestError(
+                f"draft_tag must be absent: this engine has no draft; got {request.draft_tag!r}", param="draft_tag"
+            )
+        if request.draft_tag and self._router is not None:
+            self._router.index(request.draft_tag)
         return self._core.check(request)
 
     def _enqueue(self, request: GenerateRequest, shared: Shared | None) -> None:
@@ -222,6 +235,7 @@ class LocalEngine:
             scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
+            learning=LearningStats() if self._learner is None else self._learner.stats(),
         )
 
     @property
@@ -242,6 +256,8 @@ class LocalEngine:
         thread.join()
         if self._calibration_file is not None:
             self._calibration_file.save()
+        if self._learner is not None:
+            self._learner.close()
         self._executor.close()
 
     # ---- the engine thread ----
@@ -252,6 +268,8 @@ class LocalEngine:
             while self._take_inbox():
                 if self._core.has_work:
                     self._deliver(self._core.step())
+                    if not self._inbox:
+                        self._core.learn()
                     if self._calibration_file is not None:
                         self._calibration_file.save_if_due()
         except BaseException as cause:  # a panic of native code is no Exception
@@ -266,8 +284,8 @@ class LocalEngine:
                 if self._core.rests:
                     self._lock.wait()
                 else:
-                    self._core.rest()  # with the lock: nobody else moves the draft meanwhile
-                    self._lock.wait(REST_S)
+                    more = self._core.rest()  # with the lock: nobody else moves the draft meanwhile
+                    self._lock.wait(YIELD_S if more else REST_S)
             actions, self._inbox = self._inbox, deque()
             stopping = self._stopping
             self._last_step_s = time.monotonic()  # a step that starts after a long idle time is not a late one
@@ -279,9 +297,17 @@ class LocalEngine:
         with self._lock:
             self._queued -= request.sampling.n
         try:
-            self._core.add(request, arrival_s, shared)
+            self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
             self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
+
+    def _draft_of(self, request: GenerateRequest) -> int:
+        """The index of the draft that is to speculate for it."""
+        if self._router is None:
+            return 0
+        return self._router.route(
+            request, self._tokenizer.decode(request.prompt_ids) if self._router.needs_text else ""
+        )
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:

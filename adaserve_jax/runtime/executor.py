@@ -94,6 +94,11 @@ class ModelExecutor:
     def compiles_after_ready(self) -> int:
         return self._counter.count
 
+    @property
+    def compile_counter(self) -> CompileCounter:
+        """What counts them, for others that must not compile while they run."""
+        return self._counter
+
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
         """Compile everything, then run and time each program; with a profile, run each once and take its times. Where
         pools can be extended, swap there and back once: times are of pools that are not."""
