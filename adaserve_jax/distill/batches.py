@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Batch:
     weight: np.ndarray
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
+    def arrays(self) -> tuple[Any, ...]:
         """In the order of the fields, as programs take them."""
         return (self.tokens, self.position, self.segment, self.at, self.ids, self.log_p, self.weight)
 
@@ -85,11 +85,8 @@ def pack(records: Sequence[Record], num_tokens: int, rng: np.random.Generator) -
 def _windows(record: Record, num_tokens: int) -> Iterator[Piece]:
     position, row = record.position, 0
     while row < len(position):
-        last = int(position[-1]) + 1
-        if last <= num_tokens:
-            stop = last
-        else:
-            stop = min(last, max(int(position[row]) - num_tokens // 4, 0) + num_tokens)
+        before = max(int(position[row]) - num_tokens // 4, 0)
+        stop = min(int(position[-1]) + 1, before + num_tokens)
         end = int(np.searchsorted(position, stop))
         stop = int(position[end - 1]) + 1
         yield Piece(record, max(0, stop - num_tokens), stop, row, end)

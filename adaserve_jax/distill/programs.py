@@ -6,7 +6,6 @@ All are compiled before serving starts; weights, optimiser state and batches are
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 
 from adaserve_jax.distill.batches import Batch
 from adaserve_jax.distill.forward import Fields, summed
-from adaserve_jax.distill.trainable import Trained, begin, merged, num_trained
+from adaserve_jax.distill.trainable import Trained, begin, merged
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -29,10 +28,10 @@ from adaserve_jax.types import Progress
 
 CLIP_NORM = 1.0
 """Most that the norm of a mean gradient may be; a longer one is shortened to it."""
+OF_ONE_LENGTH = ("accumulate", "evaluate")
+"""Programs that depend on the length of a micro-step."""
 TIMED_RUNS = 3
 """Micro-steps of which the median is the measured time."""
-COPIES_TRAINED = 7
-"""f32 numbers per trained one: weights and two moments, in training and as remembered, and gradients."""
 
 
 class State(NamedTuple):
@@ -72,9 +71,18 @@ class TrainPrograms:
         )
 
     def compile(self, progress: Progress | None = None, only: Sequence[str] | None = None) -> None:
-        """Compile all programs that are not compiled yet, or those named."""
+        """Compile what is not compiled yet, of the programs named or of all; all are then run once too, since a first
+        run is slow."""
         declared = [each for each in self._declared() if each.key not in self.compiled]
         self.compiled |= compile_all([each for each in declared if only is None or each.key[0] in only], progress)
+        if declared and only is None:
+            self._warm_up()
+
+    def with_length(self, num_tokens: int) -> TrainPrograms:
+        """The same for another length of micro-steps, with what is compiled already and does not depend on it."""
+        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter)
+        other.compiled = {key: each for key, each in self.compiled.items() if key[0] not in OF_ONE_LENGTH}
+        return other
 
     def run(self, name: str, *arguments: Any) -> Any:
         """The result of a program, on the device. What `_declared` donates is used up."""
@@ -92,13 +100,8 @@ class TrainPrograms:
         return Fields(*batch.arrays)
 
     def time_micro_step(self) -> float:
-        """Seconds of `accumulate`, the median of some runs on weights of its own. "begin" and "accumulate" are
-        compiled."""
-        params = {
-            name: jax.device_put(np.zeros(each.shape, each.dtype), self.device)
-            for name, each in self._abstract_params().items()
-        }
-        state, base, sums = self.run("begin", params)
+        """Seconds of a micro-step, the median of some on weights of its own. Needs "begin" and "accumulate"."""
+        state, base, sums = self._begin_with_zeros()
         batch, times = self._row_per_token(), []
         for _ in range(TIMED_RUNS + 1):  # the first one warms up
             start = time.perf_counter()
@@ -111,9 +114,22 @@ class TrainPrograms:
         analyses = [program.memory_analysis() for program in self.compiled.values()]  # type: ignore[attr-defined]
         return max((each.temp_size_in_bytes for each in analyses), default=0)
 
+    def _warm_up(self) -> None:
+        state, base, sums = self._begin_with_zeros()
+        batch = self._row_per_token()
+        self.run("evaluate", state.trained, base, batch)
+        self.run("export", state.trained, base)
+        self.run("no_sums", self.run("copy", state).trained)
+        sums = self.run("accumulate", state.trained, base, sums, batch)
+        jax.block_until_ready(self.run("apply", state, sums))
+
+    def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
+        params = {name: np.zeros(each.shape, each.dtype) for name, each in self._abstract_params().items()}
+        return self.run("begin", jax.device_put(params, self.device))
+
     def _begin(self, params: Params) -> tuple[State, Params, Sums]:
         trained, base = begin(params, self.learn.learn_lora_rank)
-        trained, base = jax.tree.map(jnp.copy, (trained, base))  # never the arrays that serve: these are used up
+        trained, base = _copy((trained, base))  # never the arrays that serve: training uses up its own
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
     def _accumulate(self, trained: Trained, base: Params, sums: Sums, batch: Fields) -> Sums:
@@ -129,10 +145,13 @@ class TrainPrograms:
         mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
         loss, norm = sums.loss / sums.weight, optax.global_norm(mean)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, optimiser = self._optimiser.update(mean, state.optimiser, state.trained)
-        new = State(optax.apply_updates(state.trained, updates), optimiser)  # type: ignore[arg-type]
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
-        return kept, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
+
+        def updated(state: State) -> State:
+            updates, optimiser = self._optimiser.update(mean, state.optimiser, state.trained)
+            return State(optax.apply_updates(state.trained, updates), optimiser)  # type: ignore[arg-type]
+
+        state = jax.lax.cond(finite, updated, lambda state: state, state)
+        return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
     def _evaluate(self, trained: Trained, base: Params, batch: Fields) -> jax.Array:
         """f32[3]: sums of overlap and loss, and of the weights."""
@@ -140,8 +159,8 @@ class TrainPrograms:
         return jnp.stack([overlap, loss, batch.weight.sum()])
 
     def _export(self, trained: Trained, base: Params) -> Params:
-        """Of arrays of their own: what is trained may be used up while they serve."""
-        return jax.tree.map(jnp.copy, merged(trained, base, self.dtype))
+        """Arrays of their own: what is trained is used up while they serve."""
+        return _copy(merged(trained, base, self.dtype))
 
     def _declared(self) -> list[Declared]:
         params = self._abstract_params()
@@ -151,9 +170,8 @@ class TrainPrograms:
         return [
             Declared(("begin",), jax.jit(self._begin), (params,)),
             Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (state.trained, base, sums, batch)),
-            # A state that is remembered outlives the step; any other gives its memory to its successor.
             Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums)),
-            Declared(("apply_keeping",), jax.jit(self._apply, donate_argnums=1), (state, sums)),
+            Declared(("copy",), jax.jit(_copy), (state,)),
             Declared(("evaluate",), jax.jit(self._evaluate), forward),
             Declared(("no_sums",), jax.jit(_no_sums), (state.trained,)),
             Declared(("export",), jax.jit(self._export), (state.trained, base)),
@@ -175,11 +193,8 @@ class TrainPrograms:
         return Fields(np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, np.ones(count, np.float32))  # type: ignore[arg-type]
 
 
-def state_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any) -> int:
-    """What training one draft keeps on its device beside the weights that serve, and while a version is made ready."""
-    whole = sum(math.prod(shape) for shape, _ in param_specs(config).values()) * jnp.dtype(dtype).itemsize
-    standing = whole if learn.learn_lora_rank else 0
-    return COPIES_TRAINED * 4 * num_trained(config, learn.learn_lora_rank) + standing + whole
+def _copy(arrays: Any) -> Any:
+    return jax.tree.map(jnp.copy, arrays)
 
 
 def _no_sums(trained: Trained) -> Sums:

@@ -5,12 +5,16 @@ Knows no requests, no buffer and no schedule: a caller hands it batches, one at 
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from adaserve_jax.distill.batches import Batch
+from adaserve_jax.distill.checkpoint import Snapshot, read
 from adaserve_jax.distill.programs import State, TrainPrograms
 from adaserve_jax.models.decoder import Params
 
@@ -45,8 +49,9 @@ class Trainer:
 
     def __init__(self, programs: TrainPrograms, params: Params) -> None:
         self.programs = programs
+        self._draft = _checksum(params)
         self._state, self._base, self._sums = programs.run("begin", params)
-        self._good = self._state
+        self._good: State = programs.run("copy", self._state)
 
     def accumulate(self, batch: Batch) -> None:
         """Add the gradients of a batch: one micro-step."""
@@ -57,14 +62,13 @@ class Trainer:
 
     def apply(self) -> Applied:
         """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again."""
-        name = "apply_keeping" if self._state is self._good else "apply"
-        self._state, self._sums, report = self.programs.run(name, self._state, self._sums)
+        self._state, self._sums, report = self.programs.run("apply", self._state, self._sums)
         loss, norm, finite = np.asarray(report).tolist()
         return Applied(loss, norm, bool(finite))
 
     def evaluate(self, batch: Batch, *, good: bool = False) -> Scores:
         """Of the weights in training, or of the good ones; nothing changes."""
-        state: State = self._good if good else self._state
+        state = self._good if good else self._state
         scores = self.programs.run("evaluate", state.trained, self._base, self.programs.fields(batch))
         return Scores(*np.asarray(scores).tolist())
 
@@ -74,9 +78,43 @@ class Trainer:
 
     def mark_good(self) -> None:
         """Remember weights and optimiser state as they are now, in the place of those remembered before."""
-        self._good = self._state
+        self._good = jax.block_until_ready(self.programs.run("copy", self._state))
 
     def back_to_good(self) -> None:
         """Weights and optimiser state as they were when marked; gradients of unfinished steps are dropped."""
-        self._state = self._good
+        self._state = jax.block_until_ready(self.programs.run("copy", self._good))
         self._sums = self.programs.run("no_sums", self._state.trained)
+
+    def snapshot(self) -> Snapshot:
+        """The good version, copied to the host."""
+        named = jax.tree_util.tree_leaves_with_path(self._good)
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
+        return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays)
+
+    def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
+        """Write the good version as `Snapshot.save` does; slow, so a step loop has another thread do that."""
+        self.snapshot().save(folder, step, meta)
+
+    def load(self, folder: Path) -> dict[str, Any] | None:
+        """Go on from the latest checkpoint of a folder: it is what is trained, and good. Returns its meta; None: there
+        is none, and nothing changes. Raises CheckpointError, and nothing changes."""
+        like = self.snapshot()
+        found = read(folder, like)
+        if found is None:
+            return None
+        arrays, meta = found
+        leaves = [
+            jax.device_put(arrays[name].astype(old.dtype), self.programs.device) for name, old in like.arrays.items()
+        ]
+        self._good = jax.tree.unflatten(jax.tree.structure(self._good), leaves)
+        self.back_to_good()
+        return meta
+
+
+def _checksum(params: Params) -> int:
+    """Of names and values."""
+    value = 0
+    for name in sorted(params):
+        content: Any = np.ascontiguousarray(params[name]).view(np.uint8)
+        value = zlib.crc32(content, zlib.crc32(name.encode(), value))
+    return value
