@@ -8,7 +8,6 @@ between two rounds, so that a run that was stopped ends as if it had not been.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -55,7 +54,7 @@ class Done:
     rounds: int = 0
     steps: int = 0
     tokens: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     epoch_loss: float = 0.0
     epoch_tokens: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -66,7 +65,7 @@ class Done:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Done:
         evaluations = [Evaluation(**each) for each in values["evaluations"]]
-        return cls(**{**values, "seconds": Counter(values["seconds"]), "evaluations": evaluations})
+        return cls(**{**values, "evaluations": evaluations})
 
 
 class Distillation:
@@ -109,6 +108,10 @@ class Distillation:
             self.save(folder)
             return False
         return True
+
+    def weights(self) -> Params:
+        """The draft as it is now."""
+        return self._trainer.weights()
 
     def save(self, folder: Path) -> None:
         """Write the state after the last round. Raises CheckpointError: it cannot be written."""
@@ -228,7 +231,7 @@ class Distillation:
         try:
             yield
         finally:
-            self.done.seconds[what] += self._clock() - start
+            self.done.seconds[what] = self.done.seconds.get(what, 0.0) + self._clock() - start
 
 
 class _StoppedError(Exception):

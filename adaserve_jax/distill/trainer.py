@@ -60,9 +60,10 @@ class Trainer:
             self.programs.run("accumulate", self._state.trained, self._base, self._sums, fields)
         )
 
-    def apply(self) -> Applied:
-        """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again."""
-        self._state, self._sums, report = self.programs.run("apply", self._state, self._sums)
+    def apply(self, rate_share: float = 1.0) -> Applied:
+        """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again.
+        rate_share: by what the learning rate is multiplied in this step."""
+        self._state, self._sums, report = self.programs.run("apply", self._state, self._sums, np.float32(rate_share))
         loss, norm, finite = np.asarray(report).tolist()
         return Applied(loss, norm, bool(finite))
 
