@@ -143,7 +143,7 @@ class TrainPrograms:
     def _apply(self, state: State, sums: Sums, rate_share: jax.Array) -> tuple[State, Sums, jax.Array]:
         """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed. rate_share: f32."""
         mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
-        loss, norm = sums.loss / sums.weight, optax.global_norm(mean)
+        loss, norm = sums.loss / sums.weight, jnp.sqrt(sum(jnp.sum(each**2) for each in jax.tree.leaves(mean)))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def updated(state: State) -> State:

@@ -80,7 +80,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert _same(resumed.weights(), whole.weights())
     assert _without_times(resumed) == _without_times(whole)
 
-    with pytest.raises(CheckpointError, match="the run was begun with rate 0.003, not 0.1; give what it was begun"):
+    with pytest.raises(CheckpointError, match=r"the run was begun with rate 0\.003, not 0\.1; give what it was begun"):
         _open(models, prompts, replace(config, rate=0.1)).load(state)
     with pytest.raises(CheckpointError, match="expected the state of a run that was stopped, found none"):
         _open(models, prompts, config).load(tmp_path / "nothing")
