@@ -103,7 +103,7 @@ def open_distillation(
     held_out, trained = split(len(prompts.kept), config.held_out, config.seed)
     settings = {
         **asdict(config), "target": str(models.target_folder.resolve()), "draft": str(models.draft_folder.resolve()),
-        "dtype": str(jnp.dtype(dtype)), "prompts": _hash(prompts.kept),
+        "dtype": str(jnp.dtype(dtype)), "prompts": f"sha256 {_hash(prompts.kept)}",
     }  # fmt: skip
     return Distillation(
         config, Trainer(programs, draft), writer, scorer, held_out, trained, settings=settings, progress=progress,

@@ -1,5 +1,5 @@
-"""`adaserve distill`: a draft that loads, a run that is stopped and gone on with, what a server learned; mistakes in one
-line."""
+"""`adaserve distill`: a draft that loads, a run that is stopped and gone on with, what a server learned; mistakes are
+one line."""
 
 from __future__ import annotations
 
