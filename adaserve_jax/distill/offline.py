@@ -159,7 +159,7 @@ class Distillation:
         order = self._rng(_TRAINED, epoch).permutation(self._trained)
         size = self._config.round_prompts
         chosen = order[index * size : (index + 1) * size].tolist()
-        tell = self._tell(f"writing, epoch {epoch + 1}", len(order), index * size)
+        tell = self._tell("writing", self._config.epochs * len(order), epoch * len(order) + index * size)
         with self._spent("writing"):
             if self._config.target_share == 1:
                 texts = self._writer.by_target(chosen, tell)
