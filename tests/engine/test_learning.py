@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
-from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill import keeping, lengths
+from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
 from adaserve_jax.engine.llm import GenerateOutput
