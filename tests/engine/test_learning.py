@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
-from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill import keeping, lengths
+from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
 from adaserve_jax.engine.llm import GenerateOutput
@@ -209,6 +210,55 @@ def test_another_policy_goes_on_learning(llm: LLM) -> None:
     llm.set_policy("spec:2")
     assert stats.records["default"] == 16  # the target says as much of a text that no draft speculated for
     assert stats.version["default"] > 0
+
+
+def test_a_loaded_machine_neither_asks_nor_trains(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        serve(llm)
+    before = rested(llm)
+    monkeypatch.setattr(llm._engine._core.scheduler._spare, "_loaded_s", math.inf)
+    monkeypatch.setattr(llm._engine._core.scheduler, "spare_s", lambda now: 0.0)
+    for _ in range(3):
+        serve(llm)
+    stats = rested(llm)
+    assert stats.target_tokens == before.target_tokens
+    assert stats.left_out == {"no_positions": 12}
+    assert stats.delay_s == before.delay_s
+    assert stats.drafted_tokens["default"] > before.drafted_tokens["default"]
+
+
+def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of(llm)
+    with monkeypatch.context() as away:
+        away.setattr(type(llm._engine.executor), "draft_resident", False)
+        for _ in range(3):
+            serve(llm)
+        assert not learner.work(None) and not learner.rests
+        assert llm.stats().learning.micro_steps == 0
+    assert rested(llm).version["default"] > 0
+
+
+def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
+    """Asked as the step loop asks, with requests running."""
+    learner = learner_of(llm)
+    for _ in range(3):
+        serve(llm)
+    rested(llm)
+    draft = learner._drafts[0]
+    with llm._engine._lock:  # the engine's own thread stays away
+        for record in list(draft.buffer)[:4]:
+            draft.add(record)
+        learner._times.took("accumulate", 0.5)
+        expected_s = learner._times.expected_s("accumulate")
+        done = learner.stats().micro_steps
+        assert not learner.work(0.0) and not learner.work(0.5 * expected_s)
+        assert learner.stats().micro_steps == done and draft.due is False
+        assert learner.work(math.inf)
+        assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
+        learner._allowance.spend(1e6)
+        assert not learner.work(math.inf)
+        assert learner.work(None)
+    assert rested(llm).micro_steps > done + 2
 
 
 class Broken:
