@@ -95,7 +95,9 @@ class Learner:
                 Path(config.learn_folder), self._drafts, self._clock, beside=self._beside,
                 records=texts if config.learn_keep_records else None,
             )  # fmt: skip
+            calibrator, self._calibrator = self._calibrator, None  # it begins with the table of what is read here
             self._keeper.load()
+            self._calibrator = calibrator
 
     # ---- what is served ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,21 +136,22 @@ def test_what_is_served_again_is_guessed_better_and_no_text_changes(llm: LLM) ->
 
 
 def test_records_hold_what_the_target_thought(llm: LLM) -> None:
-    """Against an oracle that reads the text from its start, with no step, tree or page."""
-    outputs = serve(llm, 1)
-    serve(llm)  # the second text of a prompt finds pages of the first
-    serve(llm)
+    """Against an oracle that reads the text from its start, with no step, tree or page; also where the draft was right,
+    and where a prompt's pages were there already."""
+    outputs = [serve(llm, 1) for _ in range(6)]
     records = records_of(llm)
-    assert len(records) == 12
-    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
-    assert sum(record.tokens.tolist() in texts for record in records) == 4
+    assert len(records) == 24 and accepted_in(outputs[-1]) > 20
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs[0]]
+    assert all(record.tokens.tolist() in texts for record in records)
+    log_p = {}
+    for text in texts:
+        logits = oracle_logits(llm.info.target, text)
+        log_p[tuple(text)] = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     for record in records:
-        logits = oracle_logits(llm.info.target, record.tokens)
-        log_p = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        expected = log_p[tuple(record.tokens.tolist())][record.position]
         assert record.position.tolist() == list(range(5, 29))
-        order = np.argsort(-log_p, axis=1)[record.position]
-        np.testing.assert_allclose(record.log_p, np.take_along_axis(log_p[record.position], order, 1), atol=1e-3)
-        np.testing.assert_allclose(np.take_along_axis(log_p[record.position], record.ids, 1), record.log_p, atol=1e-3)
+        np.testing.assert_allclose(record.log_p, -np.sort(-expected, axis=1), atol=1e-3)
+        np.testing.assert_allclose(record.log_p, np.take_along_axis(expected, record.ids, 1), atol=1e-3)
 
 
 def test_only_where_the_target_overruled_the_draft(engine: tuple[LLM, list[Params]]) -> None:
@@ -209,6 +211,55 @@ def test_another_policy_goes_on_learning(llm: LLM) -> None:
     llm.set_policy("spec:2")
     assert stats.records["default"] == 16  # the target says as much of a text that no draft speculated for
     assert stats.version["default"] > 0
+
+
+def test_a_loaded_machine_neither_asks_nor_trains(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        serve(llm)
+    before = rested(llm)
+    monkeypatch.setattr(llm._engine._core.scheduler._spare, "_loaded_s", math.inf)
+    monkeypatch.setattr(llm._engine._core.scheduler, "spare_s", lambda now: 0.0)
+    for _ in range(3):
+        serve(llm)
+    stats = rested(llm)
+    assert stats.target_tokens == before.target_tokens
+    assert stats.left_out == {"no_positions": 12}
+    assert stats.delay_s == before.delay_s
+    assert stats.drafted_tokens["default"] > before.drafted_tokens["default"]
+
+
+def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learner_of(llm)
+    with monkeypatch.context() as away:
+        away.setattr(type(llm._engine.executor), "draft_resident", False)
+        for _ in range(3):
+            serve(llm)
+        assert not learner.work(None) and not learner.rests
+        assert llm.stats().learning.micro_steps == 0
+    assert rested(llm).version["default"] > 0
+
+
+def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
+    """Asked as the step loop asks, with requests running."""
+    learner = learner_of(llm)
+    for _ in range(3):
+        serve(llm)
+    rested(llm)
+    draft = learner._drafts[0]
+    with llm._engine._lock:  # the engine's own thread stays away
+        for record in list(draft.buffer)[:4]:
+            draft.add(record)
+        learner._times.took("accumulate", 0.5)
+        expected_s = learner._times.expected_s("accumulate")
+        done = learner.stats().micro_steps
+        assert not learner.work(0.0) and not learner.work(0.5 * expected_s)
+        assert learner.stats().micro_steps == done and draft.due is False
+        assert learner.work(math.inf)
+        assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
+        learner._allowance.spend(1e6)
+        assert not learner.work(math.inf)
+        assert learner.work(None)
+    assert rested(llm).micro_steps > done + 2
 
 
 class Broken:
