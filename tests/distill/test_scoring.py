@@ -22,13 +22,13 @@ def test_rows_are_the_oracles_distributions(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("adaserve_jax.distill.scoring.LEAST_TOKENS", 64)
     folder = write_checkpoint(tmp_path, vocab_size=50, num_hidden_layers=1)
     rng = np.random.default_rng(0)
-    texts = [rng.integers(0, 48, size).astype(np.int32) for size in (20, 30, 40, 2, 27)]
+    texts = [rng.integers(0, 48, size).astype(np.int32) for size in (20, 30, 40, 2, 17)]
     first = [0, 11, 38, 0, 5]
     config = ModelConfig.from_folder(folder)
     scorer = Scorer(config, top_k=top_k, vocab_size=48, temperature=TEMPERATURE)
     told: list[int] = []
     records = scorer.records(load_params(folder, config), texts, first, told.append)
-    assert told == [2, 4, 5]
+    assert told == [2, 5]
     for record, text, start in zip(records, texts, first, strict=True):
         np.testing.assert_array_equal(record.tokens, text)
         assert record.position.tolist() == list(range(start, len(text) - 1))
