@@ -120,6 +120,7 @@ def test_a_written_draft_is_whole_or_not_there(models: Models, tmp_path: Path) -
     params = init_params(models.draft, 5)
     write_draft(params, models.draft_folder, tmp_path / "new" / "draft", "f32", lambda *_: None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["draft"]
+    assert len({path.stat().st_mode for path in (tmp_path / "new" / "draft").iterdir()}) == 1
     assert _same(load_params(tmp_path / "new" / "draft", models.draft), params)
     with pytest.raises(CheckpointError, match="of another model"):
         write_draft({}, models.draft_folder, tmp_path / "other" / "draft", "f32", lambda *_: None)
