@@ -259,6 +259,7 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
         learner._allowance.spend(1e6)
         assert not learner.work(math.inf)
         assert learner.work(None)
+        llm._engine._lock.notify()  # there is something to do again
     assert rested(llm).micro_steps > done + 2
 
 
