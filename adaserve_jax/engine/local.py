@@ -18,6 +18,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
@@ -79,6 +80,12 @@ class LocalEngine:
         """What verifications taught, whatever the policy was; None without a draft. Only while the engine is idle."""
         self.info  # noqa: B018  raises before start
         return self._calibrator
+
+    @property
+    def learner(self) -> Learner | None:
+        """What learns from the texts, for benchmarks and tests; None where nothing does."""
+        self.info  # noqa: B018  raises before start
+        return self._learner
 
     @property
     def config(self) -> EngineConfig:
