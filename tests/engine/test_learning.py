@@ -253,6 +253,7 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
     rested(llm)
     draft = learner._drafts[0]
     with llm._engine._lock:  # the engine's own thread stays away
+        draft._confirm()  # so that no verdict on a version comes before the update
         for record in list(draft.buffer)[:4]:
             draft.add(record)
         learner._times.took("accumulate", 0.5)
