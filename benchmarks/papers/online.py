@@ -115,7 +115,7 @@ LATENCY = Step(
         f"start={DRAFTS}/start,offline={DRAFTS}/offline-code-500,online={DRAFTS}/online-code", "--prompts", "12",
         "--out", "{here}/latency.json",
     ),
-    4,
+    5,
 )  # fmt: skip
 
 
