@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 import typer
-from learning_prompts import NAMES, Domain, domains
+from learning_prompts import NAMES, Domain, domains, write_prompts
 from learning_runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
 
 from adaserve_jax.cli.terminal import notes
@@ -153,7 +153,7 @@ def offline_of(work: Path, start: str, domain: Domain) -> str:
     folder = work / f"offline-{domain.name}-{len(domain.served)}"
     if not (folder / "config.json").exists():
         prompts = work / f"{domain.name}.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in domain.served))
+        write_prompts(prompts, domain.served)
         command = [
             sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, "--draft", start,
             "--prompts", str(prompts), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
