@@ -1,0 +1,54 @@
+"""How much of what the target says a draft would say: measured on texts of the target that nobody was served.
+
+Exact over the whole vocabulary; the acceptance rate of spec decoding, mean over positions of sum min(p, q).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adaserve_jax.distill.batches import pack
+from adaserve_jax.distill.forward import Fields, summed
+from adaserve_jax.distill.scoring import Scorer
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params
+
+NUM_TOKENS = 512
+
+
+class Judge:
+    """Texts of each domain, scored by the target. texts: (tokens i32[n], tokens of the prompt) by domain."""
+
+    def __init__(
+        self, target: ModelConfig, target_params: Params, draft: ModelConfig,
+        texts: Mapping[str, Sequence[tuple[np.ndarray, int]]], temperature: float,
+    ) -> None:  # fmt: skip
+        top_k = draft.vocab_size
+        scorer = Scorer(target, top_k=top_k, vocab_size=top_k, temperature=temperature)
+        self._batches: dict[str, list[Fields]] = {}
+        for name, each in texts.items():
+            records = scorer.records(target_params, [text for text, _ in each], [prompt - 1 for _, prompt in each])
+            packed = pack(records, NUM_TOKENS, np.random.default_rng(0))
+            self._batches[name] = [Fields(*map(jnp.asarray, batch.arrays)) for batch in packed]
+        learn = LearnConfig(learn_top_k=top_k, learn_temperature=temperature)
+        self._sums: Any = jax.jit(partial(_sums, draft, learn))
+
+    def acceptance(self, params: Params) -> dict[str, float]:
+        """By domain."""
+        found = {}
+        for name, batches in self._batches.items():
+            overlap, rows = np.sum([np.asarray(self._sums(params, batch)) for batch in batches], axis=0)
+            found[name] = float(overlap / rows)
+        return found
+
+
+def _sums(draft: ModelConfig, learn: LearnConfig, params: Params, batch: Fields) -> jax.Array:
+    overlap = summed(params, draft, learn, batch)[1]
+    return jnp.stack([overlap, batch.weight.sum()])
