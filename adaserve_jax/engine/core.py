@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.scheduler.swapping import bring_back_draft, swap_if_due
 from adaserve_jax.types import CandidateTrees, Executor, Request, RequestMetrics, RequestUpdate
 
+if TYPE_CHECKING:
+    from adaserve_jax.distill.learner import Learner
+
 SETTLE_S = 0.001
 """Between two questions whether the draft is there."""
 
@@ -36,7 +39,8 @@ class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
-    drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing.
+    drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
+    learns from the texts.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class EngineCore:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
+        learner: Learner | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -59,6 +64,7 @@ class EngineCore:
         self._seeds = np.random.default_rng(seed)
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
+        self._learner = learner
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -82,10 +88,13 @@ class EngineCore:
         thread. Safe in any thread."""
         self._constraints.prepare(request.sampling, shared, then)
 
-    def add(self, request: GenerateRequest, arrival_s: float, shared: Shared | None = None) -> None:
-        """Queue every choice of a request, or none. shared: prepared, of `check`. Raises RequestError, QueueFullError,
-        and AdaServeError: what the request asks of logits failed."""
-        choices = self._choices(request, arrival_s)
+    def add(
+        self, request: GenerateRequest, arrival_s: float, shared: Shared | None = None, draft: int = 0
+    ) -> None:  # fmt: skip
+        """Queue every choice of a request, or none. shared: prepared, of `check`. draft: index of the one that
+        speculates for it. Raises RequestError, QueueFullError, and AdaServeError: what the request asks of logits
+        failed."""
+        choices = self._choices(request, arrival_s, draft)
         added: list[str] = []
         try:
             for choice in choices:
@@ -100,6 +109,9 @@ class EngineCore:
                 self._constraints.discard(request_id)
             raise
         self._choice_ids[request.request_id] = added
+        if self._learner is not None:
+            for choice in choices:
+                self._learner.added(choice, request.request_id, learn=request.learn, tenant=request.tenant)
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request that still run. Unknown ids are ignored."""
@@ -107,6 +119,8 @@ class EngineCore:
         updates = [self.scheduler.abort(choice) for choice in choices]
         for choice in choices:
             self._constraints.discard(choice)
+            if self._learner is not None:
+                self._learner.dropped(choice, "abort")
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
     def aborted(self, request: GenerateRequest, arrival_s: float) -> list[OutputChunk]:
@@ -132,14 +146,20 @@ class EngineCore:
         trees = scheduler.select(plan, candidates, self.clock())
         request_ids: list[str] = []
         edits, stop_check = None, self._tracker.stop_check
+        if self._constraints.active or self._learner is not None:
+            request_ids = scheduler.request_ids(plan)
         if self._constraints.active:
             stop_check = self._stop_check
-            request_ids = scheduler.request_ids(plan)
             edits = self._constraints.edits(plan, trees, request_ids)
         outcome, stuck = executor.verify(plan, trees, edits), []
         if edits is not None:
             outcome, stuck = without_dead_ends(outcome, edits, plan, trees, request_ids)
-        updates: Iterable[RequestUpdate] = scheduler.commit(plan, trees, candidates, outcome, self.clock(), stop_check)
+        done_s = self.clock()
+        committed = scheduler.commit(plan, trees, candidates, outcome, done_s, stop_check)
+        if self._learner is not None:
+            capture = not scheduler.is_loaded(done_s)
+            self._learner.stepped(plan, trees, candidates, outcome, request_ids, committed, capture=capture)
+        updates: Iterable[RequestUpdate] = committed
         if edits is not None and outcome.logprobs is not None:
             updates = with_logprobs(updates, request_ids, edits, outcome.logprobs)
         chunks = [self._tracker.chunk(update) for update in updates]
@@ -161,26 +181,41 @@ class EngineCore:
         update = self.scheduler.abort(request_id, "error")
         if update is None:
             return []
+        if self._learner is not None:
+            self._learner.dropped(request_id, "error")
         error = self._constraints.why_ended(request_id)
         chunk = self._tracker.chunk(update)
         return [replace(chunk, error=str(error), error_code=error.code, error_param=error.param)]
 
+    def learn(self) -> None:
+        """Between two steps: do a piece of training, where there is time for one."""
+        if self._learner is not None and self.has_work:
+            self._learner.work(self.scheduler.spare_s(self.clock()))
+
     @property
     def rests(self) -> bool:
-        """Whether there is nothing to do until a request comes: none runs, and the draft is where it belongs."""
-        swapping = self.scheduler.swapping
-        return not self.has_work and (swapping is None or swapping.residency.draft_is_here)
+        """Whether there is nothing to do until a request comes: none runs, the draft is where it belongs, and nothing
+        is left to be learned."""
+        return not self.has_work and self._draft_is_here and (self._learner is None or self._learner.rests)
 
-    def rest(self) -> None:
-        """Without requests: bring the draft back, a part of the way in each call. None waits for the draft; one may for
-        the copy of cached pages."""
+    def rest(self) -> bool:
+        """Without requests: bring the draft back, a part of the way in each call, or do a piece of training. None waits
+        for the draft; one may for the copy of cached pages. Returns whether there may be more to do at once."""
+        if self._draft_is_here and self._learner is not None:
+            return self._learner.work(None)
         swap_if_due(self.scheduler, self.executor, self.clock)
+        return False
+
+    @property
+    def _draft_is_here(self) -> bool:
+        swapping = self.scheduler.swapping
+        return swapping is None or swapping.residency.draft_is_here
 
     def settle(self) -> None:
         """Bring the draft back; only while idle, before another core takes over the executor. Raises SwapError."""
         bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
 
-    def _choices(self, request: GenerateRequest, arrival_s: float) -> list[Request]:
+    def _choices(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Request]:
         sampling = request.sampling
         seed = int(self._seeds.integers(0, 2**63)) if sampling.seed is None else sampling.seed
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -198,6 +233,7 @@ class EngineCore:
                 priority=request.priority,
                 slo_class=request.slo_class,
                 cache_salt=request.cache_salt,
+                draft=draft,
                 stop_token_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
             )
             for choice in range(sampling.n)

@@ -23,6 +23,7 @@ from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.learning import build_learner
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -31,12 +32,14 @@ from adaserve_jax.runtime.identity import device_name
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.policy_names import policy_of
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.stats import StepStats
+from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Executor, Progress
 
 _log = logging.getLogger(__name__)
 REST_S = 0.01
 """Seconds between two looks at a draft that comes back while nobody asks for anything."""
+YIELD_S = 0.0005
+"""Seconds between two pieces of training then, in which whoever waits for the lock gets it."""
 Observe = Callable[[Executor], Executor]
 
 
@@ -106,6 +109,7 @@ class LocalEngine:
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         self._grammars, self._no_grammars = self._load_grammars()
+        self._learner = build_learner(self._executor, config, self._calibrator, self._progress)
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
@@ -122,6 +126,7 @@ class LocalEngine:
         return EngineCore(
             executor, scheduler, self._tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
+            learner=self._learner,
         )  # fmt: skip
 
     def _constraints(self, config: EngineConfig) -> Constraints:
@@ -221,6 +226,7 @@ class LocalEngine:
             scheduler=live,
             compiles_after_ready=self._executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
+            learning=LearningStats() if self._learner is None else self._learner.stats(),
         )
 
     @property
@@ -241,6 +247,8 @@ class LocalEngine:
         thread.join()
         if self._calibration_file is not None:
             self._calibration_file.save()
+        if self._learner is not None:
+            self._learner.close()
         self._executor.close()
 
     # ---- the engine thread ----
@@ -251,6 +259,8 @@ class LocalEngine:
             while self._take_inbox():
                 if self._core.has_work:
                     self._deliver(self._core.step())
+                    if not self._inbox:
+                        self._core.learn()
                     if self._calibration_file is not None:
                         self._calibration_file.save_if_due()
         except BaseException as cause:  # a panic of native code is no Exception
@@ -265,8 +275,8 @@ class LocalEngine:
                 if self._core.rests:
                     self._lock.wait()
                 else:
-                    self._core.rest()  # with the lock: nobody else moves the draft meanwhile
-                    self._lock.wait(REST_S)
+                    more = self._core.rest()  # with the lock: nobody else moves the draft meanwhile
+                    self._lock.wait(YIELD_S if more else REST_S)
             actions, self._inbox = self._inbox, deque()
             stopping = self._stopping
             self._last_step_s = time.monotonic()  # a step that starts after a long idle time is not a late one

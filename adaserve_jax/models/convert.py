@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,12 @@ import jax.numpy as jnp
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.converted import is_converted, write_converted
+from adaserve_jax.models.export import stored_type
 from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.tensors import TensorFiles
+from adaserve_jax.models.writing import check_new, copy_all_but_weights
 from adaserve_jax.types import Progress
 
 DTYPES: dict[str, Any] = {"f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32}
-_DTYPE_OF = {"F16": "f16", "BF16": "bf16", "F32": "f32", "F64": "f32"}
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
 
 
 def convert(source: Path, out: Path, *, dtype: str = "auto", progress: Progress | None = None) -> ModelConfig:
@@ -31,15 +29,12 @@ def convert(source: Path, out: Path, *, dtype: str = "auto", progress: Progress 
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     if is_converted(source):
         raise ConfigError(f"{source} is converted already; give the Hugging Face checkpoint that it was made from")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} must be an empty or a new folder")
+    check_new(out)
     config = ModelConfig.from_folder(source)
     if dtype == "auto":
-        dtype = _DTYPE_OF.get(TensorFiles(source).dtype_of("model.embed_tokens.weight"), "f32")
+        dtype = stored_type(source)
     params = load_params(source, config, DTYPES[dtype], progress)
     out.mkdir(parents=True, exist_ok=True)
     write_converted(out, params)
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, out / path.name)
+    copy_all_but_weights(source, out)
     return config

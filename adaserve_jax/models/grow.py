@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, write_shards
+from adaserve_jax.types import Progress
 
-SHARD_BYTES = 1 << 30
-_TYPES: dict[str, Any] = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}
-_TORCH_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
 _NOISE_BLOCK = 1 << 20
 
 
@@ -56,7 +52,7 @@ def grow(
     *,
     dtype: str = "f32",
     seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ModelConfig:
     """Write a checkpoint folder of `shape` at `out` that gives the logits of `source`, and return its configuration.
 
@@ -69,7 +65,7 @@ def grow(
     grown = _grown_config(config, shape)
     tensors = _Growth(source, config, grown, np.random.default_rng(seed)).tensors()
     total = 9 * shape.layers + 2 + (not config.tie_embeddings)
-    _write_shards(out, tensors, _TYPES[dtype], total, progress)
+    write_shards(out, tensors, TYPES[dtype], total, "growing", progress)
     given = read_json(source / "config.json")
     given |= {
         "hidden_size": shape.hidden,
@@ -79,7 +75,7 @@ def grow(
         "num_key_value_heads": shape.kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": grown.rms_norm_eps,
-        "torch_dtype": _TORCH_NAMES[dtype],
+        "torch_dtype": TORCH_NAMES[dtype],
     }
     (out / "config.json").write_text(json.dumps(given, indent=2) + "\n")
     for path in source.glob("*.json"):
@@ -89,8 +85,8 @@ def grow(
 
 
 def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
-    if dtype not in _TYPES:
-        raise ConfigError(f"dtype must be one of {', '.join(_TYPES)}, got {dtype!r}")
+    if dtype not in TYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if config.qkv_bias or config.mlp_bias or config.qk_norm:
         raise ConfigError("a checkpoint with biases or with norms of queries and keys cannot grow; use a plain Llama")
     pairs = (
@@ -109,8 +105,7 @@ def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
             f"heads must be a multiple of kv_heads and at least {group} times as many, as in the source, "
             f"got {shape.heads} and {shape.kv_heads}"
         )
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} must be an empty or a new folder")
+    check_new(out)
 
 
 def _grown_config(config: ModelConfig, shape: Shape) -> ModelConfig:
@@ -204,37 +199,3 @@ class _Growth:
         grown = np.ones(self._new.hidden_size, np.float32)
         grown[: len(old)] = old * np.sqrt(len(old) / self._new.hidden_size)
         return grown
-
-
-def _write_shards(
-    out: Path,
-    tensors: Iterator[tuple[str, np.ndarray]],
-    dtype: Any,
-    total: int,
-    progress: Callable[[str, int, int], None] | None,
-) -> None:
-    """Files of about SHARD_BYTES and the index that names them."""  # fmt: skip
-    shard: dict[str, np.ndarray] = {}
-    weight_map: dict[str, str] = {}
-    files, size, total_bytes = 0, 0, 0
-
-    def flush() -> None:
-        nonlocal shard, files, size
-        files += 1
-        name = f"model-{files:05d}.safetensors"
-        save_file(shard, out / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
-        shard, size = {}, 0
-
-    for done, (name, tensor) in enumerate(tensors, 1):
-        shard[name] = np.ascontiguousarray(tensor.astype(dtype))
-        size += shard[name].nbytes
-        total_bytes += shard[name].nbytes
-        if size >= SHARD_BYTES:
-            flush()
-        if progress is not None:
-            progress("growing", done, total)
-    if shard:
-        flush()
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -20,6 +20,7 @@ import numpy as np
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
+from adaserve_jax.models.dense import attend_dense
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import Progress
@@ -139,7 +140,7 @@ def _score_window(config: ModelConfig, models: tuple[Params, ...], tokens: jax.A
     """
     inputs, labels = tokens[:-1], tokens[1:]
     positions = jnp.arange(len(inputs), dtype=jnp.int32)
-    attend = partial(_attend_causally, config)
+    attend = attend_dense(config)
     logs = [jax.nn.log_softmax(logits(p, config, decode(p, config, inputs, positions, attend))) for p in models]
     first = logs[0]
     rows = [
@@ -151,18 +152,3 @@ def _score_window(config: ModelConfig, models: tuple[Params, ...], tokens: jax.A
         for log in logs
     ]
     return jnp.stack([jnp.stack(row) for row in zip(*rows, strict=True)])
-
-
-def _attend_causally(config: ModelConfig, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """`decoder.Attend` for tokens in order, each seeing itself and those before it, within the layer's window."""
-    heads, dim, count = q.shape
-    age = jnp.arange(count)[:, None] - jnp.arange(count)
-    seen = age >= 0
-    window = config.window_of(layer)
-    if window is not None:
-        seen &= age < window
-    highest = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(len(k), heads // len(k), dim, count)
-    scores = jnp.einsum("kgdt,kds->kgts", grouped, k, precision=highest, preferred_element_type=jnp.float32)
-    weights = jax.nn.softmax(jnp.where(seen, scores * dim**-0.5, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("kgts,kds->kgdt", weights, v, precision=highest).reshape(q.shape)

@@ -41,7 +41,8 @@ def declare_swaps(target: DeviceModel, draft: DeviceModel, extension_pages: int)
 class Elastic:
     """Exchanges the draft for an extension of the target's pools. Call its methods between steps, from one thread.
 
-    The draft's weights have a copy on the host for good. A thread, the loader, brings them back while steps go on.
+    The draft's weights have a copy on the host for good, which follows what they become. A thread, the loader, brings
+    them back while steps go on.
     """
 
     def __init__(self, target: DeviceModel, draft: DeviceModel, extension_pages: int, counter: CompileCounter):
@@ -50,8 +51,10 @@ class Elastic:
         self._draft = draft
         self._extension_pages = extension_pages
         self._counter = counter
-        self._host_copy = HostCopy(draft.params)
-        self._loading: Future[tuple[Params, Pools]] | None = None
+        self._host_copies = [HostCopy(params) for params in draft.weights]
+        self._loading: Future[tuple[list[Params], Pools]] | None = None
+        self._came_while_loading: dict[int, Params] = {}
+        """Weights that are newer than those on their way, by draft."""
         self._returned: Pools | None = None
         """The extension, once nobody uses it; the loader frees it first of all, since that takes milliseconds."""
         self._resident = True
@@ -65,12 +68,23 @@ class Elastic:
 
     @property
     def host_bytes(self) -> int:
-        """Of the draft's copy."""
-        return self._host_copy.nbytes
+        """Of the drafts' copies."""
+        return sum(copy.nbytes for copy in self._host_copies)
 
     def declare(self) -> list[Declared]:
         """The programs of swaps."""
         return declare_swaps(self._target, self._draft, self._extension_pages)
+
+    def set_weights(self, draft: int, params: Params) -> None:
+        """These are a draft's weights from now on, wherever it is; they are its own. While it is away they live on in
+        the copy on the host alone."""
+        self._host_copies[draft] = HostCopy(params)
+        if self._resident:
+            self._draft.weights[draft] = params
+        elif self._loading is not None:
+            self._came_while_loading[draft] = params
+        else:
+            free(params)
 
     def expand(self) -> None:
         """`types.Executor.expand`. Raises SwapError; EngineDeadError: the draft could not be brought back either."""
@@ -146,41 +160,47 @@ class Elastic:
         self._loader.shutdown()
         if self._loading is not None and self._loading.exception() is None:
             free(self._loading.result())
-        free(self._returned)
+        free((self._returned, self._came_while_loading))
 
-    def _take_over(self, loading: Future[tuple[Params, Pools]]) -> None:
-        """Wait for the loader; then its draft is the draft."""
+    def _take_over(self, loading: Future[tuple[list[Params], Pools]]) -> None:
+        """Wait for the loader; then its drafts are the drafts, but for those that have become others meanwhile."""
         self._loading = None
+        newer, self._came_while_loading = self._came_while_loading, {}
         try:
-            self._draft.params, self._draft.pools = loading.result()
+            weights, self._draft.pools = loading.result()
         except DEVICE_ERRORS as error:
+            free(newer)
             raise SwapError(f"the draft could not be loaded: {error}; it is tried again") from error
+        for draft, params in newer.items():
+            free(weights[draft])
+            weights[draft] = params
+        self._draft.weights = weights
         self._resident = True
 
     def _bring_back(self, cause: BaseException) -> None:
         """At once: for an exchange that failed. Raises EngineDeadError."""
         try:
-            self._draft.params, self._draft.pools = self._load()
+            self._draft.weights, self._draft.pools = self._load()
         except DEVICE_ERRORS as error:
             raise EngineDeadError(
                 f"neither the extension ({cause}) nor the draft ({error}) finds room where the draft was; restart"
             ) from error
         self._resident = True
 
-    def _load(self) -> tuple[Params, Pools]:
-        """The draft's weights, and pools that hold nothing; all there, or none."""
-        params: Params = {}
+    def _load(self) -> tuple[list[Params], Pools]:
+        """The drafts' weights, and pools that hold nothing; all there, or none."""
+        weights: list[Params] = []
         pools: Pools | None = None
         try:
             with self._counter:
                 self._free_extension()
-                params = self._load_weights()
+                weights = self._load_weights()
                 pools = self._new_draft_pools()
-                jax.block_until_ready((params, pools))
+                jax.block_until_ready((weights, pools))
         except BaseException:
-            free((params, pools))
+            free((weights, pools))
             raise
-        return params, pools
+        return weights, pools
 
     def _new_extension(self) -> Pools:
         return jax.block_until_ready(self._target.compiled["target", "extension"]())
@@ -188,8 +208,8 @@ class Elastic:
     def _new_draft_pools(self) -> Pools:
         return self._draft.compiled["draft", "pools"]()
 
-    def _load_weights(self) -> Params:
-        return self._host_copy.load()
+    def _load_weights(self) -> list[Params]:
+        return [copy.load() for copy in self._host_copies]
 
     def _copy_pages(self, base: Pools, extension: Pools, from_ids: np.ndarray, to_ids: np.ndarray) -> Pools:
         return jax.block_until_ready(self._target.compiled["target", "move"](base, extension, from_ids, to_ids))

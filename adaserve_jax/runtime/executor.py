@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +12,14 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.positions import edited_rows
-from adaserve_jax.errors import CheckpointError, ConfigError, IntegrityError
+from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
-from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import hosts
+from adaserve_jax.runtime.capture import Capture, Pending
 from adaserve_jax.runtime.compiling import (
     CompileCounter,
     Declared,
@@ -37,12 +34,13 @@ from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.logprobs import logprobs_of
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, pack_verify
+from adaserve_jax.runtime.pair import Pair, find_chances, find_pair
 from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.runtime.timing import measure, rehearse_swap, run_once
 from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.chances import ChanceTable, read_chances
+from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,
@@ -55,16 +53,17 @@ from adaserve_jax.types import (
     StepPlan,
 )
 
-CALIBRATION_FILE = "calibration.json"
-
 
 class ModelExecutor:
-    """Implements `types.Executor` with one target and at most one drafter. One step at a time."""
+    """Implements `types.Executor` with one target and at most one drafter. One step at a time.
+
+    draft_names: of the drafts between which that drafter chooses, the first of them first.
+    """
 
     def __init__(
         self, resolved: Resolved, target_folder: Path, target: DeviceModel, drafter: LocalDrafter | None,
         followers: hosts.Followers | None = None, chances: ChanceTable | None = None,
-        profile: Profile | None = None,
+        profile: Profile | None = None, draft_names: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """chances: what the drafter begins with."""
         self.resolved = resolved
@@ -73,11 +72,13 @@ class ModelExecutor:
         self.local_drafter = drafter
         self.drafter: Drafter | None = drafter
         self.chances = chances
+        self.draft_names = draft_names
         self._followers = followers
         self._profile = profile
         self._workspace: Workspace | None = None
         self._counter = CompileCounter()
         self.resampler = resampler_of(resolved, target)
+        self._capture = capture_of(resolved, target)
         self.elastic: Elastic | None = None
         """What swaps, where the draft's memory may become pages."""
         if resolved.limits.extension_pages:
@@ -93,6 +94,11 @@ class ModelExecutor:
     def compiles_after_ready(self) -> int:
         return self._counter.count
 
+    @property
+    def compile_counter(self) -> CompileCounter:
+        """What counts them, for others that must not compile while they run."""
+        return self._counter
+
     def warm_up(self, progress: Progress | None = None) -> CostSamples:
         """Compile everything, then run and time each program; with a profile, run each once and take its times. Where
         pools can be extended, swap there and back once: times are of pools that are not."""
@@ -102,6 +108,8 @@ class ModelExecutor:
             samples = self._profile.timings.samples()
         else:
             samples = measure(self, progress=progress).samples()
+        if self._capture is not None:
+            self._capture.run_once()
         if self.elastic is not None:
             rehearse_swap(self, self.elastic, progress)
         return samples
@@ -117,6 +125,8 @@ class ModelExecutor:
         declared = declare_target(self.target, self.limits)
         if self.resampler is not None:
             declared += self.resampler.declare()
+        if self._capture is not None:
+            declared += self._capture.declare()
         if self.local_drafter is not None:
             declared += self.local_drafter.declare()
         if self.elastic is not None:
@@ -135,6 +145,8 @@ class ModelExecutor:
             raise ConfigError("this engine was built without a draft; plan steps with draft=None")
         if self.elastic is not None and not self.elastic.resident:
             raise IntegrityError(f"step {plan.step} has a draft, which is not on the device")
+        if self._capture is not None:
+            self._capture.forget()
         started = time.perf_counter()
         with self._counter:
             candidates = self.drafter.propose(plan)
@@ -155,6 +167,9 @@ class ModelExecutor:
                 walked = resampler.bucket(bucket)
                 again = step if walked == bucket else pack_verify(walked, max_pages, plan, trees)
                 amend = resampler.amendment(again, edits)
+            if self._capture is not None:
+                num_sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
+                amend = self._capture.keeping(amend, num_sampled)
             result = self.target.run(step, amend).outcome
             result.copy_to_host_async()
             dispatched = time.perf_counter()
@@ -181,6 +196,49 @@ class ModelExecutor:
         if self.resampler is None:
             raise IntegrityError("with several processes no step changes logits or tells of them")
         return self.resampler
+
+    def capture(self, sampled: np.ndarray) -> Pending:
+        """Begin to gather the target's likeliest tokens at sampled positions of the last verified step, i32[M]: indices
+        of tree nodes in packed order, then of the ends of prompts in row order. Returns at once. Only until the next
+        step begins, and where config.learning is set: raises IntegrityError."""
+        if self._capture is None:
+            raise IntegrityError("this engine captures nothing: it was built without learning")
+        with self._counter:
+            return self._capture.take(sampled)
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.draft_names)
+
+    @property
+    def draft_resident(self) -> bool:
+        """Whether the drafts' weights are on their device."""
+        return self.elastic is None or self.elastic.resident
+
+    def draft_params(self, draft: int = 0) -> Params:
+        """The weights in force, which are the executor's: they may go with the next step where a draft's memory may
+        become pages. Raises IntegrityError: there is no such draft, or it is away."""
+        model = self._draft_model(draft)
+        if not self.draft_resident:
+            raise IntegrityError(f"draft {draft} is not on the device; its weights can be had once it is back")
+        return model.weights[draft]
+
+    def set_draft(self, params: Params, draft: int = 0) -> None:
+        """From the next step on draft with these weights, which are the executor's from now on. Between steps; compiles
+        nothing, and no text changes by it: what the draft's KV holds of its older weights costs acceptance only. Where
+        the draft is away, they are what comes back. Raises IntegrityError, with nothing changed: there is no such
+        draft, or names, shapes, types or devices are not those of its weights."""
+        model = self._draft_model(draft)
+        model.check_weights(params, f"draft {draft}")
+        if self.elastic is None:
+            model.weights[draft] = params
+        else:
+            self.elastic.set_weights(draft, params)
+
+    def _draft_model(self, draft: int) -> DeviceModel:
+        if self.local_drafter is None or not 0 <= draft < self.num_drafts:
+            raise IntegrityError(f"draft must be one of the {self.num_drafts} that are loaded, by index, got {draft}")
+        return self.local_drafter.model
 
     def expand(self) -> None:
         self._swaps().expand()
@@ -250,40 +308,12 @@ def _load(
         resolved = replace(resolved, config=_with_offsets(resolved.config, profile))
     target = load_target(pair, resolved, progress, None if followers is None else followers.announce)
     drafter = load_drafter(pair, resolved, chances, progress)
-    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile)
+    return ModelExecutor(resolved, pair.target_folder, target, drafter, followers, chances, profile, pair.draft_names)
 
 
 def _with_offsets(config: EngineConfig, profile: Profile) -> EngineConfig:
     """c1 and c2 of eq. 8 and 9 as the profile has them, where the options do not say."""
     return replace(config, eq8_c1=config.eq8_c1 or profile.c1 or 0, eq9_c2=config.eq9_c2 or profile.c2 or 0)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The checkpoints of an engine, before their weights are read."""
-
-    target_folder: Path
-    target: ModelConfig
-    draft_folder: Path | None
-    draft: ModelConfig | None
-
-
-def find_pair(config: EngineConfig) -> Pair:
-    """Read the configurations, and hold the vocabularies against each other. Raises CheckpointError."""
-    target_folder = resolve_folder(config.target, "target")
-    target = ModelConfig.from_folder(target_folder)
-    tokenizer = Tokenizer.from_folder(target_folder)
-    if tokenizer.vocab_size > target.vocab_size:
-        raise CheckpointError(
-            f"{target_folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only "
-            f"{target.vocab_size}; use the tokenizer that belongs to the model"
-        )
-    if config.draft is None:
-        return Pair(target_folder, target, None, None)
-    draft_folder = resolve_folder(config.draft, "draft")
-    draft = ModelConfig.from_folder(draft_folder)
-    check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
-    return Pair(target_folder, target, draft_folder, draft)
 
 
 def load_target(
@@ -328,41 +358,32 @@ def resampler_of(resolved: Resolved, target: DeviceModel) -> Resampler | None:
     return Resampler(target, resolved.limits) if resolved.config.num_processes == 1 else None
 
 
+def capture_of(resolved: Resolved, target: DeviceModel) -> Capture | None:
+    """None without learning."""
+    learning = resolved.config.learning
+    return None if learning is None else Capture(target, learning)
+
+
 def load_drafter(
     pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
     read: Callable[..., Params] = load_params, placement: Placement | None = None,
 ) -> LocalDrafter | None:  # fmt: skip
-    """The draft on the first device, wherever the target lies: it is small, and exchanges would cost more than they
-    save. read: called as `load_params` is; placement: None for that device."""
+    """The drafts on the first device, wherever the target lies: they are small, and exchanges would cost more than
+    they save. read: called as `load_params` is; placement: None for that device."""
     if pair.draft is None or pair.draft_folder is None or chances is None:
         return None
     limits = resolved.limits
+    first, *further = (read(folder, pair.draft, resolved.dtype, progress, placement) for folder in pair.draft_folders)
     model = DeviceModel(
         "draft",
         pair.draft,
-        read(pair.draft_folder, pair.draft, resolved.dtype, progress, placement),
+        first,
         ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention),
         resolved.catchup_buckets,
         num_pages=limits.num_pages,
         page_size=limits.page_size,
         dtype=resolved.dtype,
         placement=placement,
+        further=further,
     )
     return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)
-
-
-def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
-    """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
-    pair. Raises CheckpointError: the file is not a table. ConfigError: it could not be written."""
-    if pair.draft_folder is None:
-        if config.calibration is not None:
-            raise ConfigError("calibration is about a draft, but there is none; load a draft, or leave it out")
-        return None
-    if config.calibration is not None:
-        learned = Path(config.calibration)
-        if config.calibrate and not os.access(learned.absolute().parent, os.W_OK):
-            raise ConfigError(f"calibration: cannot write into {learned.absolute().parent}; choose another file")
-        if learned.exists():
-            return read_chances(learned)
-    own = pair.draft_folder / CALIBRATION_FILE
-    return read_chances(own if own.exists() else resolve_folder("demo", "draft").parent / CALIBRATION_FILE)

@@ -8,8 +8,9 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime import hosts
 from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
-from adaserve_jax.runtime.executor import declare_target, find_pair, load_target
+from adaserve_jax.runtime.executor import declare_target, load_target
 from adaserve_jax.runtime.footprint import workspace_of
+from adaserve_jax.runtime.pair import find_pair
 from adaserve_jax.runtime.resolve import resolve
 from adaserve_jax.types import Progress
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from adaserve_jax.errors import IntegrityError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, param_specs
 from adaserve_jax.models.placement import EVERYWHERE, Placement
@@ -22,20 +23,22 @@ Amend = Callable[[Any, InFlight], tuple[Any, InFlight]]
 
 
 class DeviceModel:
-    """Owns one model's weights and KV pools. Not thread-safe: one step at a time.
+    """Owns one model's KV pools and weights, or those of several of one shape. Not thread-safe: one step at a time.
 
     config: of the whole model; programs: of one device's part of it; params: as `load_params` places them; announce:
-    called with every step before it runs, where other processes must run it too.
+    called with every step before it runs, where other processes must run it too; further: weights that the same
+    programs may run with instead, each in a step.
     """
 
     def __init__(
         self, role: Role, config: ModelConfig, params: Params, programs: ModelPrograms, buckets: BucketSet,
         *, num_pages: int, page_size: int, dtype: jnp.dtype, placement: Placement | None = None,
-        announce: Callable[[PackedStep], None] | None = None,
+        announce: Callable[[PackedStep], None] | None = None, further: Sequence[Params] = (),
     ) -> None:  # fmt: skip
         self.role = role
         self.config = config
-        self.params = params
+        self.weights: list[Params] = [params, *further]
+        self._like = {name: (w.shape, w.dtype, _devices(w)) for name, w in params.items()}
         self.programs = programs
         self.buckets = buckets
         self.placement = placement or Placement.on_one()
@@ -43,6 +46,27 @@ class DeviceModel:
         self.pools = new_pools(self.whole, num_pages, page_size, dtype, self.placement)
         self.compiled: dict[tuple[Any, ...], Callable] = {}
         self._announce = announce
+
+    @property
+    def params(self) -> Params:
+        """The first weights."""
+        return self.weights[0]
+
+    def check_weights(self, params: Params, what: str) -> None:
+        """Raise IntegrityError unless the programs can run with `params` as they are. what: whose they are."""
+        if params.keys() != self._like.keys():
+            other = sorted(params.keys() ^ self._like.keys())[0]
+            raise IntegrityError(
+                f"{what} must have the {len(self._like)} weights that it was loaded with, got {len(params)}, "
+                f"{'without' if other in self._like else 'with'} {other!r}"
+            )
+        for name, expected in self._like.items():
+            weight = params[name]
+            got = (weight.shape, weight.dtype, _devices(weight) if isinstance(weight, jax.Array) else "the host")
+            if got != expected:
+                raise IntegrityError(f"{what}: {name!r} must be {_said(*expected)}, got {_said(*got)}")
+            if isinstance(weight, jax.Array) and weight.is_deleted():
+                raise IntegrityError(f"{what}: {name!r} must be an array that is still there, got a deleted one")
 
     def declare_forward(self, function: Callable, extension_pages: int = 0) -> list[Declared]:
         """The packed forward `function(params, pools, packed, bucket=...)` for every bucket, and its commits. The
@@ -79,13 +103,13 @@ class DeviceModel:
         """Of a program for pools of this layout."""
         return (self.role, *program) if pools.extension is None else (self.role, *program, "extended")
 
-    def run(self, step: PackedStep, amend: Amend | None = None) -> Any:
+    def run(self, step: PackedStep, amend: Amend | None = None, *, weights: int = 0) -> Any:
         """Run the packed forward, then commit what it keeps; returns the program's own result, on the device. amend:
-        makes other results, and what else is kept, of the forward's, before the commit."""
+        makes other results, and what else is kept, of the forward's, before the commit. weights: which."""
         if self._announce is not None:
             self._announce(step)
         pools = self.pools
-        result, in_flight = self.compiled[self._key(pools, step.bucket)](self.params, pools, step.packed)
+        result, in_flight = self.compiled[self._key(pools, step.bucket)](self.weights[weights], pools, step.packed)
         if amend is not None:
             result, in_flight = amend(result, in_flight)
         self.pools = self.compiled[self._key(pools, "commit", step.bucket.tokens)](pools, in_flight)
@@ -111,7 +135,7 @@ class DeviceModel:
 
     def free(self) -> None:
         """Give back the memory of weights and pools; runs nothing until both are set again."""
-        free((self.params, self.pools))
+        free((self.weights, self.pools))
 
     def close(self) -> None:
         self.free()
@@ -122,3 +146,13 @@ def free(arrays: Any) -> None:
     """Give back the memory of all arrays of a tree. Those that are gone already are left alone."""
     for leaf in jax.tree.leaves(arrays):
         leaf.delete()
+
+
+def _devices(weight: Any) -> Any:
+    """Where an array lies, or one to compile for would."""
+    return weight.sharding.device_set
+
+
+def _said(shape: tuple[int, ...], dtype: Any, devices: Any) -> str:
+    where = devices if isinstance(devices, str) else ", ".join(sorted(map(str, devices)))
+    return f"{jnp.dtype(dtype).name}{list(shape)} on {where}"

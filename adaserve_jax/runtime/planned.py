@@ -19,8 +19,9 @@ from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
 from adaserve_jax.runtime.elastic import declare_swaps
-from adaserve_jax.runtime.executor import declare_target, find_chances, find_pair, load_drafter, load_target
+from adaserve_jax.runtime.executor import capture_of, declare_target, load_drafter, load_target
 from adaserve_jax.runtime.footprint import weight_dtype, workspace_of
+from adaserve_jax.runtime.pair import find_chances, find_pair
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.types import Progress
@@ -57,6 +58,9 @@ def plan_memory(
     target = load_target(pair, unfilled, progress, read=_shapes)
     resampler = Resampler(target, resolved.limits)
     declared = declare_target(target, resolved.limits) + resampler.declare()
+    capture = capture_of(resolved, target)
+    if capture is not None:
+        declared += capture.declare()
     on_one = Unfilled.like(Placement.on_one())
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
     if drafter is not None:

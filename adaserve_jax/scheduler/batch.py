@@ -35,8 +35,8 @@ class Batch:
         self.preemptions = 0
         self.turned_away = False
         """Whether pages alone kept the next request from running in the last plan, or took them from one that ran."""
-        # every running row may need one sampled position and one token of the step
-        self._capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
+        self.capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
+        """Most requests that run at once: each may need one sampled position and one token of the step."""
 
     @property
     def slots(self) -> np.ndarray:
@@ -118,12 +118,12 @@ class Batch:
     def _room_for(self, state: RequestState) -> bool:
         while not self._fits(state):
             if not self._make_way(state):
-                self.turned_away = len(self.running) < self._capacity
+                self.turned_away = len(self.running) < self.capacity
                 return False
         return True
 
     def _fits(self, state: RequestState) -> bool:
-        if len(self.running) >= self._capacity:
+        if len(self.running) >= self.capacity:
             return False
         pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
         if self.prefixes is not None and pages + len(self.running) > free:

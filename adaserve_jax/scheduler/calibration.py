@@ -89,6 +89,15 @@ class Calibrator:
             self._steps = min(2 * self._steps, REFIT_STEPS)
             self.take_in()
 
+    def new_version(self) -> None:
+        """The draft has other weights from now on: what was seen of the old ones counts no more but through the table
+        in force, on which the new evidence builds, and the first fits come soon again."""
+        self.take_in()
+        self._steps = FIRST_STEPS
+        if self._learns:
+            nothing = np.zeros(self.chance.shape)
+            self._learned = Learned(self.chance.astype(np.float64), nothing, nothing)
+
     def take_in(self) -> None:
         """Measure and learn from all that was observed; nothing without outcomes."""
         if not self._batch:

@@ -122,6 +122,11 @@ class Planner:
         plan = self._assemble(step, slots, chunks, draft, decision)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
 
+    def pace(self, now: float) -> Pace | None:
+        """Of the requests that run; None while any of them waits for its prompt to be computed."""
+        decode, prefill = self._rows()
+        return None if prefill else self._measure(decode, now)[0]
+
     def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
         """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
         running, slots, table = self._batch.running, self._batch.slots, self._batch.table

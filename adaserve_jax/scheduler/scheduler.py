@@ -5,6 +5,7 @@ Never touches a device and reads no clock: every method that needs the time is g
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,7 @@ from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
+from adaserve_jax.scheduler.spare import SpareTime
 from adaserve_jax.scheduler.state import RequestState
 from adaserve_jax.scheduler.swapping import Swapping, may_swap
 from adaserve_jax.scheduler.updates import StepUpdates
@@ -100,6 +102,7 @@ class Scheduler:
             search_budget=self._policy.search_budget and not isinstance(self._controller, ClosedFormController),
             max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
+        self._spare = SpareTime(self._batch.capacity)
         self._requests: dict[str, RequestState] = {}
         self._in_flight: PlannedStep | None = None
         self._added = 0
@@ -265,6 +268,9 @@ class Scheduler:
         started = time.perf_counter()
         planned = self._expect(plan)
         self._in_flight = None
+        self._spare.observe(
+            now, len(self._batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
+        )
         verified = Verified.of(trees, outcome.accepted, plan.num_decode, self._stats)
         updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for update in updates.ended.values():
@@ -276,6 +282,20 @@ class Scheduler:
             self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         return updates
+
+    def is_loaded(self, now: float) -> bool:
+        """Whether there is, or was lately, so much to do that nothing else should be."""
+        return self._spare.is_loaded(now)
+
+    def spare_s(self, now: float) -> float:
+        """By how many seconds the next step may be put off so that no running request's target is in danger: 0 under
+        load, and while anybody waits or a prompt is computed; inf where no target runs. Between steps only."""
+        if not self.has_work:
+            return math.inf
+        if self.num_waiting or self._spare.is_loaded(now):
+            return 0.0
+        pace = self._planner.pace(now)
+        return 0.0 if pace is None else self._spare.seconds(pace, now)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless requests, slots, pages and queue agree; for tests and debugging."""

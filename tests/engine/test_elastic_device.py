@@ -273,7 +273,7 @@ def test_pools_lost_in_a_copy_end_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     base, extension = (Pools(jnp.ones((1, pages, 1, 8, 4)), jnp.ones((1, pages, 1, 8, 4))) for pages in (3, 2))
     target: Any = SimpleNamespace(pools=base._replace(extension=extension))
     counter = CompileCounter()
-    elastic = Elastic(target, SimpleNamespace(params={"norm": jnp.ones(3)}), 2, counter)  # type: ignore[arg-type]
+    elastic = Elastic(target, SimpleNamespace(weights=[{"norm": jnp.ones(3)}]), 2, counter)  # type: ignore[arg-type]
 
     def lost(base: Pools, *_: object) -> None:
         base.k.delete()
@@ -322,7 +322,7 @@ def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecut
     executor.contract()
     elastic.wait()
     assert live_bytes() == before
-    for name, held in elastic._host_copy._held.items():
+    for name, held in elastic._host_copies[0]._held.items():
         assert not np.shares_memory(np.asarray(draft.params[name]), np.asarray(held))
 
 

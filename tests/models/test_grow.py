@@ -48,7 +48,7 @@ def test_a_window_holds_for_added_layers_and_other_families_are_refused(tmp_path
 
 
 def test_several_shards_and_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaserve_jax.models.grow.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("adaserve_jax.models.writing.SHARD_BYTES", 20_000)
     source = write_checkpoint(tmp_path / "source", shards=2, dtype="bf16")
     seen = []
     shape = Shape(layers=3, hidden=64, heads=8, kv_heads=2, mlp=96)

@@ -181,3 +181,32 @@ def test_goes_on_from_what_was_learned_before() -> None:
     feed(whole, true, 64, mode=0, seed=0)
     feed(whole, true, 64, mode=0, seed=1)
     np.testing.assert_allclose(second.chance, whole.chance, atol=0.01)
+
+
+def test_a_new_version_of_the_draft_is_learned_anew() -> None:
+    """What was seen of the old one counts only through the table, and no longer holds the new one back."""
+    calibrator = Calibrator(table())
+    feed(calibrator, np.full((2, DEPTH, RANKS, BINS), 0.2), 4 * REFIT_STEPS, mode=1, seed=0)
+    before = calibrator.chance.copy()
+    assert abs(before[1].mean() - 0.2) < 0.05
+    cell = np.zeros(1, np.int64)
+    calibrator.observe(*star(cell, np.array([True])), np.array([1.0], np.float32))
+    calibrator.new_version()
+    assert sum(calibrator.outcomes.values()) == 4 * REFIT_STEPS * 64 + 1, "the old one's last outcomes are measured too"
+    learned = calibrator.table.learned
+    assert learned is not None and not learned.outcomes.any() and not learned.accepted.any()
+    np.testing.assert_array_equal(learned.prior.astype(np.float32), calibrator.chance)
+    np.testing.assert_allclose(calibrator.chance, before, atol=0.05)
+    calibrator.mark_sent()
+    rng, temperature = np.random.default_rng(1), np.array([0.8], np.float32)
+    for step in range(FIRST_STEPS):
+        assert calibrator.unsent is None, step
+        cells = rng.integers(0, CELLS, 64)
+        calibrator.observe(*star(cells, rng.random(64) < 0.8), temperature)
+    assert calibrator.unsent is not None, "the first fit comes soon again"
+    # 512 outcomes over 16 cells, of 0.8 each: 32 beside 12 of the prior, which the pooled levels move as well
+    assert abs(calibrator.chance[1].mean() - 0.8) < 0.1
+    fixed = Calibrator(table(0.3), learn=False)
+    feed(fixed, np.full((2, DEPTH, RANKS, BINS), 0.9), FIRST_STEPS, mode=0, seed=2)
+    fixed.new_version()
+    np.testing.assert_array_equal(fixed.chance, table(0.3).chance)

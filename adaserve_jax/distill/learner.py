@@ -1,0 +1,304 @@
+"""The learner: watches what is served, trains the drafts on it in spare time, and lets versions that passed serve.
+
+Runs in the step loop's thread: `stepped` after every step, `work` between steps. What goes wrong in here ends learning,
+never serving. Which texts are kept, how a draft is trained and when a version may serve is decided next door.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from adaserve_jax.distill.buffer import Buffer
+from adaserve_jax.distill.keeping import Keeper, Kept
+from adaserve_jax.distill.lengths import choose_length
+from adaserve_jax.distill.records import Recorder
+from adaserve_jax.distill.schedule import Allowance, PieceTimes
+from adaserve_jax.distill.trainer import Trainer
+from adaserve_jax.distill.updates import DraftUpdates, Piece
+from adaserve_jax.distill.watching import Sampled
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.scheduler.calibration import Calibrator
+from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.stats import LearningStats
+from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Request, RequestUpdate, StepOutcome, StepPlan
+
+if TYPE_CHECKING:
+    from adaserve_jax.models.decoder import Params
+    from adaserve_jax.runtime.capture import Pending
+    from adaserve_jax.runtime.executor import ModelExecutor
+
+_log = logging.getLogger(__name__)
+FINISHED = ("stop", "length")
+"""Ends of texts that are learned from."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Ended:
+    """A text that is over, with the tokens that it has beside its prompt."""
+
+    update: RequestUpdate
+    output: np.ndarray
+
+
+class Learner:
+    """Learns for the drafts of one executor. Call `prepare` once, before requests come; all but `stats` from one thread
+    at a time.
+
+    calibrator: told of new versions; None: nobody is. seed: of what is drawn from the buffer, and of who is held out.
+    beside: what else is kept in learn_folder.
+    """
+
+    def __init__(
+        self, executor: ModelExecutor, config: LearnConfig, calibrator: Calibrator | None = None,
+        clock: Callable[[], float] = time.monotonic, *, seed: int = 0, beside: Kept | None = None,
+    ) -> None:  # fmt: skip
+        self._executor = executor
+        self._config = config
+        self._calibrator = calibrator
+        self._clock = clock
+        self._seed = seed
+        self._beside = beside
+        self._names = executor.draft_names
+        self._recorder = Recorder(config.learn_top_k, held_out_share=config.learn_held_out, seed=seed)
+        self._drafts: list[DraftUpdates] = []
+        self._keeper: Keeper | None = None
+        self._times = PieceTimes(0.0)
+        self._allowance = Allowance(config.learn_share)
+        self._pending: tuple[Sampled, Pending] | None = None
+        self._ended: list[_Ended] = []
+        self._run: Iterator[Piece] | None = None
+        self._running = 0
+        """Index of the draft whose `run` that is, or was."""
+        self._next: Piece | None = None
+        self._stats = LearningStats()
+        self._drafted, self._accepted = (np.zeros(len(self._names), np.int64) for _ in range(2))
+        self.failed = False
+        """Whether learning has ended because something went wrong."""
+
+    def prepare(self, progress: Progress | None = None) -> None:
+        """Compile what training needs, and go on from the checkpoints in learn_folder, whose versions serve from now
+        on. Raises CheckpointError, ConfigError."""
+        config, drafter = self._config, self._executor.local_drafter
+        assert drafter is not None, "a LearnConfig comes with a draft"
+        programs = choose_length(
+            drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
+            progress=progress,
+        )  # fmt: skip
+        self._times = PieceTimes(programs.time_micro_step())
+        for index, name in enumerate(self._names):
+            buffer = Buffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
+            trainer = Trainer(programs, self._executor.draft_params(index))
+            rng = np.random.default_rng((self._seed, index))
+            self._drafts.append(
+                DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
+            )
+        if config.learn_folder is not None:
+            self._keeper = Keeper(Path(config.learn_folder), self._drafts, self._clock, self._beside)
+            self._keeper.load()
+
+    # ---- what is served ----
+
+    def added(self, choice: Request, request_id: str, *, learn: bool = True, tenant: str = "") -> None:
+        """A choice of a user's request is going to run. learn: whether its text may be learned from. tenant: whose it
+        is."""
+        with self._contained():
+            if not learn or self.failed:
+                self._leave_out("failed" if learn else "opt_out")
+                return
+            self._recorder.begin(
+                choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant, request_id=request_id
+            )
+
+    def dropped(self, choice_id: str, reason: str) -> None:
+        """A choice has ended outside a step. Nothing happens where it is not watched."""
+        with self._contained():
+            if choice_id in self._recorder and not self.failed:
+                self._recorder.abandon(choice_id)
+                self._leave_out(reason)
+
+    def stepped(
+        self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
+        choice_ids: Sequence[str], updates: StepUpdates, *, capture: bool,
+    ) -> None:  # fmt: skip
+        """A step was committed. choice_ids: of its rows. capture: whether to ask what the target thought in it, which
+        is fetched after the next step. Runs nothing that the step loop would have to wait for."""
+        with self._contained():
+            if self.failed:
+                return
+            self._take_in()
+            self._count(plan, trees, outcome)
+            if capture:
+                self._capture(plan, trees, candidates, outcome, choice_ids)
+            for index, update in updates.ended.items():
+                state = updates.requests[index]
+                if update.request_id in self._recorder:
+                    self._ended.append(_Ended(update, state.token_ids[state.prompt_len : state.num_tokens]))
+
+    def _capture(
+        self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
+        choice_ids: Sequence[str],
+    ) -> None:  # fmt: skip
+        watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
+        if not watched.any():
+            return
+        only = self._config.learn_positions == "overruled"
+        sampled = Sampled.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
+        if len(sampled.row):
+            self._pending = sampled, self._executor.capture(sampled.at)
+
+    def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
+        """Drafted and accepted tokens, by draft."""
+        if trees.num_nodes == plan.num_decode:
+            return
+        hits = outcome.accepted & (trees.parent >= 0)
+        drafts = None if plan.draft is None else plan.draft.drafts
+        if drafts is None:
+            self._drafted[0] += trees.num_nodes - plan.num_decode
+            self._accepted[0] += np.count_nonzero(hits)
+        else:
+            number, whose = len(self._names), drafts[trees.row]
+            self._drafted += np.bincount(whose[trees.parent >= 0], minlength=number)
+            self._accepted += np.bincount(whose[hits], minlength=number)
+
+    def _take_in(self) -> None:
+        """Fetch what was asked of the last step, and make records of the texts that ended in it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            sampled, rows = pending
+            target = rows.collect()
+            self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, sampled.overruled, target)
+        ended, self._ended = self._ended, []
+        for text in ended:
+            choice_id, reason = text.update.request_id, text.update.finish_reason
+            self._recorder.output(choice_id, text.output.tolist())
+            record = self._recorder.end(choice_id, keep=reason in FINISHED)
+            if record is not None:
+                self._drafts[record.draft].add(record)
+            else:
+                self._leave_out("no_positions" if reason in FINISHED else str(reason))
+
+    # ---- between steps ----
+
+    def work(self, spare_s: float | None) -> bool:
+        """Do at most one piece of training, where there is time for one. spare_s: by how many seconds the next step may
+        be put off; None: nothing runs. False: nothing was done."""
+        with self._contained():
+            return not self.failed and self._work(spare_s)
+        return False
+
+    def _work(self, spare_s: float | None) -> bool:
+        started = self._clock()
+        self._allowance.pass_time(started, busy=spare_s is not None)
+        if spare_s is None:
+            self._take_in()
+        elif spare_s <= 0:
+            return False
+        if not self._executor.draft_resident or not self._find_work():
+            return False
+        kind = self._next
+        assert kind is not None and self._run is not None
+        if spare_s is not None and not (self._allowance.is_open and self._times.expected_s(kind) <= spare_s):
+            return False
+        self._next = next(self._run, None)
+        self._took(kind, self._clock() - started, delayed=spare_s is not None)
+        return True
+
+    @property
+    def rests(self) -> bool:
+        """Whether there is nothing left to do while nothing runs."""
+        if self.failed:
+            return True
+        unsaved = self._keeper is not None and self._keeper.has_new
+        return not (self._pending or self._ended or self._next or unsaved or any(draft.due for draft in self._drafts))
+
+    def _find_work(self) -> bool:
+        """Whether a piece is next; looks after the drafts in turn."""
+        if self._next is not None:
+            return True
+        if self._keeper is not None:
+            self._keeper.save_if_due()
+            if self._keeper.is_copying:
+                return False
+        for offset in range(1, len(self._drafts) + 1):
+            index = (self._running + offset) % len(self._drafts)
+            if self._drafts[index].due:
+                self._run, self._running = self._drafts[index].run(), index
+                self._next = next(self._run, None)
+                return self._next is not None
+        return False
+
+    def _took(self, kind: Piece, seconds: float, *, delayed: bool) -> None:
+        self._times.took(kind, seconds)
+        stats = self._stats
+        stats.micro_steps += 1
+        stats.train_s += seconds
+        if delayed:
+            self._allowance.spend(seconds)
+            stats.delay_s += seconds
+            stats.delay_max_s = max(stats.delay_max_s, seconds)
+
+    def _serve_as(self, draft: int) -> Callable[[Params], None]:
+        def serve(params: Params) -> None:
+            self._executor.set_draft(params, draft)
+            if self._calibrator is not None:
+                self._calibrator.new_version()
+
+        return serve
+
+    # ---- the rest ----
+
+    def stats(self) -> LearningStats:
+        """As of now. Safe in any thread."""
+        drafts = {draft.name: draft for draft in self._drafts}
+        stats = self._stats
+        return LearningStats(
+            version={name: draft.version for name, draft in drafts.items()},
+            drafted_tokens=dict(zip(self._names, self._drafted.tolist(), strict=True)),
+            accepted_tokens=dict(zip(self._names, self._accepted.tolist(), strict=True)),
+            held_out_acceptance={name: draft.acceptance for name, draft in drafts.items()
+                                 if draft.acceptance is not None},
+            loss={name: draft.loss for name, draft in drafts.items() if draft.loss is not None},
+            updates={name: draft.updates for name, draft in drafts.items()},
+            refused={name: draft.refused for name, draft in drafts.items()},
+            rolled_back={name: draft.rolled_back for name, draft in drafts.items()},
+            records={name: len(draft.buffer) for name, draft in drafts.items()},
+            held_out={name: draft.buffer.num_held_out for name, draft in drafts.items()},
+            left_out=dict(stats.left_out),
+            micro_steps=stats.micro_steps,
+            train_s=stats.train_s,
+            delay_s=stats.delay_s,
+            delay_max_s=stats.delay_max_s,
+            target_tokens=self._recorder.kept,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Leave what is under way, and keep the rest where learn_folder says. Only without requests."""
+        with self._contained():
+            if not self.failed:
+                self._take_in()
+                if self._keeper is not None:
+                    self._keeper.close()
+
+    def _leave_out(self, reason: str) -> None:
+        left_out = self._stats.left_out
+        left_out[reason] = left_out.get(reason, 0) + 1
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """What is raised in here is no reason to stop serving: the versions in force stay, and learning ends."""
+        try:
+            yield
+        except Exception:
+            _log.exception("learning has stopped; the versions of drafts that serve now go on serving")
+            self.failed = True
+            self._pending, self._ended, self._run, self._next = None, [], None, None
+            left_out = self._stats.left_out
+            left_out["failed"] = left_out.get("failed", 0) + max(len(self._recorder), 1)

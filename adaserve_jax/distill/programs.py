@@ -1,0 +1,201 @@
+"""The compiled programs of training one shape of draft, shared by all drafts of that shape.
+
+All are compiled before serving starts; weights, optimiser state and batches are their arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from adaserve_jax.distill.batches import Batch
+from adaserve_jax.distill.forward import Fields, summed
+from adaserve_jax.distill.trainable import Trained, begin, merged
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params, param_specs
+from adaserve_jax.runtime.compiling import CompileCounter, Declared, compile_all
+from adaserve_jax.types import Progress
+
+CLIP_NORM = 1.0
+"""Most that the norm of a mean gradient may be; a longer one is shortened to it."""
+OF_ONE_LENGTH = ("accumulate", "evaluate")
+"""Programs that depend on the length of a micro-step."""
+TIMED_RUNS = 3
+"""Micro-steps of which the median is the measured time."""
+
+
+class State(NamedTuple):
+    """What an optimiser step changes."""
+
+    trained: Trained
+    optimiser: Any
+
+
+class Sums(NamedTuple):
+    """Over the micro-steps since the last optimiser step: gradients like Trained; loss and weight, f32."""
+
+    gradients: Trained
+    loss: jax.Array
+    weight: jax.Array
+
+
+class TrainPrograms:
+    """Training a draft of `config` in micro-steps of num_tokens tokens. Programs are in `compiled` once `compile` ran.
+
+    dtype: in which the draft serves, and its products are computed; training keeps f32. device: of jax. counter: counts
+    compilations while a program runs. Raises ConfigError on first use of a batch of another shape.
+    """
+
+    def __init__(
+        self, config: ModelConfig, learn: LearnConfig, num_tokens: int, dtype: Any, device: Any = None,
+        counter: CompileCounter | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.learn, self.num_tokens = config, learn, num_tokens
+        self.dtype = jnp.dtype(dtype)
+        self.device = device or jax.local_devices()[0]
+        self.top_k = min(learn.learn_top_k, config.vocab_size)
+        self.compiled: dict[tuple[Any, ...], Callable] = {}
+        self._counter = counter
+        self._optimiser = optax.chain(
+            optax.clip_by_global_norm(CLIP_NORM), optax.adamw(learn.learn_rate, weight_decay=0.0)
+        )
+
+    def compile(self, progress: Progress | None = None, only: Sequence[str] | None = None) -> None:
+        """Compile what is not compiled yet, of the programs named or of all; all are then run once too, since a first
+        run is slow."""
+        declared = [each for each in self._declared() if each.key not in self.compiled]
+        self.compiled |= compile_all([each for each in declared if only is None or each.key[0] in only], progress)
+        if declared and only is None:
+            self._warm_up()
+
+    def with_length(self, num_tokens: int) -> TrainPrograms:
+        """The same for another length of micro-steps, with what is compiled already and does not depend on it."""
+        other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter)
+        other.compiled = {key: each for key, each in self.compiled.items() if key[0] not in OF_ONE_LENGTH}
+        return other
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """The result of a program, on the device. What `_declared` donates is used up."""
+        with self._counter or contextlib.nullcontext():
+            return self.compiled[(name,)](*arguments)
+
+    def fields(self, batch: Batch) -> Fields:
+        """A batch as programs take it. Raises ConfigError: it is of another shape than they are compiled for."""
+        expected, found = (self.num_tokens, self.top_k), (len(batch.tokens), batch.ids.shape[1])
+        if found != expected:
+            raise ConfigError(
+                f"a batch must have {expected[0]} tokens and {expected[1]} target tokens per row, "
+                f"got {found[0]} and {found[1]}; pack records that were made with this learn_top_k"
+            )
+        return Fields(*batch.arrays)
+
+    def time_micro_step(self) -> float:
+        """Seconds of a micro-step, the median of some on weights of its own. Needs "begin" and "accumulate"."""
+        state, base, sums = self._begin_with_zeros()
+        batch, times = self._row_per_token(), []
+        for _ in range(TIMED_RUNS + 1):  # the first one warms up
+            start = time.perf_counter()
+            sums = jax.block_until_ready(self.run("accumulate", state.trained, base, sums, batch))
+            times.append(time.perf_counter() - start)
+        return float(np.median(times[1:]))
+
+    def workspace_bytes(self) -> int:
+        """What a program takes beside its arguments at most, by the compiler's word; 0 before anything is compiled."""
+        analyses = [program.memory_analysis() for program in self.compiled.values()]  # type: ignore[attr-defined]
+        return max((each.temp_size_in_bytes for each in analyses), default=0)
+
+    def _warm_up(self) -> None:
+        state, base, sums = self._begin_with_zeros()
+        batch = self._row_per_token()
+        self.run("evaluate", state.trained, base, batch)
+        self.run("export", state.trained, base)
+        self.run("no_sums", self.run("copy", state).trained)
+        sums = self.run("accumulate", state.trained, base, sums, batch)
+        jax.block_until_ready(self.run("apply", state, sums))
+
+    def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
+        params = {name: np.zeros(each.shape, each.dtype) for name, each in self._abstract_params().items()}
+        return self.run("begin", jax.device_put(params, self.device))
+
+    def _begin(self, params: Params) -> tuple[State, Params, Sums]:
+        trained, base = begin(params, self.learn.learn_lora_rank)
+        trained, base = _copy((trained, base))  # never the arrays that serve: training uses up its own
+        return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
+
+    def _accumulate(self, trained: Trained, base: Params, sums: Sums, batch: Fields) -> Sums:
+        def loss_of(trained: Trained) -> jax.Array:
+            return summed(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
+
+        loss, gradients = jax.value_and_grad(loss_of)(trained)
+        gradients = jax.tree.map(jnp.add, sums.gradients, gradients)
+        return Sums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
+
+    def _apply(self, state: State, sums: Sums) -> tuple[State, Sums, jax.Array]:
+        """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed."""
+        mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
+        loss, norm = sums.loss / sums.weight, optax.global_norm(mean)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        def updated(state: State) -> State:
+            updates, optimiser = self._optimiser.update(mean, state.optimiser, state.trained)
+            return State(optax.apply_updates(state.trained, updates), optimiser)  # type: ignore[arg-type]
+
+        state = jax.lax.cond(finite, updated, lambda state: state, state)
+        return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
+
+    def _evaluate(self, trained: Trained, base: Params, batch: Fields) -> jax.Array:
+        """f32[3]: sums of overlap and loss, and of the weights."""
+        loss, overlap = summed(merged(trained, base, self.dtype), self.config, self.learn, batch)
+        return jnp.stack([overlap, loss, batch.weight.sum()])
+
+    def _export(self, trained: Trained, base: Params) -> Params:
+        """Arrays of their own: what is trained is used up while they serve."""
+        return _copy(merged(trained, base, self.dtype))
+
+    def _declared(self) -> list[Declared]:
+        params = self._abstract_params()
+        state, base, sums = jax.tree.map(self._on_device, jax.eval_shape(self._begin, params))
+        batch = jax.tree.map(self._on_device, self._row_per_token())
+        forward = (state.trained, base, batch)
+        return [
+            Declared(("begin",), jax.jit(self._begin), (params,)),
+            Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (state.trained, base, sums, batch)),
+            Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums)),
+            Declared(("copy",), jax.jit(_copy), (state,)),
+            Declared(("evaluate",), jax.jit(self._evaluate), forward),
+            Declared(("no_sums",), jax.jit(_no_sums), (state.trained,)),
+            Declared(("export",), jax.jit(self._export), (state.trained, base)),
+        ]
+
+    def _abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        specs = param_specs(self.config)
+        return {name: self._on_device(jax.ShapeDtypeStruct(shape, self.dtype)) for name, (shape, _) in specs.items()}
+
+    def _on_device(self, array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(self.device))
+
+    def _row_per_token(self) -> Fields:
+        """One text, with a row at each token."""
+        count = self.num_tokens
+        index = np.arange(count, dtype=np.int32)
+        ids = np.broadcast_to(np.arange(self.top_k, dtype=np.int32), (count, self.top_k))
+        log_p = np.full((count, self.top_k), -np.log(self.top_k + 1), np.float32)
+        return Fields(np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, np.ones(count, np.float32))  # type: ignore[arg-type]
+
+
+def _copy(arrays: Any) -> Any:
+    return jax.tree.map(jnp.copy, arrays)
+
+
+def _no_sums(trained: Trained) -> Sums:
+    return Sums(jax.tree.map(jnp.zeros_like, trained), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))

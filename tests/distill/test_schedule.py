@@ -1,0 +1,60 @@
+"""What a piece is expected to take, and the share of the time that training may have."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaserve_jax.distill.schedule import TIME_RATE, Allowance, PieceTimes
+
+
+def test_a_kind_is_expected_to_take_what_it_took():
+    times = PieceTimes(0.05)
+    assert times.expected_s("check") == 0.05
+    times.took("check", 0.01)
+    assert times.expected_s("check") == 0.01
+    times.took("check", 0.02)
+    assert times.expected_s("check") == pytest.approx(0.01 + TIME_RATE * 0.01)
+    assert times.expected_s("apply") == 0.05
+
+
+def test_a_piece_is_paid_back_by_the_time_in_which_requests_run():
+    """40 ms at a quarter of the time: open again 160 ms later. Idle time pays nothing back, and is not needed."""
+    allowance = Allowance(0.25)
+    allowance.pass_time(0.0, busy=True)
+    assert allowance.is_open
+    allowance.spend(0.04)
+    allowance.pass_time(0.1, busy=False)
+    assert not allowance.is_open
+    allowance.pass_time(9.0, busy=True)
+    assert not allowance.is_open
+    allowance.pass_time(9.059, busy=True)
+    assert not allowance.is_open
+    allowance.pass_time(9.061, busy=True)
+    assert allowance.is_open
+
+
+def test_no_share_is_never_open():
+    allowance = Allowance(0.0)
+    allowance.pass_time(0.0, busy=True)
+    allowance.pass_time(100.0, busy=True)
+    assert not allowance.is_open
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.8])
+def test_training_takes_no_more_than_its_share_and_one_piece(share: float):
+    rng, now, spent, busy_s = np.random.default_rng(1), 0.0, 0.0, 0.0
+    allowance, longest = Allowance(share), 0.0
+    for _ in range(3000):
+        busy = bool(rng.random() < 0.7)
+        allowance.pass_time(now, busy=busy)
+        step_s = float(rng.uniform(0.001, 0.03))
+        if busy:
+            if allowance.is_open:
+                piece_s = float(rng.uniform(0.001, 0.05))
+                allowance.spend(piece_s)
+                spent, longest, step_s = spent + piece_s, max(longest, piece_s), step_s + piece_s
+            busy_s += step_s
+        now += step_s
+        assert spent <= share * busy_s + longest
+    assert spent > 0.7 * share * busy_s

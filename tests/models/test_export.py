@@ -1,0 +1,103 @@
+"""What is exported loads as the same weights, here and in transformers; misuse is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.convert import convert
+from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.export import export
+from adaserve_jax.models.folders import DEMO_FOLDER
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.tokenizer import Tokenizer
+from tests.models.checkpoints import write_checkpoint
+from tests.models.torch_checkpoints import FAMILIES, torch_logits, torch_model, write_family
+from tests.oracles.llama import oracle_logits
+
+TOKENS = [3, 250, 17, 17, 300, 9, 41, 8]
+
+
+def _load(folder: Path) -> Params:
+    return load_params(folder, ModelConfig.from_folder(folder))
+
+
+def _assert_same(ours: Params, theirs: Params) -> None:
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(np.asarray(ours[name]), np.asarray(theirs[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_changed_weights_are_what_a_model_computes_with(tmp_path: Path, tied: bool) -> None:
+    """The weights of one checkpoint, exported beside the configuration of another of that shape, give its logits."""
+    source = write_checkpoint(tmp_path / "source", tie_word_embeddings=tied, seed=1)
+    other = write_checkpoint(tmp_path / "other", tie_word_embeddings=tied, seed=2)
+    calls: list[tuple[str, int, int]] = []
+    export(_load(other), source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    np.testing.assert_array_equal(oracle_logits(tmp_path / "out", TOKENS), oracle_logits(other, TOKENS))
+    assert ModelConfig.from_folder(tmp_path / "out") == ModelConfig.from_folder(source)
+    assert Tokenizer.from_folder(tmp_path / "out").encode("the thing é") == [
+        *Tokenizer.from_folder(source).encode("the thing é")
+    ]
+    total = 9 * 2 + 2 + (not tied)
+    assert calls == [("writing", done, total) for done in range(1, total + 1)]
+
+
+def test_the_type_is_that_of_the_source_or_as_asked(tmp_path: Path) -> None:
+    """Widening and narrowing again is exact; the demo draft is stored in f16."""
+    source = DEMO_FOLDER / "draft"
+    params = _load(source)
+    export(params, source, tmp_path / "same")
+    assert json.loads((tmp_path / "same" / "config.json").read_text())["torch_dtype"] == "float16"
+    export(params, source, tmp_path / "wide", dtype="f32")
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["torch_dtype"] == "float32"
+    for out in ("same", "wide"):
+        _assert_same(_load(tmp_path / out), params)
+    sizes = {out: sum(p.stat().st_size for p in (tmp_path / out).glob("*.safetensors")) for out in ("same", "wide")}
+    assert 1.9 < sizes["wide"] / sizes["same"] < 2
+
+
+def test_shards_and_a_converted_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adaserve_jax.models.writing.SHARD_BYTES", 20_000)
+    source = write_checkpoint(tmp_path / "source")
+    convert(source, tmp_path / "converted")
+    export(_load(source), tmp_path / "converted", tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
+    assert not (tmp_path / "out" / "weights").exists()
+    _assert_same(_load(tmp_path / "out"), _load(source))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["llama_biases", "mistral", "qwen2", "qwen3_window"])
+def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, name: str) -> None:
+    assert name in FAMILIES
+    source = write_family(tmp_path / "source", name)
+    export(_load(source), source, tmp_path / "out")
+    _assert_same(_load(tmp_path / "out"), _load(source))
+    ours, theirs = (torch_logits(torch_model(folder), TOKENS) for folder in (tmp_path / "out", source))
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_misuse_is_named(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source")
+    params = _load(source)
+    with pytest.raises(ConfigError, match="must be an empty or a new folder"):
+        export(params, source, source)
+    with pytest.raises(ConfigError, match="dtype must be one of auto, f16, bf16, f32, got 'f8'"):
+        export(params, source, tmp_path / "out", dtype="f8")
+    with pytest.raises(CheckpointError, match=r"weight norm has shape \[31\], expected \[32\] by .*of another model"):
+        export(params | {"norm": jnp.ones(31)}, source, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"weight more has shape \[1\], expected none by"):
+        export(params | {"more": jnp.ones(1)}, source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="weight norm has a value that is not finite in f16; write it as f32"):
+        export(params | {"norm": jnp.full(32, 1e5)}, source, tmp_path / "out", dtype="f16")
+    with pytest.raises(CheckpointError, match="found neither"):
+        _load(tmp_path / "out")

@@ -1,0 +1,188 @@
+"""What learning takes of a step: the target's log probabilities at chosen positions, and the weights of drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import IntegrityError
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.runtime.capture import row_edges
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.types import DraftTrees, LogitEdits, RowSampling, StepPlan
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+TAU, TOP = 1.5, 24
+SMALL: dict[str, Any] = {
+    "max_requests": 4, "max_context": 64, "page_size": 8, "num_pages": 16, "max_depth": 2, "max_width": 1,
+    "max_tree_tokens": 16, "row_edges": (4,), "token_edges": (16, 32), "elastic": "off",
+}  # fmt: skip
+LEARNING = LearnConfig(learn_temperature=TAU, learn_top_k=TOP)
+PROMPTS = [[5, 9, 300, 17, 40], [7, 7, 250], [310, 12, 13, 14, 15, 16]]
+TREES = [([3, 11, 12, 13], [-1, 0, 1, 0]), ([19, 20], [-1, 0])]  # tokens and parents, root first
+TOLERANCE = 1e-4  # of log probabilities in float32, of a model of two layers
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("models")
+    target = write_checkpoint(folder / "target")
+    draft = write_checkpoint(folder / "draft", seed=1, num_hidden_layers=1)
+    return EngineConfig(target=str(target), draft=str(draft), learning=LEARNING, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def executor(config: EngineConfig) -> Iterator[ModelExecutor]:
+    executor = load_executor(config)
+    executor.compile()
+    yield executor
+    assert executor.compiles_after_ready == 0
+    executor.close()
+
+
+def plan_of(contexts: list[int], chunks: list[list[int]], final: list[bool]) -> StepPlan:
+    """Rows with pages of their own; the last len(chunks) of them prefill."""
+    rows, decoding = len(contexts), len(contexts) - len(chunks)
+    zeros = np.zeros(rows, np.int32)
+    f32 = zeros.astype(np.float32)
+    table = np.zeros((rows, 8), np.int32)
+    table[:, 0] = 1 + np.arange(rows)
+    table[:, 1] = 9 + np.arange(rows)
+    return StepPlan(
+        step=0, slots=np.arange(rows), num_decode=decoding, root_token=zeros[:decoding],
+        ctx_len=np.asarray(contexts, np.int32), page_table=table,
+        sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
+        prefill_tokens=np.array([token for chunk in chunks for token in chunk], np.int32),
+        prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32), prefill_final=np.array(final, bool),
+        draft=None, budget=16,
+    )  # fmt: skip
+
+
+def trees_of(trees: list[tuple[list[int], list[int]]]) -> DraftTrees:
+    packed: list[tuple[int, int, int, int]] = []
+    for row, (tokens, parents) in enumerate(trees):
+        start = len(packed)
+        for token, above in zip(tokens, parents, strict=True):
+            depth = 0 if above < 0 else packed[start + above][3] + 1
+            packed.append((row, token, above if above < 0 else start + above, depth))
+    row, token, parent, depth = np.array(packed, np.int32).reshape(-1, 4).T
+    return DraftTrees(row, token, parent, depth, depth - 1, np.ones(len(row), np.float32))
+
+
+def path(tokens: list[int], parents: list[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path(tokens, parents, parents[node]), tokens[node]]
+
+
+def expected_of(folder: str, texts: list[list[int]]) -> np.ndarray:
+    """log_softmax(logits / TAU) after each text, f64[M, V], by the oracle."""
+    scores = np.stack([oracle_logits(folder, text)[-1] for text in texts]) / TAU
+    return scores - np.logaddexp.reduce(scores, axis=1, keepdims=True)
+
+
+def check(rows: Any, log_p: np.ndarray) -> None:
+    assert rows.ids.shape == rows.log_p.shape == (len(log_p), TOP) and rows.ids.dtype == np.int32
+    np.testing.assert_allclose(rows.log_p, np.sort(log_p, axis=1)[:, ::-1][:, :TOP], atol=TOLERANCE)
+    np.testing.assert_allclose(rows.log_p, np.take_along_axis(log_p, rows.ids, axis=1), atol=TOLERANCE)
+    assert all(len(set(ids)) == TOP for ids in rows.ids.tolist())
+
+
+def edits_of(rows: int, positions: int) -> LogitEdits:
+    """All rows must say token 77."""
+    nothing, zeros = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    return LogitEdits(
+        nothing, nothing, nothing + 1, np.arange(rows), zeros + 77, zeros, zeros > 0, nothing + 1000.0, None,
+        np.ones(positions, bool), zeros - 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_captured_rows_are_those_of_the_oracle(executor: ModelExecutor, config: EngineConfig, edited: bool) -> None:
+    """Ends of two prompts, then nodes of two trees and the end of the third prompt, which came in two parts; the raw
+    logits, whatever a step makes of them."""
+    first = plan_of([0, 0, 0], [PROMPTS[0], PROMPTS[1], PROMPTS[2][:4]], [True, True, False])
+    executor.verify(first, trees_of([]), edits_of(3, 2) if edited else None)
+    check(executor.capture(np.array([1, 0])).collect(), expected_of(config.target, [PROMPTS[1], PROMPTS[0]]))
+    second = plan_of([5, 3, 4], [PROMPTS[2][4:]], [True])
+    outcome = executor.verify(second, trees_of(TREES), edits_of(3, 7) if edited else None)
+    assert not edited or (outcome.tokens[:, 0] == 77).all()
+    pending = executor.capture(np.array([0, 2, 3, 5, 6]))
+    again = executor.capture(np.arange(7))
+    texts = [PROMPTS[0] + path(*TREES[0], node) for node in range(4)]
+    texts += [PROMPTS[1] + path(*TREES[1], node) for node in range(2)] + [PROMPTS[2]]
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))  # what is under way stays what it was
+    check(pending.collect(), expected_of(config.target, [texts[node] for node in (0, 2, 3, 5, 6)]))
+    check(again.collect(), expected_of(config.target, texts))
+
+
+def test_every_number_of_rows_has_a_program(executor: ModelExecutor) -> None:
+    assert row_edges(1) == (1,) and row_edges(8) == (8,) and row_edges(16) == (8, 16)
+    assert row_edges(128) == (8, 32, 128) and row_edges(100) == (8, 32, 100)
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
+    (alone,) = executor.capture(np.array([0])).collect().log_p
+    for count in (0, 1, 8, 9, 16):
+        rows = executor.capture(np.zeros(count, np.int32)).collect()
+        assert rows.ids.shape == (count, TOP)
+        np.testing.assert_allclose(rows.log_p, np.tile(alone, (count, 1)), atol=1e-6)
+
+
+def test_what_cannot_be_captured_is_refused(executor: ModelExecutor) -> None:
+    executor.verify(plan_of([0, 0], [PROMPTS[0], PROMPTS[1]], [True, False]), trees_of([]))
+    for wrong in ([1], [-1], [0, 1]):
+        with pytest.raises(IntegrityError, match="positions must be from 0 to 0, got"):
+            executor.capture(np.array(wrong))
+    assert executor._capture is not None
+    executor._capture.forget()
+    with pytest.raises(IntegrityError, match="logits are gone; capture between a verification and the next step"):
+        executor.capture(np.array([0]))
+
+
+def test_without_learning_nothing_is_there_to_capture(config: EngineConfig) -> None:
+    """No program more; with it, one more for each size and number of rows, and the others as they were."""
+    plain, learning = load_executor(replace(config, learning=None)), load_executor(config)
+    try:
+        plain.compile()
+        with pytest.raises(IntegrityError, match="captures nothing: it was built without learning"):
+            plain.capture(np.array([0]))
+        learning.compile()
+        extra = learning.target.compiled.keys() - plain.target.compiled.keys()
+        assert extra == {("target", "capture", 16, 8), ("target", "capture", 16, 16)}
+        assert plain.target.compiled.keys() <= learning.target.compiled.keys()
+        for key, program in plain.target.compiled.items():
+            assert program.as_text() == learning.target.compiled[key].as_text()
+    finally:
+        plain.close()
+        learning.close()
+
+
+def test_weights_of_a_draft_are_exchanged_and_checked(executor: ModelExecutor) -> None:
+    assert executor.num_drafts == 1 and executor.draft_names == ("default",) and executor.draft_resident
+    old = executor.draft_params()
+    new = {name: weight * 2 for name, weight in old.items()}
+    executor.set_draft(new)
+    assert executor.draft_params() is new
+    executor.set_draft(old)
+    name = "norm"
+    for wrong, said in (
+        ({name: old[name]}, "got 1, without"),
+        (old | {"more": old[name]}, "with 'more'"),
+        (old | {name: old[name].astype(jnp.bfloat16)}, r"'norm' must be float32\[\d+\] on .*, got bfloat16\["),
+        (old | {name: old[name][None]}, r"'norm' must be .*, got float32\[1, \d+\]"),
+        (old | {name: np.asarray(old[name])}, "got .* on the host"),
+    ):
+        with pytest.raises(IntegrityError, match=f"draft 0.*{said}"):
+            executor.set_draft(wrong)
+    gone = jnp.array(old[name])
+    gone.delete()
+    with pytest.raises(IntegrityError, match="still there, got a deleted one"):
+        executor.set_draft(old | {name: gone})
+    for draft in (-1, 1):
+        with pytest.raises(IntegrityError, match=f"one of the 1 that are loaded, by index, got {draft}"):
+            executor.draft_params(draft)
+    assert executor.draft_params() is old
