@@ -102,7 +102,7 @@ def run(
             began = time.monotonic()
             outputs = llm.generate(
                 [each.prompt for each in wave], [sampling(first + i) for i in range(len(wave))],
-                draft_tag=[each.tag for each in wave],
+                **({"draft_tag": [each.tag for each in wave]} if any(each.tag for each in wave) else {}),
             )  # fmt: skip
             done = time.monotonic()
             while engine.learner is not None and not engine.learner.rests:

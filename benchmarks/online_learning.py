@@ -27,9 +27,10 @@ from learning_prompts import NAMES, Domain, domains
 from learning_runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
 
 from adaserve_jax.cli.terminal import notes
-from adaserve_jax.distill.reset import with_new_top_layer
+from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import init_params
 from adaserve_jax.models.export import export
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
@@ -142,7 +143,7 @@ def start_of(work: Path) -> str:
         source = resolve_folder(DEMO, "draft")
         config = ModelConfig.from_folder(source)
         params = load_params(source, config, jnp.dtype(jnp.float32))
-        export(with_new_top_layer(params, config, seed=0), source, folder, dtype="f32")
+        export(reset_top_layer(params, init_params(config, 0)), source, folder, dtype="f32")
     return str(folder)
 
 

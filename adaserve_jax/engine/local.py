@@ -23,6 +23,7 @@ from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.learning import build_learner
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
@@ -79,6 +80,12 @@ class LocalEngine:
         """What verifications taught, whatever the policy was; None without a draft. Only while the engine is idle."""
         self.info  # noqa: B018  raises before start
         return self._calibrator
+
+    @property
+    def learner(self) -> Learner | None:
+        """What learns from the texts; None where nothing does. For benchmarks and tests."""
+        self.info  # noqa: B018  raises before start
+        return self._learner
 
     @property
     def config(self) -> EngineConfig:
