@@ -39,6 +39,8 @@ ELASTIC = ("auto", "on", "off")
 """Whether the draft's memory may become KV pages."""
 ROUTES = ("tag", "language", "topic")
 """By what a request gets one of several drafts."""
+DEFAULT_DRAFT = "default"
+"""What `draft` is called where there are several."""
 INFEASIBLE_SLO = ("best_effort", "refuse")
 """What becomes of a request whose target is out of reach."""
 LEAST_CONTEXT = 8
@@ -118,16 +120,30 @@ class EngineConfig:
         drafts = isinstance(self.drafts, (tuple, list)) and all(_is_named_folder(draft) for draft in self.drafts)
         self._check(drafts and (not self.drafts or self.draft is not None), "drafts", "NAME=FOLDER, beside a draft")
         object.__setattr__(self, "drafts", tuple(self.drafts))
+        names = self.draft_names
+        self._check(len(set(names)) == len(names), "drafts", f"of different names, none of them {DEFAULT_DRAFT}")
         self._check(self.route in ROUTES, "route", f"one of {', '.join(ROUTES)}")
-        learns = self.learning is None or (isinstance(self.learning, LearnConfig) and self.draft is not None)
-        self._check(learns, "learning", "a LearnConfig, with a draft that learns")
-        self._check(self.learning is None or self.num_processes == 1, "learning", "none with several processes")
+        self._check_learning()
         self._check(self.infeasible_slo in INFEASIBLE_SLO, "infeasible_slo", f"one of {', '.join(INFEASIBLE_SLO)}")
         self._check(self.elastic in ELASTIC, "elastic", f"one of {', '.join(ELASTIC)}")
         self._check(self.dtype in ("auto", "f32", "bf16"), "dtype", "one of auto, f32, bf16")
         self._check(self.quantize in QUANTIZE, "quantize", f"one of {', '.join(QUANTIZE)}")
         self._check(self.attention in ATTENTION, "attention", f"one of {', '.join(ATTENTION)}")
         self._check_processes()
+
+    def _check_learning(self) -> None:
+        self._check(self.learning is None or isinstance(self.learning, LearnConfig), "learning", "a LearnConfig")
+        if self.learning is not None and self.draft is None:
+            raise ConfigError("learning needs a draft that learns, and draft is none")
+        if self.learning is not None and self.num_processes > 1:
+            raise ConfigError(f"learning needs num_processes to be 1, got {self.num_processes}")
+
+    @property
+    def draft_names(self) -> tuple[str, ...]:
+        """What requests call the drafts: "default", then those of `drafts`; empty without a draft."""
+        if self.draft is None:
+            return ()
+        return (DEFAULT_DRAFT, *(named.partition("=")[0] for named in self.drafts))
 
     def _check_processes(self) -> None:
         if self.num_processes == 1:
@@ -207,7 +223,7 @@ FIELD_HELP: dict[str, str] = {
     "num_processes": "processes that hold the devices together, usually one per host",
     "process_id": "which of them this is; process 0 serves, the others run `adaserve follow`",
     "drafts": "further drafts of the same shape as NAME=FOLDER, beside `draft`, which is the one named default",
-    "route": "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag that "
-    "names a draft always goes first",
+    "route": "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag "
+    "that names a draft always goes first",
     "learning": "whether and how drafts learn from what is served; none: they do not",
 }

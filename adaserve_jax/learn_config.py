@@ -79,6 +79,29 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+@dataclass(frozen=True)
+class _Switch:
+    learn: bool = False
+
+
+@dataclass(frozen=True)
+class LearnOptions(LearnConfig, _Switch):
+    """LearnConfig as a command line or a file gives it: beside the fields, `learn` says whether drafts learn at all.
+
+    Fields may be set while it is off, so that a file can keep them.
+    """
+
+    def chosen(self) -> LearnConfig | None:
+        """What an engine takes as `learning`."""
+        if not self.learn:
+            return None
+        return LearnConfig(**{f.name: getattr(self, f.name) for f in fields(LearnConfig)})
+
+    def unused(self) -> list[str]:
+        """The fields that say something, and to no effect, because learning is off."""
+        return [] if self.learn else [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+
 FIELD_HELP: dict[str, str] = {
     "learn_loss": "distance that training makes smaller: kl (of the draft from the target), reverse_kl, or jsd",
     "learn_beta": "weight of the target in the mixture of jsd",
@@ -98,3 +121,8 @@ FIELD_HELP: dict[str, str] = {
     "learn_folder": "folder of checkpoints of drafts and optimisers, read at the start; none: what is learned is lost",
     "learn_keep_records": "keep the buffered requests in learn_folder too, texts included; otherwise none reach a disk",
 }
+OPTION_HELP: dict[str, str] = {
+    "learn": "drafts learn from what is served, in time that serving leaves over",
+    **FIELD_HELP,
+}
+"""The meaning of every field of LearnOptions."""

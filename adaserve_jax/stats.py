@@ -12,6 +12,8 @@ GAUGES = frozenset({
     "arm_regret_s",
 })  # fmt: skip
 """Fields that say how things are; the others count what has happened."""
+LEARNING_GAUGES = frozenset({"version", "held_out_acceptance", "loss", "records", "held_out"})
+"""The same of LearningStats."""
 
 
 @dataclass
@@ -71,9 +73,13 @@ class StepStats:
 
     def after(self, earlier: StepStats) -> StepStats:
         """The counts of this engine and of those before it; gauges are this engine's."""
-        counts = {f.name: _sum(getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)
-                  if f.name not in GAUGES}  # fmt: skip
-        return replace(self, **counts)
+        return replace(self, **_sums(earlier, self, GAUGES))
+
+
+def _sums(one: Any, other: Any, without: frozenset[str]) -> dict[str, Any]:
+    """The sums of the fields of two totals, by name."""
+    names = [f.name for f in fields(one) if f.name not in without]
+    return {name: _sum(getattr(one, name), getattr(other, name)) for name in names}
 
 
 def _sum(one: Any, other: Any) -> Any:
@@ -115,3 +121,13 @@ class LearningStats:
     delay_s: float = 0.0
     delay_max_s: float = 0.0
     target_tokens: int = 0
+
+    def ended(self) -> LearningStats:
+        """The counts of an engine that is gone, with its drafts and what was kept for them."""
+        return replace(self, **{name: {} for name in LEARNING_GAUGES})
+
+    def after(self, earlier: LearningStats) -> LearningStats:
+        """The counts of this engine and of those before it, and the longest delay of them all; what is as of now is
+        this engine's."""
+        sums = _sums(earlier, self, LEARNING_GAUGES)
+        return replace(self, **sums | {"delay_max_s": max(earlier.delay_max_s, self.delay_max_s)})

@@ -121,6 +121,36 @@ ROWS: dict[str, list[Panel]] = {
             [(gauge("calibration_error", "avg", "rows, prediction"), "{{rows}} {{prediction}}")], {"min": 0},
         ),
     ],
+    "Learning": [
+        (
+            "Draft tokens accepted, by draft", "timeseries", "percentunit", 8,
+            [(f"{rate('draft_accepted_tokens_total', by='draft')} / {rate('draft_drafted_tokens_total', by='draft')}",
+              "{{draft}}")], SHARE,
+        ),
+        (
+            "Acceptance on held-out requests", "timeseries", "percentunit", 8,
+            [(gauge("learning_held_out_acceptance", "avg", "draft"), "{{draft}}")], SHARE,
+        ),
+        (
+            "Updates", "timeseries", "short", 8,
+            [(rate(f"learning_{name}_total", by="draft"), f"{{{{draft}}}} {text}")
+             for name, text in (("updates", "serve"), ("refused", "refused"), ("rolled_back", "rolled back"))], {},
+        ),
+        (
+            "Loss of the latest update", "timeseries", "short", 8,
+            [(gauge("learning_loss", "avg", "draft"), "{{draft}}")], {},
+        ),
+        (
+            "Requests kept to learn from", "timeseries", "short", 8,
+            [(gauge("learning_records", by="draft"), "{{draft}}"),
+             (gauge("learning_held_out_records", by="draft"), "{{draft}} held out")], {},
+        ),
+        (
+            "Share of the time that training takes", "timeseries", "percentunit", 8,
+            [(rate("learning_train_seconds_total"), "all"),
+             (rate("learning_delay_seconds_total"), "while requests waited")], {"min": 0},
+        ),
+    ],
     "Memory": [
         (
             "KV pages", "timeseries", "short", 8,

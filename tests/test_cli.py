@@ -19,6 +19,8 @@ from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, RequestError
+from adaserve_jax.learn_config import OPTION_HELP as LEARN_HELP
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
@@ -39,7 +41,8 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_every_engine_field_is_an_option():
-    fields = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(EngineConfig)}
+    taken = [f for f in dataclasses.fields(EngineConfig) if not f.metadata.get("file_only")]
+    fields = {f"--{f.name.replace('_', '-')}" for f in taken}
     assert fields <= options_of("serve")
     assert fields - {"--seed"} <= options_of("generate")
     assert fields - {"--policy"} <= options_of("bench")
@@ -51,7 +54,19 @@ def test_every_server_setting_is_an_option():
     assert "--in-process" in options_of("serve")
 
 
-@pytest.mark.parametrize(("kind", "texts"), [(EngineConfig, FIELD_HELP), (ServerSettings, SERVER_HELP)])
+def test_every_field_of_learning_is_an_option_of_what_serves_and_measures():
+    fields = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(LearnOptions)}
+    assert "--learn" in fields and "--learn-every" in fields
+    for command in ("serve", "bench"):
+        assert fields <= options_of(command)
+        assert "--learning" not in options_of(command)
+    assert not fields & options_of("generate")
+
+
+KINDS = [(EngineConfig, FIELD_HELP), (ServerSettings, SERVER_HELP), (LearnOptions, LEARN_HELP)]
+
+
+@pytest.mark.parametrize(("kind", "texts"), KINDS)
 def test_every_field_has_help(kind: type, texts: dict[str, str]):
     assert set(texts) == {f.name for f in dataclasses.fields(kind)}
 

@@ -9,6 +9,7 @@ import pytest
 
 from adaserve_jax import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnConfig, LearnOptions
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,10 @@ from adaserve_jax.errors import ConfigError
         ("num_processes", (0, 2.0), "an integer >= 1"),
         ("process_id", (-1,), "an integer >= 0"),
         ("process_id", (1,), r"below num_processes \(1\)"),
+        ("drafts", ("a=b", ("a",), ("=b",), ("a=",), ("a b=c",), (3,)), "NAME=FOLDER, beside a draft"),
+        ("drafts", (("a=b", "a=c"), ("default=b",)), "of different names, none of them default"),
+        ("route", ("mood", None), "one of tag, language, topic"),
+        ("learning", ({"learn_every": 3}, True), "a LearnConfig"),
         ("coordinator", (7, "host:7000"), "(a name or a path|none while num_processes is 1)"),
     ],
 )
@@ -49,6 +54,48 @@ def test_several_processes_need_an_address_with_room_for_two_ports(address: str 
     with pytest.raises(ConfigError, match="coordinator must be host:port of process 0 where num_processes > 1, got "):
         EngineConfig(num_processes=2, coordinator=address)
     assert EngineConfig(num_processes=2, process_id=1, coordinator="[::1]:7000").process_id == 1
+
+
+def test_what_learns_is_a_draft_in_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"^learning needs a draft that learns, and draft is none$"):
+        EngineConfig(draft=None, learning=LearnConfig())
+    with pytest.raises(ConfigError, match=r"^learning needs num_processes to be 1, got 2$"):
+        EngineConfig(learning=LearnConfig(), num_processes=2, coordinator="host:7000")
+
+
+def test_drafts_have_names_in_order() -> None:
+    assert EngineConfig(drafts=("code=a", "maths=b=c")).draft_names == ("default", "code", "maths")
+    assert (EngineConfig().draft_names, EngineConfig(draft=None).draft_names) == (("default",), ())
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "expected"),
+    [
+        ("learn_loss", ("mse", None), "one of kl, reverse_kl, jsd"),
+        ("learn_positions", ("some",), "one of all, overruled"),
+        ("learn_every", (0, 1.5, True), "an integer >= 1"),
+        ("learn_buffer", (7,), "an integer >= 8"),
+        ("learn_lora_rank", (-1,), "an integer >= 0"),
+        ("learn_rate", (0, -1.0, float("nan"), "1"), "a finite number above 0"),
+        ("learn_share", (1.1, -0.1, float("inf")), "a number from 0 to 1"),
+        ("learn_held_out", (0.0, 1.0), "a number between 0 and 1"),
+        ("learn_keep_records", (True,), "False without a learn_folder to keep them in"),
+        ("learn_folder", (3,), "a path"),
+    ],
+)
+def test_wrong_values_of_learning(field: str, values: tuple[object, ...], expected: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=rf"^{field} must be {expected}, got "):
+            LearnConfig(**{field: value})
+
+
+def test_options_of_learning_are_a_config_only_where_it_is_on() -> None:
+    assert LearnOptions(learn=True, learn_every=3).chosen() == LearnConfig(learn_every=3)
+    assert LearnOptions(learn_every=3).chosen() is None
+    assert LearnOptions(learn_every=3).unused() == ["learn_every"]
+    assert LearnOptions(learn=True, learn_every=3).unused() == []
+    with pytest.raises(ConfigError, match="unknown option 'learn_evry'; known options are learn_beta, "):
+        LearnConfig.from_dict({"learn_evry": 3})
 
 
 def test_unknown_options_are_named() -> None:

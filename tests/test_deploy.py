@@ -17,7 +17,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice
-from adaserve_jax.stats import StepStats
+from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.server.scripted import ScriptedEngine
@@ -37,7 +37,13 @@ def exposed() -> dict[str, dict[str, set[str]]]:
         accepted_per_position=[1], finished={"stop": 1}, swaps={"expand": 1}, swap_s={"expand": 1.0}, arms={"8": "off"},
         calibration_outcomes={"greedy": 1}, calibration_error={"greedy": {"raw": 0.1}},
     )  # fmt: skip
-    engine.stats = lambda: EngineStats(stats)
+    by_draft = {"default": 1}
+    learning = LearningStats(
+        version=by_draft, drafted_tokens=by_draft, accepted_tokens=by_draft, held_out_acceptance={"default": 0.5},
+        loss={"default": 0.5}, updates=by_draft, refused=by_draft, rolled_back=by_draft, records=by_draft,
+        held_out=by_draft, left_out={"opt_out": 1},
+    )  # fmt: skip
+    engine.stats = lambda: EngineStats(stats, learning=learning)
     metrics = ServerMetrics(engine)
     done = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=2, tpot_slo_s=1.0, ttft_slo_s=1.0)
     choice = EndedChoice("r", 0, "stop", None, "", "default", 0.0, 1.0, 1.0, done)

@@ -16,6 +16,7 @@ import yaml
 from adaserve_jax.cli.app import app as cli
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.process import CLOSE_LIMIT_S
+from adaserve_jax.engine.wire import SAVE_LIMIT_S
 from adaserve_jax.server import records, traces
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.config_file import ConfigFile, read_config
@@ -35,7 +36,7 @@ MANIFESTS = {
 }
 POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
-AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + records.CLOSE_S + traces.CLOSE_S
+AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + SAVE_LIMIT_S + records.CLOSE_S + traces.CLOSE_S
 """What is cut off is told, connections end, then the engine, the records, the traces: each as long as it may take."""
 OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
 

@@ -26,7 +26,11 @@ adaserve serve --config adaserve.toml
 ```toml
 [engine]
 target = "models/my-8b"
-draft = "none"
+draft = "models/my-draft"
+
+[learn]
+learn = true
+learn_folder = "learned"
 
 [server]
 host = "0.0.0.0"
@@ -50,6 +54,7 @@ key_sha256 = "{digest_of("sesame").hex()}"   # printf %s sesame | sha256sum
 requests_per_minute = 600
 tokens_per_minute = 200000
 max_inflight = 32
+learn = false          # nothing is learned from what this team asks
 
 [[keys]]
 name = "batch-jobs"
@@ -64,6 +69,9 @@ directory.
 """
 ABOUT = {
     "engine": "What the engine is built from; also options of `adaserve serve` ([cli.md](cli.md)).",
+    "learn": "Whether and how drafts learn from what is served; also options of `adaserve serve` and `adaserve bench`. "
+    "Without `learn = true` the others have no effect. What is kept of requests, and where, is in "
+    "[security.md](security.md).",
     "server": "How the HTTP server behaves; also options of `adaserve serve`. [http.md](http.md) says more.",
     "classes": "A class of targets, one table for each. With any of them the default of `slo_classes` is gone; those "
     "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "

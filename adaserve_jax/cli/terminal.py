@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
@@ -21,6 +22,14 @@ if TYPE_CHECKING:
 def notes() -> Console:
     """Where notes, bars and summaries go."""
     return Console(stderr=True)
+
+
+def with_learning(config: EngineConfig, options: LearnOptions) -> EngineConfig:
+    """`config` with what the options say of learning; says on stderr when they say something that has no effect.
+    Raises ConfigError where nothing can learn."""
+    for name in options.unused()[:1]:
+        notes().print(f"--{name.replace('_', '-')} has no effect without --learn", style="dim", highlight=False)
+    return replace(config, learning=options.chosen())
 
 
 def open_llm(config: EngineConfig) -> LLM:

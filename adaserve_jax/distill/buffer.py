@@ -141,13 +141,13 @@ class Buffer:
     def held_out(self) -> list[Record]:
         """What a draft is checked on, oldest first: of each tenant the latest, so many that no tenant has more than its
         share of them, or more than LEAST_HELD_OUT, as soon as there are two tenants."""
-        counts = self._held_out.counts()
-        most = fair_most(list(counts.values()), self._share)
+        left = self._held_out.counts()
+        most = fair_most(list(left.values()), self._share)
         chosen = []
         for record in self._held_out:
-            if counts[record.tenant] <= most:
+            if left[record.tenant] <= most:
                 chosen.append(record)
-            counts[record.tenant] -= 1
+            left[record.tenant] -= 1
         return chosen
 
     def check_integrity(self) -> None:

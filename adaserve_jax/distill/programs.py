@@ -121,7 +121,7 @@ class TrainPrograms:
         self.run("export", state.trained, base)
         self.run("no_sums", self.run("copy", state).trained)
         sums = self.run("accumulate", state.trained, base, sums, batch)
-        jax.block_until_ready(self.run("apply", state, sums))
+        jax.block_until_ready(self.run("apply", state, sums, np.float32(1)))
 
     def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
         params = {name: np.zeros(each.shape, each.dtype) for name, each in self._abstract_params().items()}
@@ -140,14 +140,15 @@ class TrainPrograms:
         gradients = jax.tree.map(jnp.add, sums.gradients, gradients)
         return Sums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
 
-    def _apply(self, state: State, sums: Sums) -> tuple[State, Sums, jax.Array]:
-        """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed."""
+    def _apply(self, state: State, sums: Sums, rate_share: jax.Array) -> tuple[State, Sums, jax.Array]:
+        """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed. rate_share: f32."""
         mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
-        loss, norm = sums.loss / sums.weight, optax.global_norm(mean)
+        loss, norm = sums.loss / sums.weight, jnp.sqrt(sum(jnp.sum(each**2) for each in jax.tree.leaves(mean)))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         def updated(state: State) -> State:
             updates, optimiser = self._optimiser.update(mean, state.optimiser, state.trained)
+            updates = jax.tree.map(lambda each: each * rate_share, updates)
             return State(optax.apply_updates(state.trained, updates), optimiser)  # type: ignore[arg-type]
 
         state = jax.lax.cond(finite, updated, lambda state: state, state)
@@ -166,11 +167,12 @@ class TrainPrograms:
         params = self._abstract_params()
         state, base, sums = jax.tree.map(self._on_device, jax.eval_shape(self._begin, params))
         batch = jax.tree.map(self._on_device, self._row_per_token())
+        rate_share = self._on_device(jax.ShapeDtypeStruct((), jnp.float32))
         forward = (state.trained, base, batch)
         return [
             Declared(("begin",), jax.jit(self._begin), (params,)),
             Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (state.trained, base, sums, batch)),
-            Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums)),
+            Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums, rate_share)),
             Declared(("copy",), jax.jit(_copy), (state,)),
             Declared(("evaluate",), jax.jit(self._evaluate), forward),
             Declared(("no_sums",), jax.jit(_no_sums), (state.trained,)),

@@ -18,6 +18,9 @@ from adaserve_jax.errors import IntegrityError
 LOG_ZERO = -1e4
 """Stands for -inf in kept rows: its exponential is 0 in every float type, and a product with it is a number."""
 MAX_ROWS = 65_536
+"""Of all texts that run, together."""
+MOST_ROWS = 1024
+"""Of one record: the last ones of its text. It bounds what a buffer of long texts takes."""
 NOBODY = -1
 
 
@@ -167,8 +170,8 @@ class Recorder:
             text.output.extend(token_ids)
 
     def end(self, choice_id: str, *, keep: bool = True) -> Record | None:
-        """The text is over, and all rows of it were added. Rows that predict a token beyond its end are dropped. None
-        when it is not to be kept, was not watched, or has no rows to learn from."""
+        """The text is over, and all rows of it were added. Rows that predict a token beyond its end are dropped, and
+        those before the last MOST_ROWS. None when it is not to be kept, was not watched, or has no rows."""
         text = self._texts.pop(choice_id, None)
         if text is None:
             return None
@@ -181,7 +184,7 @@ class Recorder:
         position, first = np.unique(self._position[slots], return_index=True)
         if not keep or not len(position):
             return None
-        slots = slots[first]
+        position, slots = position[-MOST_ROWS:], slots[first[-MOST_ROWS:]]
         parts = position, self._ids[slots], self._log_p[slots], self._overruled[slots]
         return Record(tokens, *parts, draft=text.draft, tenant=text.tenant, held_out=text.held_out)
 

@@ -5,7 +5,6 @@ Knows no requests, no buffer and no schedule: a caller hands it batches, one at 
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from adaserve_jax.distill.batches import Batch
-from adaserve_jax.distill.checkpoint import Snapshot, read
+from adaserve_jax.distill.checkpoint import Snapshot, checksum, read
 from adaserve_jax.distill.programs import State, TrainPrograms
 from adaserve_jax.models.decoder import Params
 
@@ -49,7 +48,7 @@ class Trainer:
 
     def __init__(self, programs: TrainPrograms, params: Params) -> None:
         self.programs = programs
-        self._draft = _checksum(params)
+        self._draft = checksum(params)
         self._state, self._base, self._sums = programs.run("begin", params)
         self._good: State = programs.run("copy", self._state)
 
@@ -60,9 +59,10 @@ class Trainer:
             self.programs.run("accumulate", self._state.trained, self._base, self._sums, fields)
         )
 
-    def apply(self) -> Applied:
-        """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again."""
-        self._state, self._sums, report = self.programs.run("apply", self._state, self._sums)
+    def apply(self, rate_share: float = 1.0) -> Applied:
+        """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again.
+        rate_share: by what the learning rate is multiplied in this step."""
+        self._state, self._sums, report = self.programs.run("apply", self._state, self._sums, np.float32(rate_share))
         loss, norm, finite = np.asarray(report).tolist()
         return Applied(loss, norm, bool(finite))
 
@@ -109,12 +109,3 @@ class Trainer:
         self._good = jax.tree.unflatten(jax.tree.structure(self._good), leaves)
         self.back_to_good()
         return meta
-
-
-def _checksum(params: Params) -> int:
-    """Of names and values."""
-    value = 0
-    for name in sorted(params):
-        content: Any = np.ascontiguousarray(params[name]).view(np.uint8)
-        value = zlib.crc32(content, zlib.crc32(name.encode(), value))
-    return value

@@ -16,6 +16,7 @@ from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
+MAX_TAG_CHARS = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def check_salt(salt: object) -> None:
 @dataclass(frozen=True)
 class EngineInfo:
     """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
-    that the target's makers ask for."""
+    that the target's makers ask for. drafts: what `draft_tag` may be."""
 
     target: str
     draft: str | None
@@ -88,6 +89,7 @@ class EngineInfo:
     baseline_s: float
     deterministic: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    drafts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

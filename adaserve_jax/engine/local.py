@@ -157,6 +157,7 @@ class LocalEngine:
             baseline_s=self._baseline_s,
             deterministic=config.deterministic,
             defaults=GenerationDefaults.from_folder(self._executor.target_folder),
+            drafts=config.draft_names,
         )
 
     def set_policy(self, policy: str) -> None:

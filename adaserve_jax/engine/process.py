@@ -183,7 +183,7 @@ class ProcessEngine:
         if self._info is None:
             child.kill()
         try:
-            child.wait(CLOSE_LIMIT_S)
+            child.wait(CLOSE_LIMIT_S + wire.save_limit_s(self._config))
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
@@ -283,7 +283,8 @@ class ProcessEngine:
             error = self._on_death(why)
         with self._lock:
             self._error = error
-            self._stats = replace(self._stats, scheduler=self._stats.scheduler.ended())
+            before = self._stats
+            self._stats = replace(before, scheduler=before.scheduler.ended(), learning=before.learning.ended())
             request_ids, fault = list(self._open), wire.to_fault(error)
         for request_id in request_ids:
             self._fail(request_id, fault)

@@ -150,12 +150,13 @@ class Inbox:
         outbox.count_received(message.request.sampling.n)
 
 
-def stop_at_end_of(pipe: int, stop: threading.Event, folder: str) -> None:
-    """Set `stop` when the front end closes the pipe or dies; end this process if it does not end by itself then."""
+def stop_at_end_of(pipe: int, stop: threading.Event, folder: str, limit_s: float) -> None:
+    """Set `stop` when the front end closes the pipe or dies; end this process if it does not end by itself within
+    `limit_s` seconds then."""
     while os.read(pipe, 1):
         pass
     stop.set()
-    time.sleep(CLOSE_LIMIT_S)
+    time.sleep(limit_s)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
@@ -166,7 +167,8 @@ def main(folder: str) -> int:
     pipe = sys.stdin.fileno()
     start = read_start(pipe)
     stop = threading.Event()
-    threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder), daemon=True).start()
+    limit_s = CLOSE_LIMIT_S + wire.save_limit_s(start.config)
+    threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder, limit_s), daemon=True).start()
     with zmq.Context() as context:
         outbox = Outbox(context, f"ipc://{folder}/from_engine")
         inbox = Inbox(context, f"ipc://{folder}/to_engine")

@@ -210,4 +210,5 @@ def _after(own: EngineStats, earlier: EngineStats | None) -> EngineStats:
     if earlier is None:
         return own
     compiles = own.compiles_after_ready + earlier.compiles_after_ready
-    return replace(own, scheduler=own.scheduler.after(earlier.scheduler), compiles_after_ready=compiles)
+    scheduler, learning = own.scheduler.after(earlier.scheduler), own.learning.after(earlier.learning)
+    return replace(own, scheduler=scheduler, compiles_after_ready=compiles, learning=learning)

@@ -80,6 +80,15 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 ToEngine = Submit | Abort
 FromEngine = Loading | Ready | Failed | Refused | Step
 
+SAVE_LIMIT_S = 60.0
+"""Seconds that an engine which writes down what its drafts learned gets beyond what others get to end."""
+
+
+def save_limit_s(config: EngineConfig) -> float:
+    """Seconds that an engine of this configuration may take to write at its end; both sides wait for it."""
+    return 0.0 if config.learning is None or config.learning.learn_folder is None else SAVE_LIMIT_S
+
+
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

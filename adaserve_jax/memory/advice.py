@@ -70,12 +70,20 @@ def _changes(ledger: Ledger, shape: Shape) -> Iterator[str]:
 
 def _smaller_models(ledger: Ledger) -> Iterator[tuple[str, Ledger]]:
     sizes = ledger.sizes
+    if sizes.training:
+        yield "learning none", _with(ledger, sizes.without_training())
+    if sizes.further_drafts:
+        yield "drafts none", _with(ledger, sizes.without_further_drafts())
+    # what needs a draft goes with it
+    no_draft = (
+        "draft none" + " and drafts none" * bool(sizes.further_drafts) + " and learning none" * bool(sizes.training)
+    )
     if sizes.draft_weights:
-        yield "draft none", _with(ledger, sizes.without_draft())
+        yield no_draft, _with(ledger, sizes.without_draft())
     if sizes.int8 is not None:
         yield "quantize int8", _with(ledger, sizes.int8)
     if sizes.draft_weights and sizes.int8 is not None:
-        yield "draft none and quantize int8", _with(ledger, sizes.int8.without_draft())
+        yield f"{no_draft} and quantize int8", _with(ledger, sizes.int8.without_draft())
 
 
 def _with(ledger: Ledger, sizes: Sizes) -> Ledger:
@@ -91,7 +99,7 @@ def _fewer_pages(ledger: Ledger, shape: Shape) -> str | None:
     """As many pages as there is room for, with a context that they hold."""
     beside = replace(ledger, num_pages=0, extension_pages=0).needed  # weights and workspace
     if ledger.extension_pages and ledger.limit.covers_host:
-        beside += ledger.sizes.draft_weights
+        beside += ledger.sizes.drafts_weights
     pages = min(max(0, ledger.limit.bytes - beside) // ledger.sizes.page, ledger.num_pages)
     held = pages * shape.page_size
     if held < min(LEAST_CONTEXT, shape.max_context):

@@ -28,7 +28,9 @@ class Sizes:
     """Bytes, in the one memory, of what a configuration is made of; draft_*: 0 without a draft.
 
     target_page, draft_page: KV of one page, all layers. reserve: for the workspace, while nothing is compiled that
-    could say what it takes. int8: the same with the target's weights in int8; None: they are.
+    could say what it takes. int8: the same with the target's weights in int8; None: they are. further_drafts: weights
+    of all drafts but the first, whose pages they share. training: what learning keeps and takes, whether drafts are
+    there or away; 0 without it.
     """
 
     target_weights: int
@@ -37,6 +39,8 @@ class Sizes:
     draft_page: int = 0
     reserve: int = 0
     int8: Sizes | None = None
+    further_drafts: int = 0
+    training: int = 0
 
     @property
     def page(self) -> int:
@@ -44,19 +48,33 @@ class Sizes:
         return self.target_page + self.draft_page
 
     def pages_within(self, limit: MemoryLimit) -> int:
-        """Pages for which there is room beside the weights, the draft's copy on the host where that counts, and the
-        reserve; 0 where these do not fit themselves."""
-        copy = self.draft_weights if limit.covers_host else 0
-        return max(0, limit.bytes - self.target_weights - self.draft_weights - copy - self.reserve) // self.page
+        """Pages for which there is room beside the weights, the drafts' copies on the host where these count, training,
+        and the reserve; 0 where these do not fit themselves."""
+        copy = self.drafts_weights if limit.covers_host else 0
+        taken = self.target_weights + self.drafts_weights + copy + self.training + self.reserve
+        return max(0, limit.bytes - taken) // self.page
 
     def extension_pages(self, num_pages: int) -> int:
-        """Of a draft that gives up its weights and its KV of `num_pages` pages."""
-        return extension_pages(self.draft_weights, num_pages * self.draft_page, self.target_page)
+        """Of drafts that give up their weights and their KV of `num_pages` pages."""
+        return extension_pages(self.drafts_weights, num_pages * self.draft_page, self.target_page)
+
+    @property
+    def drafts_weights(self) -> int:
+        """Of all drafts."""
+        return self.draft_weights + self.further_drafts
 
     def without_draft(self) -> Sizes:
-        return replace(
-            self, draft_weights=0, draft_page=0, int8=None if self.int8 is None else self.int8.without_draft()
-        )
+        return self._without("draft_weights", "draft_page", "further_drafts", "training")
+
+    def without_further_drafts(self) -> Sizes:
+        return self._without("further_drafts")
+
+    def without_training(self) -> Sizes:
+        return self._without("training")
+
+    def _without(self, *parts: str) -> Sizes:
+        int8 = None if self.int8 is None else self.int8._without(*parts)
+        return replace(self, **dict.fromkeys(parts, 0), int8=int8)
 
 
 @dataclass(frozen=True)
@@ -92,19 +110,20 @@ class Ledger:
     def parts(self, *, expanded: bool = False) -> tuple[Part, ...]:
         """Every part, with the draft resident or with pages in its place. Without a draft there are none of it."""
         sizes, pages = self.sizes, self.num_pages
-        copy = sizes.draft_weights if self.extension_pages else 0
+        copy = sizes.drafts_weights if self.extension_pages else 0
         away = (
             Part("extension pages", self.extension_pages * sizes.target_page),
             Part("draft weights (away)", 0, copy),
         )
         resident = (
-            Part("draft weights", sizes.draft_weights, copy),
+            Part("draft weights", sizes.drafts_weights, copy),
             Part("draft KV pages", pages * sizes.draft_page),
         )
         return (
             Part("target weights", sizes.target_weights),
             Part("target KV pages", pages * sizes.target_page),
             *(() if not sizes.draft_weights else away if expanded else resident),
+            *((Part("draft training", sizes.training),) if sizes.training else ()),
             *(() if self.workspace is None else (Part("workspace", self.workspace.bytes),)),
         )
 

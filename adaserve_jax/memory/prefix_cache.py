@@ -15,11 +15,14 @@ from adaserve_jax.memory.migration import Migration
 from adaserve_jax.memory.page_pool import PagePool
 
 KEY_BYTES = 16
+DRAFT_BYTES = 2
 
 
-def first_key(salt: str) -> bytes:
-    """Where the chain of a text's keys starts; of texts with different salts no key is ever the same."""
-    return blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES, person=b"salt").digest()
+def first_key(salt: str, draft: int = 0) -> bytes:
+    """Where the chain of a text's keys starts; of texts with different salts no key is ever the same, nor of texts with
+    different drafts: a page holds KV of both models, and that of one draft is of no use to another."""
+    own = draft.to_bytes(DRAFT_BYTES, "little")
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES, person=b"salt", salt=own).digest()
 
 
 def next_key(parent: bytes, token_ids: np.ndarray) -> bytes:

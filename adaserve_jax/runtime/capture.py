@@ -92,7 +92,9 @@ class Capture:
         return declared
 
     def keeping(self, amend: Amend | None, num_sampled: int) -> Amend:
-        """`amend`, or nothing, for a step that samples so many positions and whose logits are to stay."""
+        """`amend`, or nothing, for a step that samples so many positions and whose logits are to stay. Those of the
+        last one go at once, so that never two are there."""
+        self.forget()
 
         def kept(sampled: Sampled, in_flight: InFlight) -> tuple[Any, InFlight]:
             self._logits, self._num_sampled = sampled.logits, num_sampled

@@ -271,21 +271,24 @@ class ModelExecutor:
             hosts.leave()
 
 
-def load_executor(config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False) -> ModelExecutor:
+def load_executor(
+    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False, training_bytes: int = 0
+) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
 
-    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto".
+    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto". training_bytes:
+    what is left to learning, beside what serves.
     Raises CheckpointError, ConfigError; where weights and pages need more memory than there is, before one is read.
     """
     if config.process_id:
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     if config.num_processes == 1:
-        return _load(config, progress, None, swaps)
+        return _load(config, progress, None, swaps, training_bytes)
     followers = hosts.Followers(config)
     try:
         hosts.join(config)
-        return _load(config, progress, followers, swaps)
+        return _load(config, progress, followers, swaps, training_bytes)
     except BaseException:
         followers.close()
         hosts.leave()
@@ -293,11 +296,11 @@ def load_executor(config: EngineConfig, progress: Progress | None = None, *, swa
 
 
 def _load(
-    config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None, swaps: bool
+    config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None, swaps: bool, training_bytes: int
 ) -> ModelExecutor:
     pair = find_pair(config)
     chances = find_chances(config, pair)
-    resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
+    resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
     resolved.check_memory()
     if followers is not None:
         followers.tell(resolved.config)

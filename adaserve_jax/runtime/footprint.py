@@ -48,10 +48,11 @@ def memory_limit(config: EngineConfig) -> MemoryLimit:
 
 def sizes_of(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, dtype: jnp.dtype, placement: Placement,
-    verify: BucketSet, limit: MemoryLimit,
+    verify: BucketSet, limit: MemoryLimit, training: int = 0,
 ) -> Sizes:  # fmt: skip
     """config: without "auto", but for num_pages. The draft lies whole on the first device, beside its shard of the
-    target; the devices of a CPU have one memory, in which all shards of this process lie."""
+    target; the devices of a CPU have one memory, in which all shards of this process lie. training: bytes of what
+    learning keeps and takes."""
     partition, on_cpu = placement.partition, placement.devices[0].platform == "cpu"
     here = sum(device.process_index == jax.process_index() for device in placement.devices) if on_cpu else 1
     whole, local = partition.whole(target), partition.local(target)
@@ -71,6 +72,8 @@ def sizes_of(
             target_weights=here * weight_bytes(whole, dtype, quantize, partition),
             target_page=here * page_bytes(local, config.page_size, dtype),
             draft_weights=0 if draft is None else weight_bytes(draft, dtype),
+            further_drafts=0 if draft is None else len(config.drafts) * weight_bytes(draft, dtype),
+            training=training,
             draft_page=0 if draft is None else page_bytes(draft, config.page_size, dtype),
             reserve=max(verifying, drafting) + kept + int(RESERVE_SHARE * limit.bytes),
         )

@@ -39,10 +39,10 @@ class Unfilled(Placement):
 
 
 def plan_memory(
-    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False
+    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False, training_bytes: int = 0
 ) -> tuple[Resolved, Workspace]:
-    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps:
-    as for `load_executor`.
+    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps,
+    training_bytes: as for `load_executor`.
 
     Raises CheckpointError, ConfigError: as loading it would, but for memory.
     """
@@ -53,7 +53,7 @@ def plan_memory(
         )
     use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
     pair = find_pair(config)
-    resolved = resolve(config, pair.target, pair.draft, swaps=swaps)
+    resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
     resampler = Resampler(target, resolved.limits)

@@ -55,8 +55,12 @@ class Resolved:
         return replace(self, sizes=self.sizes.without_draft())
 
 
-def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False) -> Resolved:
-    """swaps: whether the policy has the draft give its memory to pages. Raises ConfigError when the parts do not fit
+def resolve(
+    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
+    training_bytes: int = 0,
+) -> Resolved:  # fmt: skip
+    """swaps: whether the policy has the draft give its memory to pages. training_bytes: what learning keeps and takes
+    beside what serves. Raises ConfigError when the parts do not fit
     each other; the message says which to change."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
@@ -67,7 +71,7 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         )
     config = replace(
         config,
-        dtype=("f32" if on_cpu else "bf16") if config.dtype == "auto" else config.dtype,
+        dtype=_dtype_name(config),
         max_requests=config.max_requests or max(config.row_edges, default=32 if on_cpu else 128),
         max_context=config.max_context or min(supported, 2048 if on_cpu else 8192),
     )
@@ -79,11 +83,11 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
             f"max_tree_tokens ({max_tree}) must be at least max_requests ({config.max_requests}): every request "
             "verifies one token; raise max_tree_tokens and max_batch_tokens or lower max_requests"
         )
-    dtype = jnp.dtype(jnp.float32 if config.dtype == "f32" else jnp.bfloat16)
+    dtype = dtype_of(config)
     placement = _placement(config, target)
     verify = BucketSet(edges, rows, edges[-1] if config.deterministic else max_tree)
     memory = memory_limit(config)
-    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory)
+    sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
@@ -108,6 +112,17 @@ def resolve(config: EngineConfig, target: ModelConfig, draft: ModelConfig | None
         sizes=sizes,
         memory=memory,
     )
+
+
+def dtype_of(config: EngineConfig) -> jnp.dtype:
+    """Of weights and KV, on this device where config.dtype is "auto"."""
+    return jnp.dtype(jnp.float32 if _dtype_name(config) == "f32" else jnp.bfloat16)
+
+
+def _dtype_name(config: EngineConfig) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "f32" if jax.local_devices()[0].platform == "cpu" else "bf16"
 
 
 def choose_attention(

@@ -61,13 +61,13 @@ class Planner:
 
     max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
     tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
-    residency: where the draft is; None: here, always.
+    residency: where the draft is; None: here, always. several_drafts: whether plans say which draft is each row's.
     """
 
     def __init__(
         self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
         uses_draft: bool, calibrated: bool = True, calibrator: Calibrator | None = None,
-        residency: Residency | None = None,
+        residency: Residency | None = None, several_drafts: bool = False,
     ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
@@ -80,6 +80,7 @@ class Planner:
         self._calibrated = calibrated
         self._calibrator = calibrator
         self._residency = residency
+        self._several_drafts = several_drafts
 
     @property
     def _draft_is_here(self) -> bool:
@@ -224,6 +225,7 @@ class Planner:
             speculates=speculates,
             calibrated=self._calibrated,
             chances=self._calibrator.unsent if self._calibrator is not None else None,
+            drafts=self._batch.table.draft[slots] if self._several_drafts else None,
         )
 
     def _speculating(self, slots: np.ndarray, load: Load, depth: int) -> np.ndarray:

@@ -90,7 +90,7 @@ class Prefixes:
         """The key of a full page of a request; keys of earlier pages are there, or come with it."""
         keys, size = state.page_keys, self._page_size
         while len(keys) <= index:
-            parent = keys[-1] if keys else first_key(state.request.cache_salt)
+            parent = keys[-1] if keys else first_key(state.request.cache_salt, state.request.draft)
             begin = len(keys) * size
             keys.append(next_key(parent, state.token_ids[begin : begin + size]))
         return keys[index]

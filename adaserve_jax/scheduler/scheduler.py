@@ -96,6 +96,7 @@ class Scheduler:
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
             residency=None if self.swapping is None else self.swapping.residency,
+            several_drafts=bool(config.drafts),
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -209,6 +210,9 @@ class Scheduler:
         max_total = self.fit(len(request.prompt_ids), request.sampling.max_tokens)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        if not 0 <= request.draft <= len(self._config.drafts):
+            most = len(self._config.drafts)
+            raise RequestError(f"draft must be from 0 to {most}, by index, got {request.draft}", param="draft")
         if self._batch.queue.num_new >= self._config.max_waiting:
             raise QueueFullError(f"{self._config.max_waiting} requests wait already; retry later or raise max_waiting")
         verdict = self._feasibility.judge(request)

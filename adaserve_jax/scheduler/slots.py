@@ -50,6 +50,8 @@ class SlotTable:
         """As it is pursued: inf where there is none, or where it was given up."""
         self._ttft_due_s = np.full(size, np.inf)
         self.has_stop_ids = np.zeros(size, bool)
+        self.draft = np.zeros(size, np.int32)
+        """Which of several drafts speculates."""
         self.sequence = np.zeros(size, np.int64)
         self._max_context = limits.max_context
         self._free = list(range(size - 1, -1, -1))
@@ -75,6 +77,7 @@ class SlotTable:
         if state.first_token_s is not None:
             self._give_up_late(np.array([slot]), state.first_token_s)
         self.has_stop_ids[slot] = bool(request.stop_token_ids)
+        self.draft[slot] = request.draft
         self.sequence[slot] = state.sequence
         self.states[slot] = state
         self._move_in(state)

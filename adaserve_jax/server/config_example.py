@@ -9,13 +9,14 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from adaserve_jax.config import FIELD_HELP as ENGINE_HELP
+from adaserve_jax.learn_config import OPTION_HELP as LEARN_HELP
 from adaserve_jax.server.classes import CLASS_HELP
 from adaserve_jax.server.config_file import NONE, SECTIONS, TABLES, fields_of
 from adaserve_jax.server.keys import KEY_HELP
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 
 HELP: dict[str, Mapping[str, str]] = {
-    "engine": ENGINE_HELP, "server": SERVER_HELP, "classes": CLASS_HELP, "keys": KEY_HELP,
+    "engine": ENGINE_HELP, "learn": LEARN_HELP, "server": SERVER_HELP, "classes": CLASS_HELP, "keys": KEY_HELP,
 }  # fmt: skip
 """The meaning of every key, by section."""
 WIDTH = 100
@@ -26,6 +27,7 @@ _HEAD = """\
 """
 _ABOUT = {
     "engine": "What the engine is built from.",
+    "learn": "Whether and how drafts learn from what is served.",
     "server": "How the HTTP server behaves.",
     "classes": "A class of targets, once for each; with any, the default of slo_classes is gone.",
     "keys": "An API key, once for each; one of key, key_env and key_sha256 must be given.",

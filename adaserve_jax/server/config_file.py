@@ -1,7 +1,7 @@
 """The configuration file of `adaserve serve`: TOML, every key checked against the fields it sets.
 
-Sections: [engine] (EngineConfig), [server] (ServerSettings), [[classes]] (SloClass), [[keys]] (KeySettings). Imports
-nothing that only a running server needs, so that files can be checked anywhere.
+Sections: [engine] (EngineConfig), [learn] (LearnOptions), [server] (ServerSettings), [[classes]] (SloClass), [[keys]]
+(KeySettings). Imports nothing that only a running server needs, so that files can be checked anywhere.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.classes import SloClass
 from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.settings import ServerSettings
 
 NONE = "none"
-SECTIONS = {"engine": EngineConfig, "server": ServerSettings}
+SECTIONS = {"engine": EngineConfig, "learn": LearnOptions, "server": ServerSettings}
 TABLES = {"classes": SloClass, "keys": KeySettings}
 SECRETS = ("api_key", "key")
 """Keys whose values are in no message."""
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says. values: those that it gives fields of `engine` and `server`, by name."""
+    """What a file says. engine: with what [learn] says. values: those that it gives fields of its sections, by name."""
 
     path: str
     engine: EngineConfig
@@ -60,9 +61,9 @@ def read_config(path: str) -> ConfigFile:
     for name in document:
         if name not in SECTIONS and name not in TABLES:
             known = [*SECTIONS, *TABLES]
+            *written, last = [*(f"[{one}]" for one in SECTIONS), *(f"[[{one}]]" for one in TABLES)]
             raise ConfigError(
-                f"{path}: expected the sections [engine], [server], [[classes]] and [[keys]], got {name!r}"
-                f"{_nearest(name, known)}"
+                f"{path}: expected the sections {', '.join(written)} and {last}, got {name!r}{_nearest(name, known)}"
             )
     values: dict[str, dict[str, Any]] = {}
     for name, kind in SECTIONS.items():
@@ -73,9 +74,10 @@ def read_config(path: str) -> ConfigFile:
     tables = {name: _tables(path, name, kind, document.get(name, [])) for name, kind in TABLES.items()}
     if tables["classes"] and "slo_classes" not in values["server"]:
         values["server"]["slo_classes"] = ()
-    engine = _build(EngineConfig, values["engine"], f"{path}: [engine]")
+    learn = _build(LearnOptions, values["learn"], f"{path}: [learn]")
+    engine = _build(EngineConfig, values["engine"] | {"learning": learn.chosen()}, f"{path}: [engine]")
     server = _build(ServerSettings, values["server"] | tables, f"{path}: [server]")
-    return ConfigFile(path, engine, server, values["engine"] | values["server"])
+    return ConfigFile(path, engine, server, values["engine"] | values["learn"] | values["server"])
 
 
 def _parse(path: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class KeySettings:
     slo_classes: tuple[str, ...] = ()
     min_priority: int | None = None
     operator: bool = False
+    learn: bool = True
 
     def __post_init__(self) -> None:
         self._check(bool(_NAME.fullmatch(self.name)), "name", "1 to 64 letters, digits, '.', '_' or '-'")
@@ -90,4 +91,5 @@ KEY_HELP: dict[str, str] = {
     "slo_classes": "classes that it may use; the first is that of requests which name none; empty: all",
     "min_priority": "least priority value (lower is sooner); lower ones are raised to it; none: any",
     "operator": "may see what all clients do: /metrics and /dashboard",
+    "learn": "whether drafts may learn from its requests, where the server learns and the request does not say no",
 }

@@ -71,7 +71,8 @@ class TokenBucket:
 class Account:
     """One key's limits and what it has in use; without limits, that of a server that asks for no key.
 
-    salt_key: what the salts of its requests are made with; empty: they are those that the requests bring.
+    salt_key: what the salts of its requests are made with; empty: they are those that the requests bring. may_learn:
+    whether drafts may learn from its requests.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Account:
         self.limits = limits
         self.name = "" if limits is None else limits.name
         self.is_operator = limits is None or limits.operator
+        self.may_learn = limits is None or limits.learn
         self.most_choices: float = math.inf if limits is None else limits.max_inflight or math.inf
         if limits is not None:
             self._requests = self._bucket(limits.requests_per_minute, limits.burst_s, self._requests)

@@ -17,6 +17,7 @@ from typing import Any
 
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
+from adaserve_jax.server.live_learning import LearningDraft, learning_drafts
 from adaserve_jax.server.live_requests import EndedChoices, EndedWindow, record_of
 from adaserve_jax.server.live_series import EngineWindow, Looks, Rolling, Series
 from adaserve_jax.server.metrics import RATIO_EDGES
@@ -92,6 +93,7 @@ class Snapshot:
     swaps: dict[str, int]
     swap_s: dict[str, float]
     arms: dict[str, str]
+    learning: list[LearningDraft]
     windows: list[Window]
     last_requests: list[LastRequest]
     seq: int
@@ -186,8 +188,8 @@ class Live:
             over_target_edges=list(RATIO_EDGES), in_flight=state.slots.used, ended_requests=len(self._choices),
             step_age_s=round(stats.step_age_s, 3), compiles_after_ready=stats.compiles_after_ready,
             preemptions=steps.preemptions, swaps=dict(steps.swaps), swap_s=dict(steps.swap_s), arms=dict(steps.arms),
-            windows=self._windows, last_requests=list(reversed(self._last)), seq=self._looks.seq,
-            series=self._looks.series(since),
+            learning=learning_drafts(stats.learning), windows=self._windows,
+            last_requests=list(reversed(self._last)), seq=self._looks.seq, series=self._looks.series(since),
         )  # fmt: skip
 
     def _info(self) -> EngineInfo | None:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient, EngineStats
 from adaserve_jax.results.served import status_of
+from adaserve_jax.server.learning_metrics import learning_metrics
 from adaserve_jax.server.observers import EndedChoice
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -131,6 +132,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("adaserve_engine_up", up, int(self._client.is_alive()))
         yield from _gauges(stats)
         yield from _counters(stats)
+        yield from learning_metrics(stats.learning)
 
     def describe(self) -> list[Metric]:
         return []

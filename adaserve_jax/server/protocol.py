@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from adaserve_jax.engine.client import MAX_SALT_CHARS
+from adaserve_jax.engine.client import MAX_SALT_CHARS, MAX_TAG_CHARS
 from adaserve_jax.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
@@ -120,6 +120,10 @@ class GenerationBody(Body):
     )
     cache_salt: ValidText | None = Field(
         None, max_length=MAX_SALT_CHARS, description="Cached KV is shared with requests of the same salt only."
+    )
+    learn: bool | None = Field(None, description="false: drafts learn nothing from this request; default true.")
+    draft_tag: ValidText | None = Field(
+        None, max_length=MAX_TAG_CHARS, description="The draft to use, one of the model's drafts; default: chosen."
     )
     priority: int | None = Field(None, ge=-INT32, lt=INT32, description="Lower is sooner; default 0.")
     presence_penalty: float | None = Field(

@@ -23,7 +23,7 @@ from adaserve_jax.server.sampling_fields import fit, sampling_of
 from adaserve_jax.server.state import Reservation, ServerState, TextCodec
 from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, EventWriter, UsageReports, collect
 from adaserve_jax.server.targets import Targets, targets_of
-from adaserve_jax.server.translate import check_supported, encode, encode_chat, prompts_of
+from adaserve_jax.server.translate import check_draft_tag, check_supported, encode, encode_chat, prompts_of
 from adaserve_jax.types import SamplingParams
 
 MAX_NAMED_FIELDS = 16
@@ -135,7 +135,8 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
     check_supported(body)
     sampling = sampling_of(body, state.sampling_defaults)
     targets = targets_of(body, state.settings, state.classes, state.info.baseline_s, account.limits)
-    salt = account.salt(body.cache_salt)
+    salt, learn = account.salt(body.cache_salt), account.may_learn and body.learn is not False
+    draft_tag = check_draft_tag(body, state.info.drafts)
     prompts = prompts_of(body) if isinstance(body, CompletionBody) else [""]
     count, most = len(prompts) * sampling.n, min(state.settings.max_choices, account.most_choices)
     if count > most:
@@ -154,7 +155,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
         requests = [
             GenerateRequest(
                 uuid.uuid4().hex, ids, fit(body, sampling, len(ids), info.max_context), targets.slo, targets.priority,
-                targets.slo_class, salt,
+                targets.slo_class, salt, learn, account.name, draft_tag,
             )
             for ids in encoded
         ]  # fmt: skip

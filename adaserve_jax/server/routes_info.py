@@ -35,6 +35,7 @@ def _card(state: ServerState) -> ModelCard:
         created=state.created,
         max_model_len=info.max_context,
         draft=info.draft,
+        drafts=list(info.drafts),
         baseline_ms=info.baseline_s * 1e3,
         slo_classes={name: SloTargets(tpot_ms=slo.tpot_ms, ttft_ms=slo.ttft_ms) for name, slo in state.classes.items()},
     )

@@ -29,6 +29,16 @@ def check_supported(body: GenerationBody) -> None:
         raise invalid("stream_options must be left out unless stream is true", "stream_options")
 
 
+def check_draft_tag(body: GenerationBody, drafts: Sequence[str]) -> str:
+    """The draft that a request asks for, "" where it leaves the choice to the engine. Raises ApiError unless it is one
+    of `drafts`."""
+    tag = body.draft_tag or ""
+    if tag and tag not in drafts:
+        what = f"one of the drafts {', '.join(drafts)}" if drafts else "left out: the model is served without a draft"
+        raise invalid(f"draft_tag must be {what}; got {tag!r}", "draft_tag")
+    return tag
+
+
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
     """The prompts one by one; none is empty."""
     prompt = body.prompt

@@ -290,10 +290,11 @@ def test_a_request_onto_a_connection_that_was_just_closed_is_sent_again():
 
     with FakeServer(closes_on_the_second) as server:
         engine = UrlEngine(UrlSettings(server.url, baseline_s=0.01, spare_connections=1))
-        drive(engine, "one")
-        records = drive(engine, "two", "three")
-        assert [r.status for r in records] == ["finished"] * 2
-        assert any("sent again" in note for note in engine.notes)
+        again = False
+        while not again and len(server.asked) < 50:  # a connection whose last bytes come late is not used twice
+            assert [r.status for r in drive(engine, "one", "two")] == ["finished"] * 2
+            again = any("sent again" in note for note in engine.notes)
+        assert again
         engine.close()
 
 

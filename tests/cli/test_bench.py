@@ -16,6 +16,7 @@ from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
@@ -179,6 +180,9 @@ def test_rates_of_a_resumed_run_are_those_it_had(bench, tmp_path: Path, monkeypa
             ("--url", "http://h:1", "--max-requests", "3"),
             "--max-requests is of an engine in this process; leave it out",
         ),
+        (("--url", "http://h:1", "--learn"), "--learn is of an engine in this process; leave it out with --url"),
+        (("--learn", "--draft", "none"), "learning needs a draft that learns, and draft is none"),
+        (("--learn", "--learn-loss", "mse"), "learn_loss must be one of kl, reverse_kl, jsd, got 'mse'"),
         (("--url", "http://h:1", "--record"), "--record needs an engine in this process; leave it out with --url"),
     ],
 )
@@ -186,6 +190,15 @@ def test_what_cannot_be_is_said(bench, capsys, arguments: tuple[str, ...], messa
     assert bench(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert bench.configs == []
+
+
+def test_a_run_on_an_engine_that_learns_says_so_and_can_be_resumed(bench, capsys):
+    learning = ("--learn", "--learn-every", "2")
+    assert bench(*QUICK, "--out", "o", *learning) == 0
+    assert bench.configs[0].learning == LearnConfig(learn_every=2)
+    assert bench(*QUICK, "--out", "o", "--resume", *learning) == 0
+    assert bench(*QUICK, "--out", "o", "--resume") == 2
+    assert "learning" in capsys.readouterr().err
 
 
 def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsys):

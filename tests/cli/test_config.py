@@ -8,6 +8,7 @@ import pytest
 
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.settings import ServerSettings
 
@@ -75,6 +76,19 @@ def test_values_come_from_the_command_line_the_environment_the_file_the_default(
     assert (settings.max_inflight, config.max_width) == (ServerSettings().max_inflight, EngineConfig().max_width)
     assert [key.name for key in settings.keys] == ["a"]
     assert set(settings.class_table()) == {"default", "own"}
+
+
+def test_learning_is_switched_anywhere_and_its_options_come_from_everywhere(served, path, monkeypatch, capsys):
+    assert served()[1].learning is None
+    assert served("--learn")[1].learning == LearnConfig()
+    monkeypatch.setenv("ADASERVE_LEARN_RATE", "0.01")
+    assert served("--learn", "--learn-steps", "2")[1].learning == LearnConfig(learn_rate=0.01, learn_steps=2)
+    with open(path, "w") as file:
+        file.write("[learn]\nlearn = true\nlearn_every = 4\nlearn_rate = 0.5\n")
+    assert served("--config", path)[1].learning == LearnConfig(learn_every=4, learn_rate=0.01)
+    assert capsys.readouterr().err == ""
+    assert served("--config", path, "--no-learn")[1].learning is None
+    assert "--learn-every has no effect without --learn" in capsys.readouterr().err
 
 
 def test_a_value_of_the_command_line_that_is_the_default_wins_too(served, path):

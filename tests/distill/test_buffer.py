@@ -169,4 +169,4 @@ class BufferMachine(RuleBasedStateMachine):
 
 
 class TestBuffer(BufferMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

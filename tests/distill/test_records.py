@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaserve_jax.distill.records import LOG_ZERO, Record, Recorder, is_held_out
+from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, Record, Recorder, is_held_out
 from tests.conftest import ROOT
 
 K = 3
@@ -108,6 +108,17 @@ def test_a_token_that_cannot_come_has_a_number_for_its_log():
     notes.output("a/0", [2])
     record = notes.end("a/0")
     assert record is not None and record.log_p[0, 2] == LOG_ZERO and np.exp(record.log_p[0, 2]) == 0
+
+
+def test_a_long_text_keeps_its_last_rows():
+    notes = recorder(max_rows=2 * MOST_ROWS)
+    begin(notes, "a/0", 1)
+    add(notes, *(("a/0", place, place) for place in range(MOST_ROWS + 10)))
+    notes.output("a/0", range(MOST_ROWS + 10))
+    record = notes.end("a/0")
+    assert record is not None and len(record.tokens) == MOST_ROWS + 11
+    assert record.position.tolist() == list(range(10, MOST_ROWS + 10)) == (record.ids[:, 0] // 10).tolist()
+    notes.check_integrity()
 
 
 def test_no_rows_or_not_to_be_kept_makes_no_record():
@@ -231,4 +242,4 @@ class RecorderMachine(RuleBasedStateMachine):
 
 
 class TestRecorder(RecorderMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -307,6 +307,54 @@ def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     assert drafted_to_the_end(texts) == plain(executor)
 
 
+def test_a_draft_that_becomes_another_comes_back_as_that(
+    executor: ModelExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are exchanged while it is here, while it is away, and while it is on its way back."""
+    elastic, texts = swaps_of(executor), begun(executor)
+    own = {name: np.array(weight) for name, weight in executor.draft_params().items()}
+
+    def version(factor: float) -> dict[str, jax.Array]:
+        return {name: jnp.asarray(weight * factor) for name, weight in own.items()}
+
+    def check(factor: float) -> None:
+        for name, weight in executor.draft_params().items():
+            np.testing.assert_array_equal(weight, own[name] * factor)
+
+    executor.set_draft(version(2.0))
+    check(2.0)
+    texts.decode(draft=True)
+    executor.expand()
+    assert not executor.draft_resident
+    with pytest.raises(IntegrityError, match="draft 0 is not on the device"):
+        executor.draft_params()
+    executor.contract()
+    elastic.wait()
+    check(2.0)
+    executor.expand()
+    gone = version(3.0)
+    executor.set_draft(gone)
+    assert all(weight.is_deleted() for weight in gone.values()), "its memory is pages now"
+    executor.contract()
+    elastic.wait()
+    check(3.0)
+    may_load, load = threading.Event(), elastic._load_weights
+    monkeypatch.setattr(elastic, "_load_weights", lambda: (load(), may_load.wait(60))[0])
+    executor.expand()
+    executor.contract()
+    executor.set_draft(version(4.0))
+    executor.set_draft(version(1.0))
+    assert not executor.draft_ready() and not executor.draft_resident
+    may_load.set()
+    elastic.wait()
+    check(1.0)
+    executor.expand()
+    executor.contract()
+    elastic.wait()
+    check(1.0)
+    assert drafted_to_the_end(texts) == plain(executor)
+
+
 def test_the_memory_of_one_becomes_the_memory_of_the_other(executor: ModelExecutor) -> None:
     assert executor.local_drafter is not None
     target, draft, elastic = executor.target, executor.local_drafter.model, swaps_of(executor)

@@ -204,7 +204,7 @@ def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: L
     reader = Reader()
     engine.submit(request_of("q"), reader)
     assert reader.end().finish_reason == "length"
-    assert engine.info.policy == "ar"
+    assert (engine.info.policy, engine.info.drafts) == ("ar", ("default",))
 
 
 def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:

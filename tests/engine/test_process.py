@@ -17,10 +17,11 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import process, wire
-from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.stats import StepStats
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import SLO, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -332,17 +333,44 @@ def test_the_child_follows_a_killed_parent_and_the_parent_never_imports_jax():
 
 def test_the_wire_is_typed():
     stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
-    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats), 5)
+    learning = LearningStats(version={"default": 2}, loss={"default": 0.5}, left_out={"opt_out": 1}, delay_max_s=0.25)
+    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning), 5)
     assert wire.decode_from_engine(wire.encode(step)) == step
+    sampling = SamplingParams(seed=2**64 - 1, stop=("a",))
     submit = wire.Submit(
-        GenerateRequest("r", [1], SamplingParams(seed=2**64 - 1, stop=("a",)), SLO(tpot_ms=4), cache_salt="a")
+        GenerateRequest(
+            "r", [1], sampling, SLO(tpot_ms=4), cache_salt="a", learn=False, tenant="team-a", draft_tag="code"
+        )
     )
     assert wire.decode_to_engine(wire.encode(submit)) == submit
-    start = wire.Start(EngineConfig(draft=None, token_edges=(16, 64), seed=3), FACTORY)
-    assert wire.decode_start(wire.encode(start)) == start
+    learns = LearnConfig(learn_loss="jsd", learn_rate=1e-3, learn_folder="learned", learn_keep_records=True)
+    for config in (
+        EngineConfig(draft=None, token_edges=(16, 64), seed=3),
+        EngineConfig(drafts=("code=models/code",), route="topic", learning=learns),
+    ):
+        start = wire.Start(config, FACTORY)
+        assert wire.decode_start(wire.encode(start)) == start
+    info = EngineInfo("t", "d", "adaserve", "cpu", "0", 8, 1, 9, 0.5, drafts=("default", "code"))
+    assert wire.decode_from_engine(wire.encode(wire.Ready(info))) == wire.Ready(info)
     for bad in (b"\x80", wire.encode({"type": "Submit", "request": 3}), wire.encode({"type": "Exec"}), b""):
         with pytest.raises(msgspec.DecodeError):
             wire.decode_to_engine(bad)
+
+
+@pytest.mark.parametrize(
+    ("learning", "seconds"),
+    [(None, 0), (LearnConfig(), 0), (LearnConfig(learn_folder="learned"), wire.SAVE_LIMIT_S)],
+)
+def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatch, learning, seconds):
+    waits = []
+    wait = subprocess.Popen.wait
+    monkeypatch.setattr(
+        subprocess.Popen, "wait", lambda self, timeout=None: waits.append(timeout) or wait(self, timeout)
+    )
+    engine = ProcessEngine(EngineConfig(learning=learning), factory=FACTORY)
+    engine.start()
+    engine.close()
+    assert process.CLOSE_LIMIT_S + seconds in waits
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,14 @@ def run_streams(engine: LocalEngine, seconds: float) -> list[Stream]:
     stop, expected = threading.Event(), {}
     streams = [Stream(engine, index, stop, expected) for index in range(STREAMS)]
     threads = [threading.Thread(target=stream.run) for stream in streams]
+    before = engine.stats().scheduler.preemptions
     for thread in threads:
         thread.start()
     time.sleep(seconds)
+    patience = time.monotonic() + 100  # on a slow machine it takes longer until everything has happened once
+    while not (all(s.finished for s in streams) and any(s.aborted for s in streams)
+               and engine.stats().scheduler.preemptions > before) and time.monotonic() < patience:  # fmt: skip
+        time.sleep(0.1)
     stop.set()
     for thread in threads:
         thread.join(timeout=90)

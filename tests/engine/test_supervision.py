@@ -16,7 +16,7 @@ from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.engine.supervision import OnDeath, SupervisedEngine
 from adaserve_jax.errors import EngineDeadError, EngineRestartingError
-from adaserve_jax.stats import GAUGES, StepStats
+from adaserve_jax.stats import GAUGES, LEARNING_GAUGES, LearningStats, StepStats
 from tests.engine.test_process import FACTORY, ROOT, Collected, request, wait_until
 
 
@@ -26,6 +26,7 @@ class Fake:
     def __init__(self, on_death: OnDeath, number: int, fails: bool, may_start: threading.Event):
         self.on_death, self.number, self.fails, self.may_start = on_death, number, fails, may_start
         self.counts = StepStats()
+        self.learning = LearningStats()
         self.alive = self.closed = False
         self.info = SimpleNamespace(target=f"engine {number}")
 
@@ -42,7 +43,7 @@ class Fake:
         return self.on_death(f"engine {self.number} died")
 
     def stats(self) -> EngineStats:
-        return EngineStats(self.counts, compiles_after_ready=self.counts.steps)
+        return EngineStats(self.counts, compiles_after_ready=self.counts.steps, learning=self.learning)
 
     def is_alive(self) -> bool:
         return self.alive
@@ -102,6 +103,9 @@ def test_counts_go_on_and_gauges_are_the_new_engines():
             accepted_per_position=[4, 1],
             wait_s=0.5,
         )
+        world.fakes[0].learning = LearningStats(
+            version={"default": 4}, updates={"default": 3}, left_out={"opt_out": 1}, delay_max_s=0.5
+        )
         assert world.engine.stats().restarts == 0 and world.engine.stats().back_in_s is None
         world.gate.clear()
         assert isinstance(world.fakes[0].die(), EngineRestartingError)
@@ -113,6 +117,7 @@ def test_counts_go_on_and_gauges_are_the_new_engines():
         assert error.code == "engine_restarting" and "engine 0 died; it is started again" in str(error)
         assert world.engine.info.target == "engine 0"
         world.fakes[1].counts = StepStats(steps=2, running=1, finished={"stop": 1}, accepted_per_position=[1, 1, 1])
+        world.fakes[1].learning = LearningStats(version={"default": 5}, updates={"default": 2}, delay_max_s=0.25)
         world.gate.set()
         wait_until(world.engine.is_alive)
         after = world.engine.stats()
@@ -120,6 +125,9 @@ def test_counts_go_on_and_gauges_are_the_new_engines():
         assert after.scheduler.finished == {"stop": 3, "abort": 1}
         assert after.scheduler.accepted_per_position == [5, 2, 1]
         assert (after.scheduler.running, after.scheduler.pages_total, after.scheduler.wait_s) == (1, 0, 0.5)
+        assert after.learning == LearningStats(
+            version={"default": 5}, updates={"default": 5}, left_out={"opt_out": 1}, delay_max_s=0.5
+        )
         assert world.engine.info.target == "engine 1" and world.fakes[0].closed
 
 
@@ -134,6 +142,20 @@ def test_every_field_of_the_stats_is_a_gauge_or_a_count():
         doubled = {"stop": 4} if isinstance(value, dict) else [6] if isinstance(value, list) else 10
         assert getattr(twice, name) == (value if name in GAUGES else doubled), name
     assert full.ended() == StepStats(**{k: v for k, v in vars(full).items() if k not in GAUGES})
+
+
+def test_every_field_of_the_learning_stats_is_a_gauge_or_a_count():
+    full = LearningStats(**{
+        name: {"default": 2} if isinstance(value, dict) else type(value)(5)
+        for name, value in vars(LearningStats()).items()
+    })  # fmt: skip
+    twice = full.after(full)
+    for name, value in vars(full).items():
+        doubled = {"default": 4} if isinstance(value, dict) else 10
+        once = name in LEARNING_GAUGES or name == "delay_max_s"
+        assert getattr(twice, name) == (value if once else doubled), name
+    assert full.ended() == LearningStats(**{k: v for k, v in vars(full).items() if k not in LEARNING_GAUGES})
+    assert LearningStats(delay_max_s=3.0).after(full).delay_max_s == full.after(LearningStats()).delay_max_s == 5.0
 
 
 def test_restarts_are_counted_within_the_window():

@@ -15,6 +15,7 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import row_edges
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.types import DraftTrees, LogitEdits, RowSampling, StepPlan
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
@@ -143,22 +144,42 @@ def test_what_cannot_be_captured_is_refused(executor: ModelExecutor) -> None:
         executor.capture(np.array([0]))
 
 
-def test_without_learning_nothing_is_there_to_capture(config: EngineConfig) -> None:
+def test_without_learning_nothing_is_there_to_capture(executor: ModelExecutor, config: EngineConfig) -> None:
     """No program more; with it, one more for each size and number of rows, and the others as they were."""
-    plain, learning = load_executor(replace(config, learning=None)), load_executor(config)
+    plain = load_executor(replace(config, learning=None))
     try:
         plain.compile()
         with pytest.raises(IntegrityError, match="captures nothing: it was built without learning"):
             plain.capture(np.array([0]))
-        learning.compile()
-        extra = learning.target.compiled.keys() - plain.target.compiled.keys()
-        assert extra == {("target", "capture", 16, 8), ("target", "capture", 16, 16)}
-        assert plain.target.compiled.keys() <= learning.target.compiled.keys()
-        for key, program in plain.target.compiled.items():
-            assert program.as_text() == learning.target.compiled[key].as_text()
+        ours, theirs = plain.target.compiled, executor.target.compiled
+        assert theirs.keys() - ours.keys() == {("target", "capture", 16, 8), ("target", "capture", 16, 16)}
+        for key, program in ours.items():
+            assert program.as_text() == theirs[key].as_text()  # type: ignore[attr-defined]
     finally:
         plain.close()
-        learning.close()
+
+
+def test_one_step_at_most_leaves_its_logits(executor: ModelExecutor) -> None:
+    """Also where no draft speculates between two verifications; what is planned for memory counts one."""
+    capture = executor._capture
+    assert capture is not None
+    executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
+    first = capture._logits
+    assert first is not None
+    run, seen = executor.target.run, []
+    try:
+        executor.target.run = lambda *args: (seen.append(capture._logits), run(*args))[1]  # type: ignore[method-assign]
+        executor.verify(plan_of([5], [], []), trees_of(TREES[:1]))
+    finally:
+        executor.target.run = run  # type: ignore[method-assign]
+    assert seen == [None] and capture._logits is not None and capture._logits is not first
+
+
+def test_what_is_planned_is_what_is_there(executor: ModelExecutor, config: EngineConfig) -> None:
+    resolved, workspace = plan_memory(config, training_bytes=7)
+    planned, ledger = resolved.ledger(workspace), executor.ledger
+    assert planned == replace(ledger, sizes=planned.sizes)
+    assert planned.needed == ledger.needed + 7 == planned.taken()
 
 
 def test_weights_of_a_draft_are_exchanged_and_checked(executor: ModelExecutor) -> None:

@@ -12,7 +12,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.runtime.resolve import choose_attention, resolve
+from adaserve_jax.runtime.resolve import choose_attention, dtype_of, resolve
 
 TARGET = ModelConfig(2048, 256, 704, 5, 4, 2, 64, 1e4, 1e-5, True, 2048)
 DRAFT = ModelConfig(2048, 128, 352, 2, 2, 1, 64, 1e4, 1e-5, True, 1024)
@@ -22,7 +22,8 @@ def test_auto_on_a_cpu() -> None:
     resolved = resolve(EngineConfig(), TARGET, DRAFT)
     limits = resolved.limits
     assert resolved.config.max_context == limits.max_context == 1024  # the draft's, which is less
-    assert resolved.dtype == "float32"
+    assert resolved.dtype == dtype_of(EngineConfig()) == "float32"
+    assert dtype_of(EngineConfig(dtype="bf16")) == "bfloat16" and dtype_of(EngineConfig(dtype="f32")) == "float32"
     assert limits.token_edges[-1] == resolved.config.max_batch_tokens
     assert resolved.verify_buckets.row_edges[-1] == limits.max_requests
     assert resolved.catchup_buckets.token_edges[-1] == limits.max_tokens

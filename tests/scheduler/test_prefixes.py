@@ -62,19 +62,20 @@ def test_a_prompt_computes_only_what_follows_the_pages_that_are_known(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hits_are_those_of_a_dict_of_token_prefixes(policy):
     """Requests one after another, of few texts that begin alike; so the hits are the same under every policy."""
-    run, rng = Run.of(limits_of(num_pages=2000), policy=policy), np.random.default_rng(3)
-    known: set[tuple] = set()
+    run = Run.of(limits_of(num_pages=2000), policy=policy, drafts=("other=folder",))
+    rng, known = np.random.default_rng(3), set()
     for index in range(40):
         length = int(rng.integers(1, 60))
         prompt = [*tokens_of(int(rng.integers(0, 3)), length)]
         prompt[int(rng.integers(0, length)) :] = tokens_of(9, length)[: int(rng.integers(0, 20))] or [1]
-        request = ask(f"r{index}", prompt, int(rng.integers(1, 30)), cache_salt="ab"[int(rng.integers(0, 2))])
+        salt, draft = "ab"[int(rng.integers(0, 2))], int(rng.random() < 0.3)
+        request = ask(f"r{index}", prompt, int(rng.integers(1, 30)), cache_salt=salt, draft=draft)
         whole = range(PAGE, len(prompt), PAGE)
-        expected = max((end for end in whole if (request.cache_salt, *prompt[:end]) in known), default=0)
+        expected = max((end for end in whole if (salt, draft, *prompt[:end]) in known), default=0)
         assert serve_alone(run, request) == (expected, len(prompt) - expected)
         assert run.text[request.request_id] == expected_text(request, 256)[0]
         fed = [*prompt, *run.text[request.request_id]][:-1]
-        known |= {(request.cache_salt, *fed[:end]) for end in range(PAGE, len(fed) + 1, PAGE)}
+        known |= {(salt, draft, *fed[:end]) for end in range(PAGE, len(fed) + 1, PAGE)}
 
 
 @pytest.mark.parametrize("policy", ["spec:4", "adaserve"])

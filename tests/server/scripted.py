@@ -118,7 +118,7 @@ class ScriptedEngine:
             raise EngineDeadError("not started")
         return EngineInfo(
             self.config.target, self.config.draft, "scripted", "cpu", "0", CONTEXT, 64, 256, BASELINE_S,
-            defaults=self.defaults,
+            defaults=self.defaults, drafts=self.config.draft_names,
         )  # fmt: skip
 
     def start(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from adaserve_jax.cli.config_reference import render
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.server.classes import SloClass
 from adaserve_jax.server.config_example import HELP, example
 from adaserve_jax.server.config_file import SECTIONS, TABLES, fields_of, read_config
@@ -101,8 +102,13 @@ def test_classes_of_a_file_take_the_place_of_those_that_are_there_by_default(rea
         ("[server]\ntarget = 'x'", "[server] has no key 'target'; it belongs to [engine]"),
         ("[server]\nkeys = []", "[server] has no key 'keys'; write [[keys]]"),
         ("[engine]\nzzz = 1", "[engine] has no key 'zzz'; there are target, draft, policy"),
-        ("[sever]\nport = 1", "expected the sections [engine], [server], [[classes]] and [[keys]], got 'sever'; did"),
-        ("port = 9000", "expected the sections [engine], [server], [[classes]] and [[keys]], got 'port'"),
+        ("[sever]\nport = 1", "[learn], [server], [[classes]] and [[keys]], got 'sever'; did you mean 'server'?"),
+        ("[learn]\nevery = 1", "[learn] has no key 'every'; did you mean 'learn_every'?"),
+        ("[engine]\nlearn_every = 1", "[engine] has no key 'learn_every'; it belongs to [learn]"),
+        ("[learn]\nlearn_rate = 0", "[learn] learn_rate must be a finite number above 0, got 0.0"),
+        ("[learn]\nlearn = true\n[engine]\ndraft = 'none'", "[engine] learning needs a draft that learns, and"),
+        ("[engine]\ndrafts = ['a=b', 'a=c']", "[engine] drafts must be of different names, none of them default"),
+        ("port = 9000", "expected the sections [engine], [learn], [server], [[classes]] and [[keys]], got 'port'"),
         ("server = 3", "expected a section [server], got server = 3"),
         ("[[server]]\nport = 1", "expected a section [server], got"),
         ("[classes]\nname = 'a'", "expected [[classes]], once for each of them"),
@@ -136,6 +142,15 @@ def test_what_is_wrong_is_named_with_its_file(read, text, message):
     assert message in str(caught.value)
 
 
+def test_learning_is_switched_by_its_section_which_may_be_kept_while_it_is_off(read):
+    section = "[learn]\nlearn = {}\nlearn_every = 4\nlearn_rate = 1\nlearn_folder = 'learned'"
+    on = read(section.format("true"))
+    assert on.engine.learning == LearnConfig(learn_every=4, learn_rate=1.0, learn_folder="learned")
+    assert type(on.engine.learning) is LearnConfig
+    off = read(section.format("false"))
+    assert off.engine.learning is None and off.values["learn_every"] == 4
+
+
 def test_secrets_are_in_no_message(read):
     for text in (
         "[server]\napi_key = 48151623",
@@ -157,7 +172,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path):
 
 def test_the_example_says_nothing_and_without_its_marks_the_defaults(read):
     text = example()
-    assert tomllib.loads(text) == {"engine": {}, "server": {}}
+    assert tomllib.loads(text) == {"engine": {}, "learn": {}, "server": {}}
     uncommented = re.sub(r"(?m)^#(?=\[|\w+ = )", "", text)
     file = read(uncommented)
     server = dataclasses.replace(file.server, classes=(), keys=())

@@ -13,14 +13,17 @@ import pytest
 import uvicorn
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.stats import LearningStats, StepStats
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="DASHBOARD NOT SEEN: playwright is not installed")
 pictures = pytest.importorskip("scripts.dashboard_pictures")
 pytestmark = pytest.mark.slow
 
+UNKNOWN = "\N{EN DASH}"
 WORDS = {"rejected": "no room, or refused"}
 
 
@@ -80,6 +83,22 @@ def board(start_server):
         server.post(prompt="no target", max_tokens=5)
         time.sleep(2.2)
         yield server
+
+
+def test_drafts_that_learn_have_a_table(start_server, see):
+    learning = LearningStats(
+        version={"default": 3, "code": 0}, drafted_tokens={"default": 400}, accepted_tokens={"default": 300},
+        held_out_acceptance={"default": 0.625}, refused={"default": 2}, rolled_back={"default": 1},
+    )  # fmt: skip
+    with start_server(ServerSettings(dashboard=True)) as server:
+        server.engine.stats = lambda: EngineStats(StepStats(draft_resident=True), learning=learning)
+        seen = see(server.url)
+        rows = seen.page.locator("table:has(caption:text-is('Drafts that learn')) tbody tr")
+        rows.first.wait_for()
+        assert [row.split() for row in rows.all_inner_texts()] == [
+            ["default", "3", "75%", "62.5%", "3"], ["code", "0", UNKNOWN, UNKNOWN, "0"],
+        ]  # fmt: skip
+        assert not seen.faults
 
 
 def test_it_shows_the_data_without_an_error_and_asks_nobody_else(board, see):

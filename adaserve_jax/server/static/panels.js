@@ -83,7 +83,7 @@ export class Panels {
     this.fill("classes", [snapshot.windows, snapshot.classes], () => this.classes(snapshot));
     this.fill("causes", window.ended.causes, () => this.causes(window.ended.causes));
     this.fill("last", snapshot.last_requests, () => this.last(snapshot.last_requests));
-    this.fill("below", [snapshot.swaps, snapshot.swap_s, snapshot.arms], () => this.swaps(snapshot));
+    this.fill("below", [snapshot.swaps, snapshot.swap_s, snapshot.arms, snapshot.learning], () => this.swaps(snapshot));
     this.over.update(window.ended.over_target, snapshot.over_target_edges);
     for (const chart of this.charts) chart.update(columns, snapshot.now_unix_s, this.span);
     $("footer").textContent = this.footer(snapshot, window);
@@ -158,16 +158,20 @@ export class Panels {
       el("td", {}, target[name] ?? ""), ...snapshot.windows.map((window) => cell(window, name)))));
   }
 
-  // Beside the draft: exchanges with KV pages, and the shape thought best by size of batch, where the policy learns one.
+  // Beside the draft: exchanges with KV pages, the shape thought best by size of batch, where the policy learns one, and
+  // what drafts that learn have come to.
   swaps(snapshot) {
     const table = (title, heads, rows) => el("table", {}, el("caption", { class: "hidden" }, title),
       el("thead", {}, el("tr", {}, ...heads.map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, ...rows.map(([name, ...values]) => el("tr", {}, el("th", { scope: "row" }, name), ...values.map((value) => el("td", {}, value))))));
     const swaps = Object.entries(snapshot.swaps).map(([kind, count]) => [kind, number(count), `${number(snapshot.swap_s[kind] ?? 0)} s`]);
     const arms = Object.entries(snapshot.arms).sort(([one], [other]) => one - other).map(([bucket, arm]) => [bucket, arm]);
+    const learning = snapshot.learning.map((one) => [one.name, number(one.version), percent(one.acceptance_rate),
+      percent(one.held_out_acceptance), number(one.refused + one.rolled_back)]);
     this.below.replaceChildren(
       ...(swaps.length ? [table("Swaps", ["Swap", "Count", "Took"], swaps)] : []),
-      ...(arms.length ? [table("Shape of draft trees thought best, by rows of a step", ["Rows up to", "Best shape"], arms)] : []));
+      ...(arms.length ? [table("Shape of draft trees thought best, by rows of a step", ["Rows up to", "Best shape"], arms)] : []),
+      ...(snapshot.learning.length ? [table("Drafts that learn", ["Draft", "Version", "Accepted", "Held out", "Refused"], learning)] : []));
   }
 
   causes(causes) {

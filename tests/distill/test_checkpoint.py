@@ -1,0 +1,170 @@
+"""What is learned survives a restart: whole, the last two of it, and never into another draft."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from adaserve_jax.distill.batches import pack
+from adaserve_jax.distill.checkpoint import KEPT, Snapshot
+from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.trainer import Trainer
+from adaserve_jax.errors import CheckpointError
+from tests.distill.conftest import SIZE
+from tests.distill.made import assert_same, made_params, made_record
+
+PARAMS = made_params()
+
+
+def some_batch(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    (batch,) = pack([made_record(rng, SIZE - 2, 9)], SIZE, rng)
+    return batch
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    for step in range(steps):
+        trainer.accumulate(some_batch(step))
+        trainer.apply()
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir())
+
+
+def test_training_goes_on_as_if_it_had_not_been_interrupted(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    train(trainer, 3)
+    trainer.mark_good()
+    train(trainer, 1)  # not good yet: not saved
+    trainer.save(tmp_path / "default", 1, {"version": 7, "centroid": [0.5, 1.0]})
+    trainer.back_to_good()
+    train(trainer, 2)
+
+    restarted = Trainer(programs, PARAMS)
+    restarted.accumulate(some_batch(9))
+    assert restarted.load(tmp_path / "default") == {"version": 7, "centroid": [0.5, 1.0]}
+    train(restarted, 2)
+    assert_same(restarted.weights(), trainer.weights())
+    restarted.back_to_good()
+    trainer.back_to_good()
+    assert_same(restarted.weights(), trainer.weights())
+
+
+def test_the_last_two_stay_and_steps_only_rise(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    for step, expected in [(1, [1]), (5, [1, 5]), (5, [5, 6]), (2, [6, 7])]:
+        trainer.save(tmp_path, step, {"step": step})
+        assert steps_in(tmp_path) == expected
+        assert len(expected) <= KEPT
+    assert trainer.load(tmp_path) == {"step": 2}
+
+
+def test_an_empty_or_absent_folder_holds_nothing(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    train(trainer, 1)
+    before = trainer.weights()
+    assert trainer.load(tmp_path) is None
+    assert trainer.load(tmp_path / "absent") is None
+    assert not (tmp_path / "absent").exists()
+    assert_same(trainer.weights(), before)
+
+
+def test_a_broken_checkpoint_gives_way_to_the_one_before(programs: TrainPrograms, tmp_path: Path, caplog):
+    trainer = Trainer(programs, PARAMS)
+    for step in (1, 2, 3):
+        trainer.save(tmp_path, step, {"step": step})
+    about = tmp_path / "3" / "about" / "metadata"
+    chunk = max((tmp_path / "3" / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    for path, content in [
+        (about, about.read_bytes().replace(b'"content": ', b'"content": 1')),
+        (chunk, chunk.read_bytes()[::-1]),
+        (chunk, b"broken"),
+        (chunk, None),
+    ]:
+        path.unlink() if content is None else path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            assert trainer.load(tmp_path) == {"step": 2}
+        assert "checkpoint 3 was changed since" in caplog.text or "checkpoint 3 cannot be read" in caplog.text
+        caplog.clear()
+    for path in tmp_path.glob("*/about/metadata"):
+        path.write_bytes(b"{")
+    with pytest.raises(CheckpointError, match="none of its 2 checkpoints can be read; move it away to begin anew"):
+        trainer.load(tmp_path)
+
+
+def test_what_a_killed_process_left_and_files_of_others_are_no_checkpoints(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    trainer.save(tmp_path, 4, {"step": 4})
+    shutil.copytree(tmp_path / "4", tmp_path / "5.orbax-checkpoint-tmp")
+    shutil.rmtree(tmp_path / "5.orbax-checkpoint-tmp" / "state")
+    (tmp_path / "records.npz").write_bytes(b"records")
+    (tmp_path / "records").mkdir()
+    assert trainer.load(tmp_path) == {"step": 4}
+    trainer.save(tmp_path, 5, {"step": 5})
+    assert trainer.load(tmp_path) == {"step": 5}
+    assert (tmp_path / "records.npz").exists() and (tmp_path / "records").exists()
+
+
+def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
+    programs: TrainPrograms, low_rank_programs: TrainPrograms, tmp_path: Path
+):
+    Trainer(programs, PARAMS).save(tmp_path, 1, {})
+    other = Trainer(programs, PARAMS | {"norm": PARAMS["norm"] + 1})
+    train(other, 1)
+    before = other.weights()
+    with pytest.raises(CheckpointError, match="learned from other draft weights than those given; give the draft"):
+        other.load(tmp_path)
+    assert_same(other.weights(), before)
+    params = {name: each.astype(low_rank_programs.dtype) for name, each in PARAMS.items()}
+    low_rank = Trainer(low_rank_programs, params)
+    snapshot = low_rank.snapshot()
+    Snapshot(snapshot.draft, 4, snapshot.arrays).save(tmp_path / "rank", 1, {})
+    with pytest.raises(CheckpointError, match="with learn_lora_rank 4, which is now 2; set it back"):
+        low_rank.load(tmp_path / "rank")
+    name = next(iter(snapshot.arrays))
+    Snapshot(snapshot.draft, 2, snapshot.arrays | {name: snapshot.arrays[name][1:]}).save(tmp_path / "shape", 1, {})
+    with pytest.raises(CheckpointError, match=r"is of shape \[.*\], expected \["):
+        low_rank.load(tmp_path / "shape")
+    Snapshot(snapshot.draft, 2, snapshot.arrays | {name: snapshot.arrays[name] * np.nan}).save(tmp_path / "nan", 1, {})
+    with pytest.raises(CheckpointError, match="holds values that are not finite"):
+        low_rank.load(tmp_path / "nan")
+
+
+def test_low_rank_checkpoints_hold_the_updates_only(low_rank_programs: TrainPrograms, tmp_path: Path):
+    params = {name: each.astype(low_rank_programs.dtype) for name, each in PARAMS.items()}
+    trainer = Trainer(low_rank_programs, params)
+    train(trainer, 3)
+    trainer.mark_good()
+    arrays = trainer.snapshot().arrays
+    updated = {name for name, each in params.items() if each.ndim == 2} - {"embed"}
+    assert len(arrays) == 3 * 2 * len(updated) + 1  # each with two moments, and the optimiser's count
+    trainer.save(tmp_path, 1, {})
+    restarted = Trainer(low_rank_programs, params)
+    restarted.load(tmp_path)
+    assert_same(restarted.weights(), trainer.weights())
+
+
+def test_a_snapshot_is_written_by_another_thread_while_training_goes_on(programs: TrainPrograms, tmp_path: Path):
+    trainer = Trainer(programs, PARAMS)
+    train(trainer, 1)
+    trainer.mark_good()
+    snapshot, expected = trainer.snapshot(), trainer.weights()
+    writer = threading.Thread(target=snapshot.save, args=(tmp_path, 1, {}))
+    writer.start()
+    train(trainer, 3)
+    trainer.mark_good()
+    writer.join()
+    trainer.load(tmp_path)
+    assert_same(trainer.weights(), expected)
+
+
+def test_a_folder_that_cannot_be_written_is_named(programs: TrainPrograms, tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/default: cannot write a checkpoint .*; check learn_folder"):
+        Trainer(programs, PARAMS).save(tmp_path / "file" / "default", 1, {})
