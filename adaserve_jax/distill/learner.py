@@ -10,42 +10,30 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from adaserve_jax.distill.buffer import Buffer
-from adaserve_jax.distill.keeping import Keeper, Kept
+from adaserve_jax.distill.keeping import Keeper, Kept, RecordFiles
 from adaserve_jax.distill.lengths import choose_length
 from adaserve_jax.distill.records import Recorder
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates, Piece
-from adaserve_jax.distill.watching import Sampled
+from adaserve_jax.distill.watching import Watcher
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.stats import LearningStats
-from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Request, RequestUpdate, StepOutcome, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Request, StepOutcome, StepPlan
 
 if TYPE_CHECKING:
     from adaserve_jax.models.decoder import Params
-    from adaserve_jax.runtime.capture import Pending
     from adaserve_jax.runtime.executor import ModelExecutor
 
 _log = logging.getLogger(__name__)
-FINISHED = ("stop", "length")
-"""Ends of texts that are learned from."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Ended:
-    """A text that is over, with the tokens that it has beside its prompt."""
-
-    update: RequestUpdate
-    output: np.ndarray
 
 
 class Learner:
@@ -67,13 +55,14 @@ class Learner:
         self._seed = seed
         self._beside = beside
         self._names = executor.draft_names
-        self._recorder = Recorder(config.learn_top_k, held_out_share=config.learn_held_out, seed=seed)
+        self._top_k = min(config.learn_top_k, executor.target.config.vocab_size)
+        recorder = Recorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
+        only_overruled = config.learn_positions == "overruled"
+        self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: Keeper | None = None
         self._times = PieceTimes(0.0)
         self._allowance = Allowance(config.learn_share)
-        self._pending: tuple[Sampled, Pending] | None = None
-        self._ended: list[_Ended] = []
         self._run: Iterator[Piece] | None = None
         self._running = 0
         """Index of the draft whose `run` that is, or was."""
@@ -101,7 +90,11 @@ class Learner:
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
         if config.learn_folder is not None:
-            self._keeper = Keeper(Path(config.learn_folder), self._drafts, self._clock, self._beside)
+            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size)
+            self._keeper = Keeper(
+                Path(config.learn_folder), self._drafts, self._clock, beside=self._beside,
+                records=texts if config.learn_keep_records else None,
+            )  # fmt: skip
             self._keeper.load()
 
     # ---- what is served ----
@@ -110,19 +103,16 @@ class Learner:
         """A choice of a user's request is going to run. learn: whether its text may be learned from. tenant: whose it
         is."""
         with self._contained():
-            if not learn or self.failed:
-                self._leave_out("failed" if learn else "opt_out")
-                return
-            self._recorder.begin(
-                choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant, request_id=request_id
-            )
+            if learn and not self.failed:
+                self._watcher.begin(choice, request_id, tenant)
+            else:
+                self._watcher.leave_out("failed" if learn else "opt_out")
 
     def dropped(self, choice_id: str, reason: str) -> None:
         """A choice has ended outside a step. Nothing happens where it is not watched."""
         with self._contained():
-            if choice_id in self._recorder and not self.failed:
-                self._recorder.abandon(choice_id)
-                self._leave_out(reason)
+            if not self.failed:
+                self._watcher.drop(choice_id, reason)
 
     def stepped(
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
@@ -136,54 +126,27 @@ class Learner:
             self._take_in()
             self._count(plan, trees, outcome)
             if capture:
-                self._capture(plan, trees, candidates, outcome, choice_ids)
-            for index, update in updates.ended.items():
-                state = updates.requests[index]
-                if update.request_id in self._recorder:
-                    self._ended.append(_Ended(update, state.token_ids[state.prompt_len : state.num_tokens]))
+                self._watcher.ask(plan, trees, candidates, outcome, choice_ids)
+            self._watcher.end(updates)
 
-    def _capture(
-        self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
-        choice_ids: Sequence[str],
-    ) -> None:  # fmt: skip
-        watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
-        if not watched.any():
-            return
-        only = self._config.learn_positions == "overruled"
-        sampled = Sampled.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
-        if len(sampled.row):
-            self._pending = sampled, self._executor.capture(sampled.at)
+    def _take_in(self) -> None:
+        for record in self._watcher.take_in():
+            self._drafts[record.draft].add(record)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         """Drafted and accepted tokens, by draft."""
         if trees.num_nodes == plan.num_decode:
             return
-        hits = outcome.accepted & (trees.parent >= 0)
+        drafted = trees.parent >= 0
+        hits = outcome.accepted & drafted
         drafts = None if plan.draft is None else plan.draft.drafts
         if drafts is None:
             self._drafted[0] += trees.num_nodes - plan.num_decode
             self._accepted[0] += np.count_nonzero(hits)
         else:
             number, whose = len(self._names), drafts[trees.row]
-            self._drafted += np.bincount(whose[trees.parent >= 0], minlength=number)
+            self._drafted += np.bincount(whose[drafted], minlength=number)
             self._accepted += np.bincount(whose[hits], minlength=number)
-
-    def _take_in(self) -> None:
-        """Fetch what was asked of the last step, and make records of the texts that ended in it."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            sampled, rows = pending
-            target = rows.collect()
-            self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, sampled.overruled, target)
-        ended, self._ended = self._ended, []
-        for text in ended:
-            choice_id, reason = text.update.request_id, text.update.finish_reason
-            self._recorder.output(choice_id, text.output.tolist())
-            record = self._recorder.end(choice_id, keep=reason in FINISHED)
-            if record is not None:
-                self._drafts[record.draft].add(record)
-            else:
-                self._leave_out("no_positions" if reason in FINISHED else str(reason))
 
     # ---- between steps ----
 
@@ -217,7 +180,8 @@ class Learner:
         if self.failed:
             return True
         unsaved = self._keeper is not None and self._keeper.has_new
-        return not (self._pending or self._ended or self._next or unsaved or any(draft.due for draft in self._drafts))
+        busy = self._watcher.is_waiting or self._next is not None or unsaved
+        return not (busy or any(draft.due for draft in self._drafts))
 
     def _find_work(self) -> bool:
         """Whether a piece is next; looks after the drafts in turn."""
@@ -271,12 +235,12 @@ class Learner:
             rolled_back={name: draft.rolled_back for name, draft in drafts.items()},
             records={name: len(draft.buffer) for name, draft in drafts.items()},
             held_out={name: draft.buffer.num_held_out for name, draft in drafts.items()},
-            left_out=dict(stats.left_out),
+            left_out=dict(self._watcher.left_out),
             micro_steps=stats.micro_steps,
             train_s=stats.train_s,
             delay_s=stats.delay_s,
             delay_max_s=stats.delay_max_s,
-            target_tokens=self._recorder.kept,
+            target_tokens=self._watcher.rows_kept,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -287,10 +251,6 @@ class Learner:
                 if self._keeper is not None:
                     self._keeper.close()
 
-    def _leave_out(self, reason: str) -> None:
-        left_out = self._stats.left_out
-        left_out[reason] = left_out.get(reason, 0) + 1
-
     @contextmanager
     def _contained(self) -> Iterator[None]:
         """What is raised in here is no reason to stop serving: the versions in force stay, and learning ends."""
@@ -299,6 +259,5 @@ class Learner:
         except Exception:
             _log.exception("learning has stopped; the versions of drafts that serve now go on serving")
             self.failed = True
-            self._pending, self._ended, self._run, self._next = None, [], None, None
-            left_out = self._stats.left_out
-            left_out["failed"] = left_out.get("failed", 0) + max(len(self._recorder), 1)
+            self._run, self._next = None, None
+            self._watcher.stop("failed")

@@ -118,15 +118,19 @@ class LLM:
         *,
         slo: SLO | Sequence[SLO] | None = None,
         cache_salt: str | Sequence[str] = "",
+        learn: bool | Sequence[bool] = True,
+        draft_tag: str | Sequence[str] = "",
     ) -> list[GenerateOutput]:
         """Complete all prompts together and return them in order.
 
-        prompts: texts or token ids. sampling_params, slo, cache_salt: one for all, or one per prompt; without
-        sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their salts
-        are the same. A choice that cannot go on ends with finish_reason "error", and the others go on. Raises
-        RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none runs on.
+        prompts: texts or token ids. sampling_params, slo, cache_salt, learn, draft_tag: one for all, or one per prompt;
+        without sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their
+        salts are the same. learn: whether drafts may learn from the text, where they do. draft_tag: the name of the
+        draft to use; "": the engine chooses. A choice that cannot go on ends with finish_reason "error", and the others
+        go on. Raises RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none
+        runs on.
         """
-        requests = self._requests(prompts, sampling_params, slo, cache_salt)
+        requests = self._requests(prompts, sampling_params, slo, cache_salt, learn, draft_tag)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
         collector = _Collector(dict(zip((r.request_id for r in requests), outputs, strict=True)))
         config = self._engine.config
@@ -153,9 +157,11 @@ class LLM:
         *,
         slo: SLO | None = None,
         cache_salt: str = "",
+        learn: bool = True,
+        draft_tag: str = "",
     ) -> Iterator[OutputChunk]:
         """Complete one prompt, chunk by chunk as steps emit them; leaving the loop early aborts the request."""
-        (request,) = self._requests([prompt], sampling_params, slo, cache_salt)
+        (request,) = self._requests([prompt], sampling_params, slo, cache_salt, learn, draft_tag)
         chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
         self._engine.submit(request, chunks.put)
         left = request.sampling.n
@@ -184,15 +190,23 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         slo: SLO | Sequence[SLO] | None,
         cache_salt: str | Sequence[str],
+        learn: bool | Sequence[bool],
+        draft_tag: str | Sequence[str],
     ) -> list[GenerateRequest]:
         many = _as_prompts(prompts)
         sampling = _one_each(sampling_params or self.info.defaults.sampling_params(), len(many), "sampling_params")
         slos = _one_each(slo or SLO(), len(many), "slo")
         salts = _one_each(cache_salt, len(many), "cache_salt")
+        learns, tags = _one_each(learn, len(many), "learn"), _one_each(draft_tag, len(many), "draft_tag")
         return [
-            GenerateRequest(uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo, cache_salt=salt)
-            for prompt, one_sampling, one_slo, salt in zip(many, sampling, slos, salts, strict=True)
-        ]
+            GenerateRequest(
+                uuid.uuid4().hex, self._prompt_ids(prompt), one_sampling, one_slo, cache_salt=salt, learn=may_learn,
+                draft_tag=tag,
+            )
+            for prompt, one_sampling, one_slo, salt, may_learn, tag in zip(
+                many, sampling, slos, salts, learns, tags, strict=True
+            )
+        ]  # fmt: skip
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

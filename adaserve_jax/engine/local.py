@@ -18,13 +18,13 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.distill.learner import Learner
-from adaserve_jax.engine.learning import build_learner
+from adaserve_jax.engine.learning import build_learner, build_router, learning_bytes
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -97,7 +97,8 @@ class LocalEngine:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
         policy = policy_of(config)  # before minutes of compiling
-        self._executor = load_executor(config, self._progress, swaps=policy.elastic)
+        room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
+        self._executor = load_executor(config, self._progress, swaps=policy.elastic, **room)
         try:
             self._get_ready()
         except BaseException:
@@ -116,7 +117,8 @@ class LocalEngine:
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         self._grammars, self._no_grammars = self._load_grammars()
-        self._learner = build_learner(self._executor, config, self._calibrator, self._progress)
+        self._router = build_router(config, self._executor, self._tokenizer)
+        self._learner = build_learner(self._executor, config, self._calibrator, self._router, self._progress)
         self._core = self._build_core(config)
         self._info = self._describe(config)
 
@@ -205,6 +207,12 @@ class LocalEngine:
                 param="prompt",
                 code="invalid_value",
             )
+        if request.draft_tag and self._router is None:
+            raise RequestError(
+                f"draft_tag must be absent: this engine has no draft; got {request.draft_tag!r}", param="draft_tag"
+            )
+        if request.draft_tag and self._router is not None:
+            self._router.index(request.draft_tag)
         return self._core.check(request)
 
     def _enqueue(self, request: GenerateRequest, shared: Shared | None) -> None:
@@ -296,9 +304,15 @@ class LocalEngine:
         with self._lock:
             self._queued -= request.sampling.n
         try:
-            self._core.add(request, arrival_s, shared)
+            self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
             self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
+
+    def _draft_of(self, request: GenerateRequest) -> int:
+        """The index of the draft that is to speculate for it."""
+        if self._router is None:
+            return 0
+        return self._router.route(request, self._tokenizer.decode(request.prompt_ids) if self._router.needs_text else "")
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:

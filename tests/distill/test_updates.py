@@ -1,0 +1,134 @@
+"""From records to versions: what is learned serves, what is worse does not, and what became worse is taken back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from adaserve_jax.distill.batches import pack
+from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.trainer import Trainer
+from adaserve_jax.distill.updates import PROBATION_RECORDS
+from tests.distill.bigrams import LEARN, LENGTH, NUM_TOKENS, VOCAB, Language, Served, programs_of
+
+
+@pytest.fixture(scope="module")
+def programs() -> TrainPrograms:
+    return programs_of()
+
+
+def same(one: dict, other: dict) -> bool:
+    return all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_drafts_learn_what_is_served(programs: TrainPrograms):
+    served, language = Served(programs), Language(1)
+    done = served.take(language.records(160))
+    updates = served.updates
+    assert updates.version == updates.updates == len(served.versions) > 10
+    assert updates.refused == updates.rolled_back == 0
+    assert updates.acceptance is not None and updates.acceptance > 0.6
+    assert set(done) == {"accumulate", "apply", "check", "swap"}
+    assert done.count("apply") == LEARN.learn_steps * updates.updates
+    assert not same(served.versions[0], served.versions[-1])
+
+
+def test_an_update_waits_for_new_records_and_for_one_to_be_checked_by(programs: TrainPrograms):
+    served, language = Served(programs), Language(1)
+    assert served.take([language.record() for _ in range(20)]) == []
+    assert served.take([language.record(held_out=True)]) != []
+    assert served.updates.version == 1
+    assert served.take([language.record() for _ in range(LEARN.learn_every - 1)]) == []
+    assert "swap" in served.take([language.record()])
+    assert served.updates.version == 2
+
+
+def test_held_out_records_are_never_trained_on(programs: TrainPrograms):
+    """Held-out texts in another language than the others: acceptance on them stays where it was, about."""
+    served, one, other = Served(programs, replace(LEARN, learn_tolerance=1.0)), Language(1), Language(2)
+    for _ in range(8):
+        served.take([*(one.record() for _ in range(8)), other.record(held_out=True)])
+    assert served.updates.version > 4
+    assert served.updates.acceptance is not None and served.updates.acceptance < 0.4
+
+
+def test_no_number_serves(programs: TrainPrograms):
+    """Rows that are no distribution, as if nobody had kept them out: the gradient is refused, and learning goes on."""
+    served, language = Served(programs), Language(1)
+    served.take(language.records(16))
+    version, weights = served.updates.version, served.versions[-1]
+    served.take([replace(language.record(), log_p=np.full((LENGTH - 1, VOCAB), np.nan)) for _ in range(64)])
+    updates = served.updates
+    assert updates.refused > 0 and updates.version == version
+    assert same(updates.trainer.weights(), weights)
+
+
+def test_a_client_with_wrong_rows_changes_nothing_for_the_others(programs: TrainPrograms):
+    """One client's texts, and its share of the held-out ones, are in a language that contradicts the others' at every
+    token. Drafts that learned it would do better over all, and worse for everybody else."""
+    served, language, poison = Served(programs), Language(1), Language(99)
+    served.take(language.records(200, tenant="honest"))
+    updates, honest = served.updates, [language.record(tenant="honest") for _ in range(8)]
+    before = acceptance_on(updates.trainer, honest)
+    assert before > 0.6
+    served.take([poison.record(tenant="client", held_out=index % 4 == 3) for index in range(320)])
+    assert {record.tenant for record in updates.buffer.held_out()} == {"honest", "client"}
+    assert updates.refused > 0
+    updates.settle()
+    assert same(updates.trainer.weights(), served.versions[-1])
+    assert acceptance_on(updates.trainer, honest) > before - 2 * LEARN.learn_tolerance
+
+
+def acceptance_on(trainer: Trainer, records: list[Record]) -> float:
+    scores = [trainer.evaluate(batch) for batch in pack(records, NUM_TOKENS, np.random.default_rng(0))]
+    return sum(each.overlap_sum for each in scores) / sum(each.weight for each in scores)
+
+
+def test_a_version_that_turns_out_worse_is_taken_back():
+    """It serves since it does well on the latest held-out texts, which are in a new language; the next ones are in the
+    old one again. Its number is not used twice."""
+    learn = replace(LEARN, learn_buffer=8)
+    served, old, new = Served(programs_of(learn), learn), Language(1), Language(2)
+    updates = served.updates
+    served.take(old.records(161))
+    version, weights = updates.version, served.versions[-1]
+    for record in new.records(8) + [new.record(held_out=True) for _ in range(8)]:
+        updates.add(record)
+    while updates.version == version:
+        assert list(updates.run())
+    worse = updates.version
+    assert updates.good_version == version and updates.rolled_back == 0
+    done = served.take([old.record(held_out=True) for _ in range(PROBATION_RECORDS)])
+    assert done[-1] == "swap"
+    assert (updates.version, updates.rolled_back) == (version, 1)
+    assert same(served.versions[-1], weights)
+    served.take(old.records(64))
+    assert updates.version > worse
+
+
+def test_an_update_can_be_left(programs: TrainPrograms):
+    served, language = Served(programs), Language(1)
+    served.take(language.records(48))
+    updates, weights = served.updates, served.versions[-1]
+    updates._confirm()
+    for record in language.records(8):
+        updates.add(record)
+    run = updates.run()
+    assert [next(run) for _ in range(8)].count("apply") >= 1
+    assert not same(updates.trainer.weights(), weights)
+    updates.settle()
+    assert same(updates.trainer.weights(), weights)
+    assert updates.state()["version"] == updates.version
+
+
+def test_drafts_of_one_shape_share_programs_and_nothing_else(programs: TrainPrograms):
+    code, maths = Served(programs, name="code"), Served(programs, name="maths")
+    code.take(Language(1).records(160))
+    maths.take(Language(2).records(160))
+    texts = [Language(1).record(), Language(2).record()]
+    found = [[acceptance_on(served.updates.trainer, [text]) for text in texts] for served in (code, maths)]
+    assert min(found[0][0], found[1][1]) > 0.6
+    assert max(found[0][1], found[1][0]) < 0.4

@@ -1,0 +1,305 @@
+"""An engine that learns while it serves: versions rise, texts stay, a restart goes on, and what fails ends learning."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax import LLM
+from adaserve_jax.distill import learner as learning
+from adaserve_jax.distill import lengths
+from adaserve_jax.distill.learner import Learner
+from adaserve_jax.distill.records import Record
+from adaserve_jax.engine.llm import GenerateOutput
+from adaserve_jax.errors import RequestError
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.decoder import Params
+from adaserve_jax.runtime.capture import TargetRows
+from adaserve_jax.stats import LearningStats
+from adaserve_jax.types import SamplingParams
+from tests.models.checkpoints import write_checkpoint
+from tests.oracles.llama import oracle_logits
+
+VOCAB = 320
+LEARN: dict[str, Any] = {
+    "learn_rate": 0.01, "learn_every": 4, "learn_steps": 4, "learn_top_k": VOCAB, "learn_buffer": 64,
+    "learn_held_out": 0.25, "learn_share": 1.0, "learn_tolerance": 0.05,
+}  # fmt: skip
+SMALL: dict[str, Any] = {
+    "max_requests": 8, "max_context": 64, "page_size": 8, "num_pages": 64, "max_depth": 2, "max_width": 1,
+    "max_tree_tokens": 24, "row_edges": (8,), "token_edges": (32,), "elastic": "off", "policy": "spec:2",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, list[Params]]]:
+    """A target and two drafts that know nothing of it, and the weights that these were loaded with. Micro-steps are of
+    one length, so that little is compiled."""
+    folder = tmp_path_factory.mktemp("models")
+    target = write_checkpoint(folder / "target")
+    draft, other = (write_checkpoint(folder / str(seed), seed=seed, num_hidden_layers=1) for seed in (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lengths, "longest_within", lambda limit_s, measured: 64 if measured(64) else 0)
+        llm = LLM(
+            target=str(target), draft=str(draft), drafts=(f"other={other}",), learning=LearnConfig(**LEARN), **SMALL
+        )
+    with llm:
+        executor = llm._engine.executor
+        yield llm, [executor.draft_params(index) for index in range(2)]
+        assert llm.stats().compiles_after_ready == 0
+
+
+@pytest.fixture
+def llm(engine: tuple[LLM, list[Params]]) -> LLM:
+    """With drafts as they were loaded, and a learner that knows nothing yet."""
+    learns(*engine)
+    return engine[0]
+
+
+def learns(llm: LLM, weights: list[Params], **options: Any) -> Learner:
+    """Let another learner take over."""
+    local = llm._engine
+    executor, old = local.executor, learner_of(llm)
+    for index, params in enumerate(weights):
+        executor.set_draft(params, index)
+    learner = Learner(executor, LearnConfig(**LEARN | options), local.calibrator)
+    programs = PROGRAMS.setdefault(id(llm), old._drafts[0].trainer.programs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "choose_length", lambda *_, **__: programs)
+        learner.prepare()
+    local._learner = local._core._learner = learner
+    return learner
+
+
+PROGRAMS: dict[int, Any] = {}
+
+
+def learner_of(llm: LLM) -> Learner:
+    learner = llm._engine._learner
+    assert learner is not None
+    return learner
+
+
+def serve(llm: LLM, seed: int = 0, **options: Any) -> list[GenerateOutput]:
+    """Four texts, so few that the machine does not count as loaded."""
+    prompts = np.random.default_rng(seed).integers(3, 300, (4, 6)).tolist()
+    return llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), **options)
+
+
+def rested(llm: LLM) -> LearningStats:
+    """Once nothing is left to learn."""
+    pause = threading.Event()
+    while not learner_of(llm).rests:
+        pause.wait(0.002)
+    return llm.stats().learning
+
+
+def records_of(llm: LLM, draft: int = 0) -> list[Record]:
+    rested(llm)
+    return list(learner_of(llm)._drafts[draft].buffer)
+
+
+def accepted_in(outputs: list[GenerateOutput]) -> int:
+    return sum(output.metrics.accepted_tokens for output in outputs)
+
+
+def test_what_is_served_again_is_guessed_better_and_no_text_changes(llm: LLM) -> None:
+    first = serve(llm)
+    versions = [rested(llm).version["default"]]
+    for _ in range(12):
+        serve(llm)
+        versions.append(rested(llm).version["default"])
+    stats, last = rested(llm), serve(llm)
+    assert [output.token_ids for output in last] == [output.token_ids for output in first]
+    assert versions == sorted(versions) and versions[-1] == stats.updates["default"] >= 6
+    assert accepted_in(last) > accepted_in(first) + 10
+    assert stats.held_out_acceptance["default"] > 0.5
+    assert stats.version["other"] == stats.drafted_tokens["other"] == stats.records["other"] == 0
+    assert 0 < stats.accepted_tokens["default"] < stats.drafted_tokens["default"]
+    assert stats.micro_steps > 0 and stats.train_s >= stats.delay_s >= stats.delay_max_s >= 0
+    assert stats.records["default"] == 4 * 13 > stats.held_out["default"] > 0
+    assert stats.target_tokens == 24 * 4 * 13 and not stats.left_out
+
+
+def test_records_hold_what_the_target_thought(llm: LLM) -> None:
+    """Against an oracle that reads the text from its start, with no step, tree or page."""
+    outputs = serve(llm, 1)
+    serve(llm)  # the second text of a prompt finds pages of the first
+    serve(llm)
+    records = records_of(llm)
+    assert len(records) == 12
+    texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    assert sum(record.tokens.tolist() in texts for record in records) == 4
+    for record in records:
+        logits = oracle_logits(llm.info.target, record.tokens)
+        log_p = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+        assert record.position.tolist() == list(range(5, 29))
+        order = np.argsort(-log_p, axis=1)[record.position]
+        np.testing.assert_allclose(record.log_p, np.take_along_axis(log_p[record.position], order, 1), atol=1e-3)
+        np.testing.assert_allclose(np.take_along_axis(log_p[record.position], record.ids, 1), record.log_p, atol=1e-3)
+
+
+def test_only_where_the_target_overruled_the_draft(engine: tuple[LLM, list[Params]]) -> None:
+    llm = engine[0]
+    learns(*engine)
+    serve(llm)
+    expected = [(record.tokens.tolist(), record.position[record.overruled].tolist()) for record in records_of(llm)]
+    learns(*engine, learn_positions="overruled")
+    serve(llm)
+    records = records_of(llm)
+    assert all(record.overruled.all() for record in records)
+    found = [(record.tokens.tolist(), record.position.tolist()) for record in records]
+    assert sorted(found) == sorted(each for each in expected if each[1])
+    assert 0 < sum(len(position) for _, position in found) < 24 * 4
+
+
+def test_who_opts_out_teaches_nothing(llm: LLM) -> None:
+    serve(llm, learn=[False, True, False, False])
+    stats = rested(llm)
+    assert stats.left_out == {"opt_out": 3}
+    assert stats.records["default"] == 1
+
+
+def test_a_draft_learns_from_its_own_requests(llm: LLM) -> None:
+    for _ in range(4):
+        serve(llm, draft_tag="other")
+    stats = rested(llm)
+    assert stats.version["other"] > stats.version["default"] == 0
+    assert stats.records == {"default": 0, "other": 16}
+    assert stats.drafted_tokens["default"] == 0 < stats.drafted_tokens["other"]
+    serve(llm, draft_tag=["default", "other", "", "other"])
+    assert rested(llm).records == {"default": 2, "other": 18}
+
+
+def test_an_unknown_draft_is_refused_with_those_there_are(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="default, other; got 'maths'") as caught:
+        serve(llm, draft_tag="maths")
+    assert caught.value.param == "draft_tag"
+
+
+def test_what_is_cut_short_is_left_out(llm: LLM) -> None:
+    for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)):
+        break
+    serve(llm)
+    stats = rested(llm)
+    assert stats.left_out == {"abort": 1}
+    assert stats.records["default"] == 4
+
+
+def test_another_policy_goes_on_learning(llm: LLM) -> None:
+    serve(llm)
+    rested(llm)
+    llm.set_policy("ar")
+    for _ in range(3):
+        serve(llm)
+    stats = rested(llm)
+    llm.set_policy("spec:2")
+    assert stats.records["default"] == 16  # the target says as much of a text that no draft speculated for
+    assert stats.version["default"] > 0
+
+
+class Broken:
+    """Rows that never come, or are no distribution."""
+
+    def __init__(self, rows: TargetRows | None = None):
+        self._rows = rows
+
+    def collect(self) -> TargetRows:
+        if self._rows is None:
+            raise RuntimeError("the device is gone")
+        return self._rows
+
+
+def fail(*_: object, **__: object) -> Any:
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("where", ["capture", "collect", "accumulate", "apply", "evaluate", "weights", "set_draft"])
+def test_what_fails_ends_learning_and_nothing_else(
+    llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner = learner_of(llm)
+    texts = [output.token_ids for output in serve(llm)]
+    rested(llm)
+    version = llm.stats().learning.version
+    trainer = learner._drafts[0].trainer
+    if where == "capture":
+        monkeypatch.setattr(learner._watcher, "_capture", fail)
+    elif where == "collect":
+        monkeypatch.setattr(learner._watcher, "_capture", lambda at: Broken())
+    elif where == "set_draft":
+        monkeypatch.setattr(llm._engine.executor, "set_draft", fail)
+    else:
+        monkeypatch.setattr(trainer, where, fail)
+    for _ in range(4):
+        assert [output.token_ids for output in serve(llm)] == texts
+    stats = rested(llm)
+    assert learner.failed and "learning has stopped" in caplog.text
+    assert stats.left_out["failed"] >= 4
+    assert stats.version == version
+    assert [output.token_ids for output in serve(llm)] == texts
+    assert llm.stats().compiles_after_ready == 0
+
+
+def test_rows_that_are_no_distribution_teach_nothing(llm: LLM) -> None:
+    learner = learner_of(llm)
+
+    def poisoned(at: np.ndarray) -> Broken:
+        shape = (len(at), VOCAB)
+        return Broken(TargetRows(np.zeros(shape, np.int32), np.full(shape, np.nan, np.float32)))
+
+    learner._watcher._capture = poisoned
+    for _ in range(4):
+        serve(llm)
+    stats = rested(llm)
+    assert not learner.failed
+    assert stats.left_out == {"no_positions": 16}
+    assert stats.version["default"] == stats.target_tokens == stats.micro_steps == 0
+
+
+def test_a_restart_goes_on_from_what_was_learned(engine: tuple[LLM, list[Params]], tmp_path: Path) -> None:
+    llm, weights = engine
+    options = {"learn_folder": str(tmp_path), "learn_keep_records": True}
+    learner = learns(*engine, **options)
+    for _ in range(6):
+        serve(llm)
+    before, served = rested(llm), llm._engine.executor.draft_params(0)
+    assert before.version["default"] > 0
+    learner.close()
+    learns(*engine, **options)
+    stats, again = llm.stats().learning, llm._engine.executor.draft_params(0)
+    assert stats.version == before.version
+    assert all(jnp.array_equal(again[name], served[name]) for name in served)
+    assert not all(jnp.array_equal(again[name], weights[0][name]) for name in served)
+    assert (stats.records, stats.held_out) == (before.records, before.held_out)
+    for _ in range(3):
+        serve(llm)
+    assert rested(llm).version["default"] > before.version["default"]
+    learner_of(llm).close()
+
+
+def test_no_text_reaches_the_disk_unless_asked(engine: tuple[LLM, list[Params]], tmp_path: Path) -> None:
+    learner = learns(*engine, learn_folder=str(tmp_path))
+    for _ in range(3):
+        serve(engine[0])
+    rested(engine[0])
+    learner.close()
+    assert not list(tmp_path.rglob("records*"))
+    assert list((tmp_path / "default").iterdir())
+
+
+def test_a_broken_file_of_records_is_left_alone(
+    engine: tuple[LLM, list[Params]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "default").mkdir()
+    (tmp_path / "default" / "records.npz").write_bytes(b"no archive")
+    learns(*engine, learn_folder=str(tmp_path), learn_keep_records=True)
+    assert "cannot read the kept records" in caplog.text
+    serve(engine[0])
+    assert rested(engine[0]).records["default"] == 4
