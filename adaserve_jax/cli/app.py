@@ -13,6 +13,7 @@ import adaserve_jax
 from adaserve_jax.cli.bench import bench
 from adaserve_jax.cli.config import config
 from adaserve_jax.cli.convert import convert
+from adaserve_jax.cli.distill import distill
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
@@ -55,6 +56,7 @@ app.command()(simulate)
 app.command()(report)
 app.command()(grow)
 app.command()(convert)
+app.command()(distill)
 app.command()(follow)
 app.command()(perplexity)
 app.command("version")(show_version)

@@ -1,7 +1,7 @@
 """A decoder that goes on with several texts at once over a dense KV cache: for drawing texts to learn from, not for
 serving.
 
-Axes: B texts, C tokens that each is extended by, S slots of a text, L layers, H/K query/KV heads, D head dim.
+Axes: B texts, C tokens that each is extended by, S slots of a text, H/K query/KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from adaserve_jax.models.decoder import Attend, Params, decode
 
 
 class Cache(NamedTuple):
-    """Keys and values of all texts: f[L, B, S, K, D], the token at position s in slot s."""
+    """Keys and values of all texts, of each layer f[B, S, K, D], the token at position s in slot s. Layers apart: one
+    array of all would be copied by every step."""
 
-    k: jax.Array
-    v: jax.Array
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
 
 
 def new_cache(config: ModelConfig, texts: int, slots: int, dtype: Any) -> Cache:
-    shape = (config.num_layers, texts, slots, config.num_kv_heads, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    shape = (texts, slots, config.num_kv_heads, config.head_dim)
+    k, v = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
+    return Cache(k, v)
 
 
 def extend(
@@ -35,12 +37,12 @@ def extend(
     """
     texts, added = tokens.shape
     position = start[:, None] + jnp.arange(added, dtype=jnp.int32)
-    slot = jnp.where(jnp.arange(added) < count[:, None], position, cache.k.shape[2])  # beyond the end: dropped
+    slot = jnp.where(jnp.arange(added) < count[:, None], position, cache.k[0].shape[1])  # beyond the end: dropped
     new: list[tuple[jax.Array, jax.Array]] = []
     attend = _attend(config, cache, position, slot, new)
     hidden = decode(params, config, tokens.reshape(-1), position.reshape(-1), attend)
     keys, values = zip(*new, strict=True)
-    return hidden.reshape(-1, texts, added), Cache(jnp.stack(keys), jnp.stack(values))
+    return hidden.reshape(-1, texts, added), Cache(keys, values)
 
 
 def _attend(

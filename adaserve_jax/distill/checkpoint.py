@@ -68,11 +68,14 @@ def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str,
         for step in steps:
             try:
                 about = manager.restore(step, args=_json())["about"]
+                _check_about(folder, about, like)
                 arrays = _arrays(folder / str(step) / "state", list(like.arrays))
+            except CheckpointError:
+                raise
             except Exception as error:  # whatever a broken file makes of orbax
                 _log.warning("%s: checkpoint %s cannot be read and is left out: %s", folder, step, error)
                 continue
-            _check(folder, arrays, about, like)
+            _check_arrays(folder, arrays, like)
             if checksum(arrays) == about["content"]:
                 return arrays, about["meta"]
             _log.warning("%s: checkpoint %s was changed since it was written and is left out", folder, step)
@@ -125,7 +128,8 @@ def checksum(arrays: Mapping[str, Any]) -> int:
     return value
 
 
-def _check(folder: Path, arrays: dict[str, np.ndarray], about: dict[str, Any], like: Snapshot) -> None:
+def _check_about(folder: Path, about: dict[str, Any], like: Snapshot) -> None:
+    """Before any array is read: another rank has others."""
     if about.get("format") != _FORMAT:
         raise CheckpointError(f"{folder}: expected format {_FORMAT}, got {about.get('format')!r}; take another folder")
     if about["draft"] != like.draft:
@@ -138,6 +142,9 @@ def _check(folder: Path, arrays: dict[str, np.ndarray], about: dict[str, Any], l
             f"{folder}: it was written with learn_lora_rank {about['rank']}, which is now {like.rank}; set it back, "
             "or take another learn_folder"
         )
+
+
+def _check_arrays(folder: Path, arrays: dict[str, np.ndarray], like: Snapshot) -> None:
     for name, array in like.arrays.items():
         found = arrays[name]
         if found.shape != array.shape:

@@ -7,8 +7,8 @@ between two rounds, so that a run that was stopped ends as if it had not been.
 
 from __future__ import annotations
 
+import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,9 +25,12 @@ from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.distill.written import Writer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.settings import read_json
 from adaserve_jax.types import Progress
 
 SAVE_EVERY_S = 120.0
+SETTINGS, WEIGHTS = "settings.json", "weights"
+"""What lies in the folder of a run's state, beside the texts that the target wrote."""
 _HELD_OUT, _TRAINED = 0, 1
 """Streams of random orders."""
 
@@ -55,7 +58,7 @@ class Done:
     rounds: int = 0
     steps: int = 0
     tokens: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     epoch_loss: float = 0.0
     epoch_tokens: int = 0
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Done:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Done:
         evaluations = [Evaluation(**each) for each in values["evaluations"]]
-        return cls(**{**values, "seconds": Counter(values["seconds"]), "evaluations": evaluations})
+        return cls(**{**values, "evaluations": evaluations})
 
 
 class Distillation:
@@ -110,29 +113,35 @@ class Distillation:
             return False
         return True
 
+    def weights(self) -> Params:
+        """The draft as it is now."""
+        return self._trainer.weights()
+
     def save(self, folder: Path) -> None:
         """Write the state after the last round. Raises CheckpointError: it cannot be written."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1) + "\n")
             self._writer.save(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot save the run: {error.strerror}") from None
         self._trainer.mark_good()
-        self._trainer.save(folder, self.done.rounds, {"settings": self._settings, "done": self.done.to_json()})
+        self._trainer.save(folder / WEIGHTS, self.done.rounds, self.done.to_json())
 
     def load(self, folder: Path) -> None:
         """Go on from a saved state. Raises CheckpointError: there is none, or it was begun with other settings."""
-        meta = self._trainer.load(folder)
-        if meta is None:
-            raise CheckpointError(f"{folder}: expected the state of a run that was stopped, found none; begin anew")
-        for name, value in self._settings.items():
-            if meta["settings"].get(name) != value:
+        begun = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        for name, value in self._settings.items() if begun else ():
+            if begun.get(name) != value:
                 raise CheckpointError(
-                    f"{folder}: the run was begun with {name} {meta['settings'].get(name)!r}, not {value!r}; give what "
-                    "it was begun with, or remove that folder and begin anew"
+                    f"{folder}: the run was begun with {name} {begun.get(name)!r}, not {value!r}; give what it was "
+                    "begun with, or remove that folder and begin anew"
                 )
+        done = self._trainer.load(folder / WEIGHTS) if begun else None
+        if done is None:
+            raise CheckpointError(f"{folder}: expected the state of a run that was stopped, found none; begin anew")
         self._writer.load(folder)
-        self.done = Done.from_json(meta["done"])
+        self.done = Done.from_json(done)
 
     def _held_out_batches(self) -> list[Batch]:
         texts: list[np.ndarray] = []
@@ -228,7 +237,7 @@ class Distillation:
         try:
             yield
         finally:
-            self.done.seconds[what] += self._clock() - start
+            self.done.seconds[what] = self.done.seconds.get(what, 0.0) + self._clock() - start
 
 
 class _StoppedError(Exception):

@@ -1,0 +1,254 @@
+"""`adaserve distill`: a draft that agrees more with its target, from prompts alone or from what a server learned."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from adaserve_jax.bench.readers import AUTO
+from adaserve_jax.bench.workload import PACKAGED, load_workload
+from adaserve_jax.cli.bench_requests import FORMAT_HELP
+from adaserve_jax.cli.options import takes
+from adaserve_jax.cli.points import say
+from adaserve_jax.cli.terminal import progress_bar
+from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.writing import TYPES, check_new
+from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+from adaserve_jax.types import Progress
+
+if TYPE_CHECKING:
+    from adaserve_jax.distill.offline import Distillation, Evaluation
+    from adaserve_jax.distill.opening import Models
+    from adaserve_jax.models.tokenizer import Tokenizer
+
+INTERRUPTED_STATUS = 130
+TABLE_COLUMNS = 100
+DTYPES = ("auto", "f32", "bf16")
+
+
+@takes("config", OfflineConfig, FIELD_HELP)
+def distill(
+    config: OfflineConfig,
+    out: Annotated[Path, typer.Option(help="folder to write the draft to, new or empty: a Hugging Face checkpoint")],
+    target: Annotated[str, typer.Option(help="checkpoint folder of the target, or 'demo'")] = "demo",
+    draft: Annotated[str, typer.Option(help="checkpoint folder of the draft to begin with, or 'demo'")] = "demo",
+    prompts: Annotated[
+        str,
+        typer.Option(help=f"file of prompts: .txt, one on each line, or any workload; '{PACKAGED}': the packaged one"),
+    ] = "",
+    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
+    dtype: Annotated[
+        str, typer.Option(help="type that both models compute in: f32, bf16, or auto, by device")
+    ] = "auto",
+    save_dtype: Annotated[
+        str, typer.Option(help="type of the weights that are written: f16, bf16, f32, or auto, that of the draft")
+    ] = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="go on with a run that was stopped, by its --out")] = False,
+    from_checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="a server's learn_folder: write what it learned, and train nothing"),
+    ] = None,
+    draft_name: Annotated[str, typer.Option(help="with --from-checkpoint: the server's name of the draft")] = "default",
+    json_out: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
+) -> None:
+    """Train a draft to agree with its target, and write it as a checkpoint: docs/learning.md."""
+    for name, value, known in (("dtype", dtype, DTYPES), ("save-dtype", save_dtype, ("auto", *TYPES))):
+        if value not in known:
+            raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+    if bool(prompts) == (from_checkpoint is not None):
+        raise ConfigError("give --prompts to train, or --from-checkpoint to write what a server learned; one of them")
+    check_new(out)
+    folders = resolve_folder(target, "target"), resolve_folder(draft, "draft")
+    with progress_bar() as progress:
+        progress("loading", 0, 1)
+        from adaserve_jax.distill.opening import Models, write_draft  # imports jax
+
+        models = Models.find(*folders)
+        if from_checkpoint is not None:
+            _write_learned(models, from_checkpoint, draft_name, out, config, dtype, save_dtype, progress)
+            return
+        state = out.with_name(f"{out.name}.training")
+        _check_state(state, resume=resume)
+        with _interrupts() as interrupts:
+            run = _open(models, _read(prompts, format, models.tokenizer), config, dtype, progress, interrupts)
+            if resume:
+                run.load(state)
+            finished = run.run(state, _say_epoch)
+        if finished:
+            try:
+                write_draft(run.weights(), models.draft_folder, out, save_dtype, progress)
+            except BaseException:
+                run.save(state)
+                raise
+            shutil.rmtree(state, ignore_errors=True)
+    _print(run.done.evaluations)
+    if not finished:
+        say(
+            f"stopped after {run.done.rounds} of {run.num_rounds} rounds, kept in {state}; to go on: "
+            f"{_resume_command()}"
+        )
+        raise typer.Exit(INTERRUPTED_STATUS)
+    _say_what_came(run, out)
+    if json_out is not None:
+        _write_json(json_out, run, target, draft, prompts, config)
+
+
+class _Interrupts:
+    """Counts Ctrl-C: the first asks for an end after the round, the second ends at once."""
+
+    count = 0
+
+    def __call__(self) -> bool:
+        return self.count > 0
+
+    def received(self, *_: object) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
+        say("stopping when this round's texts are learned; Ctrl-C again: at once, without them")
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    before = signal.signal(signal.SIGINT, interrupts.received)
+    try:
+        yield interrupts
+    except KeyboardInterrupt:
+        say("stopped at once; what was saved last is kept")
+        raise typer.Exit(INTERRUPTED_STATUS) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_state(state: Path, *, resume: bool) -> None:
+    if resume and not state.is_dir():
+        raise ConfigError(f"--resume: expected the state of a run that was stopped in {state}, found nothing there")
+    if state.exists() and not resume:
+        raise ConfigError(f"{state} holds a run that was stopped; give --resume to go on with it, or remove it")
+
+
+def _open(
+    models: Models, prompts: list[list[int]], config: OfflineConfig, dtype: str, progress: Progress, stop: _Interrupts
+) -> Distillation:
+    from adaserve_jax.distill.opening import Prompts, open_distillation
+
+    kept = Prompts.of(prompts, config, models.max_context)
+    for count, why in ((kept.repeated, "repeated or empty"), (kept.too_long, "too long for the models' context")):
+        if count:
+            say(f"left out: {count} of {len(prompts)} prompts, {why}")
+    return open_distillation(models, kept, config, _type(dtype), progress=progress, wants_stop=stop)
+
+
+def _type(name: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    from adaserve_jax.runtime.compiling import default_cache_folder, use_compile_cache
+
+    use_compile_cache(default_cache_folder())
+    if name == "auto":
+        name = "f32" if jax.local_devices()[0].platform == "cpu" else "bf16"
+    return jnp.dtype(jnp.float32 if name == "f32" else jnp.bfloat16)
+
+
+def _read(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each prompt; of a conversation, ready for the answer."""
+    if Path(prompts).suffix == ".txt" and format == AUTO:
+        return [tokenizer.encode(line) for line in _lines(Path(prompts))]
+    workload = load_workload(None if prompts == PACKAGED else Path(prompts), format=format)
+    items = [item for item in workload.items if not item.by_length]
+    if not items:
+        raise ConfigError(f"{prompts} has lengths of prompts only; give a file that has their texts")
+    return [
+        tokenizer.encode(item.prompt)
+        if item.prompt is not None
+        else tokenizer.apply_chat_template([asdict(message) for message in item.messages])
+        for item in items
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read prompts {path}: {error.strerror}; give the path of a file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts {path} must be UTF-8, but byte {error.start} is not") from None
+    return [line for line in lines if line.strip()]
+
+
+def _write_learned(
+    models: Models, folder: Path, name: str, out: Path, config: OfflineConfig, dtype: str, save_dtype: str,
+    progress: Progress,
+) -> None:  # fmt: skip
+    from adaserve_jax.distill.opening import learned_online, write_draft
+
+    params, noted = learned_online(models, folder, name, config, _type(dtype), progress)
+    write_draft(params, models.draft_folder, out, save_dtype, progress)
+    version = f", version {noted['version']}" if "version" in noted else ""
+    say(f"{out}: draft {name!r} as it was learned{version}; serve it with: adaserve serve --draft {_quoted(out)}")
+
+
+def _say_epoch(found: Evaluation) -> None:
+    what = "before training" if found.epoch == 0 else f"epoch {found.epoch}"
+    say(f"{what}: held-out acceptance {found.acceptance:.4f}, loss {found.loss:.4f}", style="dim")
+
+
+def _print(evaluations: Sequence[Evaluation]) -> None:
+    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, TABLE_COLUMNS))
+    table = Table()
+    for header in ("draft", "held-out acceptance", "held-out loss", "training loss", "steps", "tokens", "seconds"):
+        table.add_column(header, justify="left" if header == "draft" else "right")
+    for each in evaluations:
+        table.add_row(
+            "before" if each.epoch == 0 else f"epoch {each.epoch}", f"{each.acceptance:.4f}", f"{each.loss:.4f}",
+            "" if each.training_loss is None else f"{each.training_loss:.4f}", str(each.steps), f"{each.tokens:,}",
+            f"{each.seconds:.1f}",
+        )  # fmt: skip
+    if evaluations:
+        console.print(table)
+
+
+def _say_what_came(run: Distillation, out: Path) -> None:
+    first, last = run.done.evaluations[0], run.done.evaluations[-1]
+    if last.acceptance < first.acceptance:
+        say("held-out acceptance fell: try a lower --rate, more prompts, or fewer --epochs", style="bold red")
+    spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in run.done.seconds.items())
+    say(f"{out}: {count_parameters(out):,} parameters; {spent}; serve it with: adaserve serve --draft {_quoted(out)}")
+
+
+def _write_json(path: Path, run: Distillation, target: str, draft: str, prompts: str, config: OfflineConfig) -> None:
+    result = {
+        "commit": source_commit(), "machine": machine_name(), "target": target, "draft": draft, "prompts": prompts,
+        "settings": asdict(config), "seconds": dict(run.done.seconds),
+        "evaluations": [asdict(each) for each in run.done.evaluations],
+    }  # fmt: skip
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    say(f"result in {path}", style="dim")
+
+
+def _resume_command() -> str:
+    given = [text for text in sys.argv[1:] if text != "--resume"]
+    return shlex.join(["adaserve", *given, "--resume"])
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))

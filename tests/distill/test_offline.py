@@ -1,0 +1,164 @@
+"""A distilled draft accepts more; a run that was stopped ends as if it had not been; what is chosen is what happens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.distill.offline import Distillation, reset_top_layer, split
+from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
+from adaserve_jax.distill.opening import Models, Prompts, open_distillation, write_draft
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import init_params
+from adaserve_jax.models.loading import load_params
+from tests.models.checkpoints import write_checkpoint
+
+CONFIG = OfflineConfig(
+    max_tokens=6, epochs=2, rate=3e-3, top_k=16, round_prompts=4, rows=4, step_tokens=64, held_out=0.25, seed=3
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("distill")
+    target = write_checkpoint(folder / "target", seed=1, num_hidden_layers=1)
+    draft = write_checkpoint(folder / "draft", seed=2, num_hidden_layers=1)
+    return Models.find(target, draft)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 300, rng.integers(1, 9)).tolist() for _ in range(16)]
+
+
+def _open(models: Models, prompts: list[list[int]], config: OfflineConfig, **more: Any) -> Distillation:
+    kept = Prompts.of(prompts, config, models.max_context)
+    options = {"progress": lambda *_: None, "wants_stop": lambda: False} | more
+    return open_distillation(models, kept, config, jnp.float32, **options)
+
+
+def _without_times(run: Distillation) -> list[dict[str, Any]]:
+    return [{**asdict(each), "seconds": 0} for each in run.done.evaluations]
+
+
+def _same(ours: dict[str, jax.Array], theirs: dict[str, jax.Array]) -> bool:
+    return all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("sampling", ["teacher", "mixed"])
+def test_a_stopped_run_ends_as_one_that_was_not(
+    models: Models, prompts: list[list[int]], tmp_path: Path, sampling: str
+) -> None:
+    """Stopped while texts are written, in the second epoch; held-out acceptance rises on the way."""
+    config = replace(CONFIG, sampling=sampling, schedule="cosine", warmup=0.2)
+    whole = _open(models, prompts, config)
+    told: list[float] = []
+    assert whole.run(tmp_path / "whole", lambda found: told.append(found.acceptance))
+    first, *_, last = whole.done.evaluations
+    assert [each.epoch for each in whole.done.evaluations] == [0, 1, 2]
+    assert told == [each.acceptance for each in whole.done.evaluations]
+    assert last.acceptance > first.acceptance and last.loss < first.loss
+    assert (whole.done.rounds, whole.num_rounds) == (6, 6)
+    assert not (tmp_path / "whole").exists()
+
+    state = tmp_path / "state"
+    stopped = _open(models, prompts, config)
+    stopped._wants_stop = lambda: stopped.done.rounds == 4
+    assert not stopped.run(state)
+    assert stopped.done.rounds == 4
+    resumed = _open(models, prompts, config)
+    resumed.load(state)
+    assert resumed.run(state)
+    assert _same(resumed.weights(), whole.weights())
+    assert _without_times(resumed) == _without_times(whole)
+
+    with pytest.raises(CheckpointError, match=r"the run was begun with rate 0\.003, not 0\.1; give what it was begun"):
+        _open(models, prompts, replace(config, rate=0.1)).load(state)
+    with pytest.raises(CheckpointError, match="expected the state of a run that was stopped, found none"):
+        _open(models, prompts, config).load(tmp_path / "nothing")
+
+
+def test_what_is_trained_on_is_not_measured_on(models: Models, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Each prompt of the other part is written to and learned from once per epoch, the held-out ones never."""
+    run = _open(models, prompts, replace(CONFIG, sampling="student", epochs=1, prompt_rows=True))
+    seen: list[int] = []
+    by_both = run._writer.by_both
+    run._writer.by_both = lambda indices, *rest: seen.extend(indices) or by_both(indices, *rest)
+    run.run(tmp_path / "state")
+    held_out, trained = split(16, 0.25, CONFIG.seed)
+    assert (sorted(seen), sorted(run._writer.kept)) == (trained, held_out)
+    assert len(held_out) == 4 and sorted(held_out + trained) == list(range(16))
+    texts_at_most = sum(len(prompts[index]) + CONFIG.max_tokens - 1 for index in trained)
+    assert sum(len(prompts[index]) for index in trained) <= run.done.tokens <= texts_at_most
+
+
+def test_a_reset_layer_is_all_that_changes_and_accepts_less(models: Models, prompts: list[list[int]]) -> None:
+    config = ModelConfig.from_folder(models.target_folder)
+    config = replace(config, num_layers=3)
+    params, fresh = init_params(config, 1), init_params(config, 2, jnp.bfloat16)
+    found = reset_top_layer(params, fresh)
+    changed = {name for name in params if not np.array_equal(found[name], params[name])}
+    assert changed == {f"layers.2.{name}" for name in ("qkv", "out", "gate_up", "down")}
+    assert all(found[name].dtype == jnp.float32 for name in found)
+
+
+def test_weights_that_are_no_numbers_end_the_run(models: Models, prompts: list[list[int]], tmp_path: Path) -> None:
+    run = _open(models, prompts, replace(CONFIG, rate=1e30))
+    with pytest.raises(ConfigError, match=r"training gave a loss of .* rate must be lower than 1e\+30"):
+        run.run(tmp_path / "state")
+
+
+def test_a_written_draft_is_whole_or_not_there(models: Models, tmp_path: Path) -> None:
+    params = init_params(models.draft, 5)
+    write_draft(params, models.draft_folder, tmp_path / "new" / "draft", "f32", lambda *_: None)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["draft"]
+    assert _same(load_params(tmp_path / "new" / "draft", models.draft), params)
+    with pytest.raises(CheckpointError, match="of another model"):
+        write_draft({}, models.draft_folder, tmp_path / "other" / "draft", "f32", lambda *_: None)
+    assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_prompts_that_do_not_fit_are_counted() -> None:
+    prompts = [[1, 2], [1, 2], [3], [4] * 90, []]
+    kept = Prompts.of(prompts, CONFIG, 96)
+    assert [prompt.tolist() for prompt in kept.kept] == [[1, 2], [3], [4] * 90]
+    assert (kept.repeated, kept.too_long) == (2, 0)
+    with pytest.raises(ConfigError, match=r"at least 2 different prompts of at most 1 tokens .*got 1 of 5: 2 repeated"):
+        Prompts.of(prompts, CONFIG, 7)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    constant = OfflineConfig(warmup=0.25)
+    assert [constant.rate_share(at) for at in (0, 0.125, 0.25, 0.9)] == [0, 0.5, 1, 1]
+    cosine = OfflineConfig(schedule="cosine", warmup=0.2)
+    assert [cosine.rate_share(at) for at in (0.1, 0.2, 0.6, 1)] == pytest.approx([0.5, 1, 0.5, 0])
+    assert OfflineConfig(warmup=1).rate_share(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sampling": "tutor"}, "sampling must be one of teacher, student, mixed, got 'tutor'"),
+        ({"loss": "mse"}, "loss must be one of kl, reverse_kl, jsd, got 'mse'"),
+        ({"rate": 0.0}, "rate must be a finite number above 0, got 0.0"),
+        ({"held_out": 1.0}, "held-out must be a number between 0 and 1, got 1.0"),
+        ({"epochs": 0}, "epochs must be an integer >= 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
+        ({"warmup": 2.0}, "warmup must be a number from 0 to 1, got 2.0"),
+    ],
+)
+def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OfflineConfig(**given)
+
+
+def test_every_setting_has_its_help() -> None:
+    assert FIELD_HELP.keys() == asdict(OfflineConfig()).keys()
