@@ -1,4 +1,4 @@
-"""Prompts of four kinds of traffic that the embedded target speaks, those to be served apart from those to be judged by.
+"""Prompts of four kinds of traffic that the embedded target speaks: some to be served, others to be judged by.
 
 Code is cut from files of the standard library that the embedded pair never saw; some files are for judging alone.
 Knows files, nothing of models.
@@ -35,7 +35,8 @@ class Domain:
 
 
 def domains(names: tuple[str, ...], gsm8k: Path | None, served: int, judged: int, seed: int = 0) -> list[Domain]:
-    """So many prompts of each kind, the same for the same seed. gsm8k: train.jsonl.gz, for maths. Raises ConfigError."""
+    """So many prompts of each kind, the same for the same seed. gsm8k: train.jsonl.gz, for maths. Raises
+    ConfigError."""
     return [_BUILD[name](gsm8k, served, judged, random.Random(f"{seed}/{name}")) for name in names]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from adaserve_jax import LLM, EngineConfig, SamplingParams
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.export import export
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 
@@ -88,9 +90,10 @@ def acceptance_of(draft: str, judge: Judge) -> dict[str, float]:
 
 def run(
     name: str, config: EngineConfig, stream: Sequence[Asked], judge: Judge, *, every: int,
-    note: Callable[[str], None],
+    note: Callable[[str], None], keep: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Serve the stream in waves, and judge after each `every` requests."""
+    """Serve the stream in waves, and judge after each `every` requests. keep: folder that the first draft is written
+    to as it is in the end."""
     engine = LocalEngine(config)
     engine.start()
     with LLM.over(engine) as llm:
@@ -102,7 +105,7 @@ def run(
             began = time.monotonic()
             outputs = llm.generate(
                 [each.prompt for each in wave], [sampling(first + i) for i in range(len(wave))],
-                **({"draft_tag": [each.tag for each in wave]} if any(each.tag for each in wave) else {}),
+                draft_tag=[each.tag for each in wave],
             )  # fmt: skip
             done = time.monotonic()
             while engine.learner is not None and not engine.learner.rests:
@@ -116,6 +119,9 @@ def run(
                 note(f"{name}: {served} requests, {_shown(points[-1].acceptance)}, version {points[-1].version}")
         learning = engine.stats().learning
         compiles = engine.stats().compiles_after_ready
+        if keep is not None:
+            shutil.rmtree(keep, ignore_errors=True)
+            export(engine.executor.draft_params(0), resolve_folder(str(config.draft), "draft"), keep, dtype="f32")
     learn = None if config.learning is None else asdict(config.learning)
     return Run(name, learn, points, asdict(learning), serve_s, learning.train_s, compiles)
 
@@ -139,13 +145,15 @@ class _Watch:
         }  # fmt: skip
         sums: dict[str, np.ndarray] = {}
         for domain, accepted, steps in self._latest[-SERVED_WINDOW:]:
-            sums[domain] = sums.get(domain, np.zeros(2)) + (accepted, steps)
+            sums[domain] = sums.get(domain, np.zeros(2)) + np.array([accepted, steps])
         served = {domain: float(accepted / steps) for domain, (accepted, steps) in sums.items() if steps}
         learning = self._engine.stats().learning
         return Point(requests, acceptance, served, dict(learning.version))
 
 
-def learning_config(draft: str, learn: LearnConfig | None, drafts: dict[str, str], route: str, policy: str) -> EngineConfig:
+def learning_config(
+    draft: str, learn: LearnConfig | None, drafts: dict[str, str], route: str, policy: str
+) -> EngineConfig:
     named = tuple(f"{name}={folder}" for name, folder in drafts.items())
     return EngineConfig(
         draft=draft, drafts=named, route=route, policy=policy, learning=learn, max_context=MAX_CONTEXT,

@@ -88,7 +88,8 @@ def narrow(
     runs = []
     for name in variants.split(","):
         config = learning_config(start, VARIANTS[name], {}, "tag", policy)
-        runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note))
+        keep = work / f"{name}-{domain}"
+        runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note, keep=keep))
         write(out / f"narrow-{domain}.json", policy, found, runs)
 
 
@@ -164,7 +165,8 @@ def offline_of(work: Path, start: str, domain: Domain) -> str:
 
 
 def write(
-    path: Path, policy: str, found: dict[str, dict[str, float]], runs: list[Run], domains_in_order: list[str] | None = None
+    path: Path, policy: str, found: dict[str, dict[str, float]], runs: list[Run],
+    domains_in_order: list[str] | None = None,
 ) -> None:  # fmt: skip
     """found: acceptance by domain of drafts that do not learn."""
     path.parent.mkdir(parents=True, exist_ok=True)
