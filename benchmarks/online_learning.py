@@ -106,8 +106,11 @@ def shift(
 
 @app.command()
 def mixed(
-    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 4000, judged: Judged = 48, every: Every = 200,
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 2400, judged: Judged = 48, every: Every = 200,
     policy: Policy = "spec:4",
+    steps: Annotated[int, typer.Option(help="optimiser steps of an update: more than by default, so that what sets "
+                                       "the drafts apart is what they can hold, not how long they were taught")] = 12,
+    which: Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")] = "one,tag,topic",
     kinds: Annotated[str, typer.Option(help="kinds of traffic, comma-separated")] = "code,maths",
 ) -> None:  # fmt: skip
     """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic."""
@@ -120,19 +123,20 @@ def mixed(
     # By topic: a tenth of the clients say what they ask, and that is what the others are told apart by.
     some = [replace(asked, tag=asked.domain if index % 10 == 0 else "") for index, asked in enumerate(stream)]
     ways = [("one", stream, {}, "tag"), ("tag", tagged, drafts, "tag"), ("topic", some, drafts, "topic")]
-    _of_all("mixed", each, ways, work, out, every, policy)
+    chosen = [way for way in ways if way[0] in which.split(",")]
+    _of_all("mixed", each, chosen, work, out, every, policy, replace(LEARN, learn_steps=steps))
 
 
 def _of_all(
     name: str, each: list[Domain], ways: list[tuple[str, list[Asked], dict[str, str], str]], work: Path, out: Path,
-    every: int, policy: str,
+    every: int, policy: str, learn: LearnConfig = LEARN,
 ) -> None:  # fmt: skip
     start = start_of(work)
     judge = judge_of(DEMO, DEMO, {domain.name: domain.judged for domain in each})
     found = {START: acceptance_of(start, judge), SHIPPED: acceptance_of(DEMO, judge)}
     runs = []
     for way, stream, drafts, route in ways:
-        config = learning_config(start, LEARN, drafts, route, policy)
+        config = learning_config(start, learn, drafts, route, policy)
         runs.append(run(f"{name}/{way}", config, stream, judge, every=every, note=note))
         write(out / f"{name}.json", policy, found, runs, [asked.domain for asked in ways[0][1]])
 
