@@ -57,6 +57,14 @@ Requests = Annotated[int, typer.Option(help="requests to serve")]
 Judged = Annotated[int, typer.Option(help="prompts of each kind that acceptance is measured on")]
 Every = Annotated[int, typer.Option(help="requests between two measurements")]
 Policy = Annotated[str, typer.Option(help="policy that serves")]
+Steps = Annotated[
+    int,
+    typer.Option(
+        help="optimiser steps of an update: more than by default, so that what sets the drafts apart is what they can "
+        "hold, not how long they were taught"
+    ),
+]
+Which = Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")]
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
 
@@ -108,9 +116,7 @@ def shift(
 def mixed(
     work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 2400, judged: Judged = 48, every: Every = 200,
     policy: Policy = "spec:4",
-    steps: Annotated[int, typer.Option(help="optimiser steps of an update: more than by default, so that what sets "
-                                       "the drafts apart is what they can hold, not how long they were taught")] = 12,
-    which: Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")] = "one,tag,topic",
+    steps: Steps = 12, which: Which = "one,tag,topic",
     kinds: Annotated[str, typer.Option(help="kinds of traffic, comma-separated")] = "code,maths",
 ) -> None:  # fmt: skip
     """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic."""
