@@ -27,8 +27,8 @@ SHIFT = (
     "| the embedded draft |\n|---|---|---|---|---|---|---|---|"
 )
 MIXED = (
-    "| traffic | at the start | one draft | one for each kind, by tag | above one draft | by topic | above one draft "
-    "| the embedded draft |\n|---|---|---|---|---|---|---|---|"
+    "| traffic | at the start | one draft | one for each kind, by tag | above one draft | by topic | above one draft |\n"
+    "|---|---|---|---|---|---|---|"
 )
 LATENCY = (
     "| draft | policy | accepted per verification | chance that a token is kept | draft step over target step "
@@ -130,7 +130,7 @@ def _mixed(result: dict[str, Any]) -> str:
         for way in (TAG, TOPIC):
             accepted = last(runs[way], domain) if way in runs else None
             cells += [_share(accepted), "-" if accepted is None else f"{accepted - one:+.3f}"]
-        rows.append(line(domain, *cells, _share(result["acceptance"][SHIPPED][domain])))
+        rows.append(line(domain, *cells))
     about = f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance when all was served:"
     return "\n\n".join([about, "\n".join([MIXED, *rows]), _where(result)])
 
