@@ -27,8 +27,8 @@ SHIFT = (
     "| the embedded draft |\n|---|---|---|---|---|---|---|---|"
 )
 MIXED = (
-    "| traffic | at the start | one draft | one for each kind, by tag | above one draft | by topic | above one draft |\n"
-    "|---|---|---|---|---|---|---|"
+    "| traffic | at the start | one draft | one for each kind, by tag | above one draft | by topic | above one draft "
+    "|\n|---|---|---|---|---|---|---|"
 )
 LATENCY = (
     "| draft | policy | accepted per verification | chance that a token is kept | draft step over target step "
