@@ -65,6 +65,13 @@ def test_it_is_learned_from_only_where_neither_the_request_nor_its_key_says_no(d
     assert (request.learn, request.tenant) == (learns, {"a": "open", "b": "closed"}[key])
 
 
+@pytest.mark.parametrize(("key", "learns"), [("a", True), ("b", False)])
+def test_chats_are_kept_out_by_their_key_too(drafts, key, learns):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "learn": True}
+    response = drafts.http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    assert (response.status_code, drafts.engine.submitted[-1].learn) == (200, learns)
+
+
 def test_without_keys_all_are_one_tenant_and_chats_can_say_no_too(server):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "learn": False}
     assert server.post("/v1/chat/completions", **body).status_code == 200
