@@ -106,6 +106,8 @@ class Learner:
         is."""
         with self._contained():
             if learn and not self.failed:
+                if self._watcher.is_waiting:  # maybe for a text that had the same id
+                    self._take_in()
                 self._watcher.begin(choice, request_id, tenant)
             else:
                 self._watcher.leave_out("failed" if learn else "opt_out")

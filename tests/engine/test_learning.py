@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.watching import Sampled, _Ended
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.runtime.capture import TargetRows
 from adaserve_jax.stats import LearningStats
-from adaserve_jax.types import SamplingParams
+from adaserve_jax.types import FinishReason, Request, SamplingParams
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -190,6 +192,31 @@ def test_a_draft_learns_from_its_own_requests(llm: LLM) -> None:
     assert stats.drafted_tokens["default"] == 0 < stats.drafted_tokens["other"]
     serve(llm, draft_tag=["default", "other", "", "other"])
     assert rested(llm).records == {"default": 2, "other": 18}
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "abort"])
+def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) -> None:
+    """The rows that were asked for last, and the end of the text, belong to the one that had the id before."""
+    learner = learner_of(llm)
+    choice = Request("again/0", np.array([5, 6, 7, 8], np.int32), SamplingParams(), seed=0, arrival_s=0.0)
+    rows = TargetRows(np.zeros((1, VOCAB), np.int32), np.full((1, VOCAB), -np.log(VOCAB), np.float32))
+    watcher = learner._watcher
+    with llm._engine._lock:
+        learner.added(choice, "again")
+        at = np.zeros(1, np.int32)
+        watcher._promised = Sampled(["again/0"], at, at, at + 1, np.zeros(1, bool)), Broken(rows)
+        if finish_reason == "abort":
+            learner.dropped(choice.request_id, "abort")
+        else:
+            watcher._ended.append(_Ended(choice.request_id, finish_reason, np.array([9, 10], np.int32)))
+        other = replace(choice, prompt_ids=np.array([11, 12, 13], np.int32))
+        learner.added(other, "again")
+        assert not learner.failed
+        watcher._ended.append(_Ended(choice.request_id, "length", np.array([14], np.int32)))
+        learner._take_in()
+    records = list(learner._drafts[0].buffer)
+    kept = [(record.tokens.tolist(), record.position.tolist()) for record in records]
+    assert kept == ([([5, 6, 7, 8, 9, 10], [1])] if finish_reason == "length" else [])
 
 
 def test_an_unknown_draft_is_refused_with_those_there_are(llm: LLM) -> None:
