@@ -18,6 +18,7 @@ import numpy as np
 from adaserve_jax.distill.buffer import Buffer
 from adaserve_jax.distill.keeping import Keeper, Kept, RecordFiles
 from adaserve_jax.distill.lengths import choose_length
+from adaserve_jax.distill.measuring import measure_pieces
 from adaserve_jax.distill.records import Recorder
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
 from adaserve_jax.distill.trainer import Trainer
@@ -61,7 +62,8 @@ class Learner:
         self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: Keeper | None = None
-        self._times = PieceTimes(0.0)
+        self._delay_s = config.learn_delay_ms / 1e3
+        self._times = PieceTimes({})
         self._allowance = Allowance(config.learn_share)
         self._run: Iterator[Piece] | None = None
         self._running = 0
@@ -81,7 +83,6 @@ class Learner:
             drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
             progress=progress,
         )  # fmt: skip
-        self._times = PieceTimes(programs.time_micro_step())
         for index, name in enumerate(self._names):
             buffer = Buffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
             trainer = Trainer(programs, self._executor.draft_params(index))
@@ -89,6 +90,7 @@ class Learner:
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
+        self._times = PieceTimes(self._measured())
         if config.learn_folder is not None:
             texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size)
             self._keeper = Keeper(
@@ -98,6 +100,23 @@ class Learner:
             calibrator, self._calibrator = self._calibrator, None  # it begins with the table of what is read here
             self._keeper.load()
             self._calibrator = calibrator
+
+    def _measured(self) -> dict[Piece, float]:
+        """Seconds of each kind of piece."""
+
+        def serve(_: Params) -> None:
+            self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve anyway
+
+        seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
+        # it was within the delay when its length was chosen
+        seconds["accumulate"] = min(seconds["accumulate"], self._delay_s)
+        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > self._delay_s]
+        if long:
+            _log.warning(
+                "learning waits for times without requests, since some of it takes longer than learn_delay_ms (%g): %s",
+                self._config.learn_delay_ms, ", ".join(long),
+            )  # fmt: skip
+        return seconds
 
     # ---- what is served ----
 
@@ -156,7 +175,8 @@ class Learner:
 
     def work(self, spare_s: float | None) -> bool:
         """Do at most one piece of training, where there is time for one. spare_s: by how many seconds the next step may
-        be put off; None: nothing runs. False: nothing was done."""
+        be put off; None: nothing runs. False: nothing was done. While requests run, a piece that is expected to take
+        longer than learn_delay_ms waits, if need be until nothing runs, and so does all that comes after it."""
         with self._contained():
             return not self.failed and self._work(spare_s)
         return False
@@ -172,10 +192,19 @@ class Learner:
             return False
         kind = self._next
         assert kind is not None and self._run is not None
-        if spare_s is not None and not (self._allowance.is_open and self._times.expected_s(kind) <= spare_s):
+        if spare_s is not None and not self._fits(kind, spare_s):
             return False
         self._next = next(self._run, None)
         self._took(kind, self._clock() - started, delayed=spare_s is not None)
+        return True
+
+    def _fits(self, kind: Piece, spare_s: float) -> bool:
+        """Whether a piece may run although requests do."""
+        if not self._allowance.is_open:
+            return False
+        if self._times.expected_s(kind) > min(spare_s, self._delay_s):
+            self._times.refused(kind)
+            return False
         return True
 
     @property
@@ -199,7 +228,7 @@ class Learner:
             index = (self._running + offset) % len(self._drafts)
             if self._drafts[index].due:
                 self._run, self._running = self._drafts[index].run(), index
-                self._next = next(self._run, None)
+                self._next = next(self._run, None)  # announces the first piece, and does nothing yet
                 return self._next is not None
         return False
 

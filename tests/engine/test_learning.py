@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,8 @@ from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.schedule import PieceTimes
+from adaserve_jax.distill.updates import Piece
 from adaserve_jax.distill.watching import Sampled, _Ended
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import RequestError
@@ -86,6 +88,7 @@ def learns(llm: LLM, weights: list[Params], **options: Any) -> Learner:
 
 
 PROGRAMS: dict[int, Any] = {}
+PIECES: tuple[Piece, ...] = get_args(Piece)
 MOST_ROUNDS = 60
 """Of what is served again and again; what is learned in between depends on which piece of training came when."""
 
@@ -272,6 +275,16 @@ def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytes
     assert rested(llm).version["default"] > 0
 
 
+def test_what_each_kind_of_piece_takes_is_known_from_the_start(engine: tuple[LLM, list[Params]]) -> None:
+    """And measuring it leaves the draft as it was."""
+    learner = learns(*engine)
+    assert all(learner._times.expected_s(kind) > 0 for kind in PIECES)
+    assert learner._times.expected_s("accumulate") <= learner._delay_s
+    served, weights = engine[0]._engine.executor.draft_params(0), learner._drafts[0].trainer.weights()
+    assert all(served[name] is engine[1][0][name] for name in served)
+    assert all(jnp.array_equal(weights[name], served[name]) for name in served)
+
+
 def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
     """Asked as the step loop asks, with requests running."""
     learner = learner_of(llm)
@@ -283,10 +296,11 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
         draft._confirm()  # so that no verdict on a version comes before the update
         for record in list(draft.buffer)[:4]:
             draft.add(record)
-        learner._times.took("accumulate", 0.5)
-        expected_s = learner._times.expected_s("accumulate")
-        done = learner.stats().micro_steps
-        assert not learner.work(0.0) and not learner.work(0.5 * expected_s)
+        delay_s = learner._delay_s
+        learner._times, done = PieceTimes(dict.fromkeys(PIECES, 2 * delay_s)), learner.stats().micro_steps
+        assert not learner.work(math.inf)  # a piece longer than the delay waits for a time without requests
+        learner._times = PieceTimes(dict.fromkeys(PIECES, 0.5 * delay_s))
+        assert not learner.work(0.0) and not learner.work(0.4 * delay_s)
         assert learner.stats().micro_steps == done and draft.due is False
         assert learner.work(math.inf)
         assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
