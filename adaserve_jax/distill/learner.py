@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from adaserve_jax.distill.buffer import Buffer
-from adaserve_jax.distill.keeping import Keeper, Kept, RecordFiles
+from adaserve_jax.distill.keeping import Keeper, RecordFiles
+from adaserve_jax.distill.kept_file import Kept
 from adaserve_jax.distill.lengths import choose_length
 from adaserve_jax.distill.measuring import measure_pieces
 from adaserve_jax.distill.records import Recorder
@@ -101,7 +102,7 @@ class Learner:
             self._keeper.load()
             self._calibrator = calibrator
 
-    def _measured(self) -> dict[Piece, float]:
+    def _measured(self) -> dict[str, float]:
         """Seconds of each kind of piece."""
 
         def serve(_: Params) -> None:
@@ -184,11 +185,14 @@ class Learner:
     def _work(self, spare_s: float | None) -> bool:
         started = self._clock()
         self._allowance.pass_time(started, busy=spare_s is not None)
+        if self._keeper is not None:
+            self._keeper.save_if_due()
         if spare_s is None:
             self._take_in()
         elif spare_s <= 0:
             return False
-        if not self._executor.draft_resident or not self._find_work():
+        copying = self._keeper is not None and self._keeper.is_copying
+        if copying or not self._executor.draft_resident or not self._find_work():
             return False
         kind = self._next
         assert kind is not None and self._run is not None
@@ -212,18 +216,18 @@ class Learner:
         """Whether there is nothing left to do while nothing runs."""
         if self.failed:
             return True
-        unsaved = self._keeper is not None and self._keeper.has_new
-        busy = self._watcher.is_waiting or self._next is not None or unsaved
+        busy = self._watcher.is_waiting or self._next is not None or self.wakes_in_s == 0
         return not (busy or any(draft.due for draft in self._drafts))
+
+    @property
+    def wakes_in_s(self) -> float | None:
+        """For how long that can be left so; None: until requests come."""
+        return None if self.failed or self._keeper is None else self._keeper.wakes_in_s
 
     def _find_work(self) -> bool:
         """Whether a piece is next; looks after the drafts in turn."""
         if self._next is not None:
             return True
-        if self._keeper is not None:
-            self._keeper.save_if_due()
-            if self._keeper.is_copying:
-                return False
         for offset in range(1, len(self._drafts) + 1):
             index = (self._running + offset) % len(self._drafts)
             if self._drafts[index].due:
@@ -277,12 +281,14 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Leave what is under way, and keep the rest where learn_folder says. Only without requests."""
+        """Leave what is under way, and keep the rest where learn_folder says, also what was learned before learning
+        failed. Only without requests."""
         with self._contained():
             if not self.failed:
                 self._take_in()
-                if self._keeper is not None:
-                    self._keeper.close()
+        with self._contained():
+            if self._keeper is not None:
+                self._keeper.close()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:

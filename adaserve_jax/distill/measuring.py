@@ -17,7 +17,7 @@ TIMED_RUNS = 2
 """Of each kind; the quicker one counts."""
 
 
-def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params], None]) -> dict[Piece, float]:
+def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params], None]) -> dict[str, float]:
     """Seconds of each kind of piece. trainer: whose weights are its good ones, as they are again afterwards.
     num_records: of one optimiser step. serve: takes weights as `DraftUpdates` hands them on."""
     num_tokens, rng = trainer.programs.num_tokens, np.random.default_rng(0)

@@ -289,7 +289,7 @@ class LocalEngine:
         with self._lock:
             while not (self._inbox or self._stopping or self._core.has_work):
                 if self._core.rests:
-                    self._lock.wait()
+                    self._lock.wait(self._core.wakes_in_s)
                 else:
                     more = self._core.rest()  # with the lock: nobody else moves the draft meanwhile
                     self._lock.wait(YIELD_S if more else REST_S)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -352,6 +353,61 @@ def test_what_fails_ends_learning_and_nothing_else(
     assert stats.version == version
     assert [output.token_ids for output in serve(llm)] == texts
     assert llm.stats().compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("where", ["work", "take_in"])
+def test_what_was_learned_before_a_failure_is_kept(
+    engine: tuple[LLM, list[Params]], where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, options = engine[0], {"learn_folder": str(tmp_path)}
+    monkeypatch.setattr(keeping, "SAVE_EVERY_S", 1e9)
+    learner = learns(*engine, **options)
+    while llm.stats().learning.version["default"] == 0:
+        serve(llm)
+        rested(llm)
+    version = llm.stats().learning.version["default"]
+    assert not list((tmp_path / "default").iterdir())
+    if where == "work":
+        monkeypatch.setattr(learner, "_work", fail)
+        serve(llm)
+        rested(llm)
+        assert learner.failed
+    else:
+        monkeypatch.setattr(learner._watcher, "take_in", fail)
+    learner.close()
+    assert learner.failed
+    learns(*engine, **options)
+    assert llm.stats().learning.version["default"] == version
+
+
+def test_what_is_new_is_written_while_requests_leave_no_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And while it is copied nothing is trained."""
+    learner, saved = learner_of(llm), []
+    with llm._engine._lock:
+        keeper = SimpleNamespace(save_if_due=lambda: saved.append(0), is_copying=True, wakes_in_s=None)
+        monkeypatch.setattr(learner, "_keeper", keeper)
+        assert not learner.work(0.0) and saved == [0]
+        monkeypatch.setattr(type(learner._drafts[0]), "due", True)
+        assert not learner.work(None) and saved == [0, 0] and learner._next is None
+
+
+@pytest.mark.parametrize("wakes_in_s", [None, 7.0])
+def test_an_idle_engine_sleeps_until_something_is_to_be_written(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, wakes_in_s: float | None
+) -> None:
+    rested(llm)
+    engine, waited = llm._engine, []
+    keeper = SimpleNamespace(save_if_due=lambda: None, is_copying=False, wakes_in_s=wakes_in_s)
+    with engine._lock:
+        monkeypatch.setattr(learner_of(llm), "_keeper", keeper)
+        monkeypatch.setattr(
+            engine._lock, "wait", lambda seconds=None: waited.append(seconds) or engine._inbox.append(int)
+        )
+        assert engine._core.rests
+        assert engine._take_inbox()
+        keeper.wakes_in_s = 0.0
+        assert not engine._core.rests
+    assert waited == [wakes_in_s]
 
 
 def test_rows_that_are_no_distribution_teach_nothing(llm: LLM) -> None:
