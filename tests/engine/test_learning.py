@@ -15,14 +15,18 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill import learner as learning
+from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.schedule import PieceTimes
 from adaserve_jax.distill.updates import Piece
 from adaserve_jax.distill.watching import Sampled, _Ended
+from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.llm import GenerateOutput
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
@@ -466,3 +470,49 @@ def test_a_broken_file_of_records_is_left_alone(
     assert "cannot read the kept records" in caplog.text
     serve(engine[0])
     assert rested(engine[0]).records["default"] == 4
+
+
+class OneRoute:
+    """A router that notes what it is told."""
+
+    def __init__(self, *, needs_text: bool):
+        self.needs_text = needs_text
+        self.told: list[tuple[str, str]] = []
+
+    def index(self, name: str) -> int:
+        return 1
+
+    def route(self, request: GenerateRequest, text: str = "") -> int:
+        self.told.append((request.request_id, text))
+        return 1
+
+
+def routing_engine(router: OneRoute, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, list[list[str]]]:
+    """An engine that was not started, and whose core refuses who is called so; and what the router knew then."""
+    engine, known = LocalEngine(EngineConfig()), []
+
+    def add(request: GenerateRequest, *_: object) -> None:
+        known.append([request_id for request_id, _ in router.told])
+        if request.request_id == "refused":
+            raise RequestError("no")
+
+    parts = {"_router": router, "_core": SimpleNamespace(add=add), "_tokenizer": SimpleNamespace(decode=str)}
+    for name, part in parts.items():
+        monkeypatch.setattr(engine, name, part, raising=False)
+    return engine, known
+
+
+def test_a_refused_request_teaches_no_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = OneRoute(needs_text=False)
+    engine, known = routing_engine(router, monkeypatch)
+    for request_id in ("refused", "added"):
+        engine._add(GenerateRequest(request_id, [5], draft_tag="other"), 0.0, None)
+    assert known == [[], []]
+    assert router.told == [("added", "")]
+
+
+def test_a_step_waits_for_the_end_of_a_long_prompt_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = OneRoute(needs_text=True)
+    prompt = list(range(50_000))
+    routing_engine(router, monkeypatch)[0]._add(GenerateRequest("long", prompt), 0.0, None)
+    assert router.told == [("long", str(prompt[-MOST_CHARS:]))]
