@@ -81,22 +81,30 @@ class TopicClassifier:
         self._lock = threading.Lock()
 
     def direction(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """f32[d] of length 1 (or 0): from the mean of the vocabulary to that of the distinct tokens among the last
-        MOST_TOKENS."""
-        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:]))
+        """f32[d] of length 1: from the mean of the vocabulary to that of the distinct tokens among the last
+        MOST_TOKENS. All 0 where there is no such direction: none of them is in the table, which a target's vocabulary
+        may reach beyond, or they lie in the middle of it."""
+        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:], np.int64))
+        distinct = distinct[distinct < len(self._embedding)]
+        if not len(distinct):
+            return np.zeros_like(self._middle)
         vector = self._embedding[distinct].mean(0, dtype=np.float32) - self._middle
         length = np.linalg.norm(vector)
         return vector / length if length > 0 else vector
 
     def learn(self, draft: int, token_ids: Sequence[int] | np.ndarray) -> None:
-        """This prompt is of the draft's topic."""
+        """This prompt is of the draft's topic; nothing happens where it has no direction."""
         direction = self.direction(token_ids)
+        if not direction.any():
+            return
         with self._lock:
             self._topics[draft].add(direction)
 
     def route(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """The index of the draft for this prompt; 0 where it is not clear."""
         direction = self.direction(token_ids)
+        if not direction.any():
+            return 0
         with self._lock:
             known = [index for index, topic in enumerate(self._topics) if topic.count >= LEAST_PROMPTS]
             if not known or known == [0]:

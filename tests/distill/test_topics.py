@@ -105,6 +105,21 @@ def test_a_direction_counts_each_token_once():
     assert topics.direction([0, 1, 2]).tolist() == [0, 0]
 
 
+def test_ids_beyond_the_drafts_table_are_left_out():
+    """A target may be padded further than its draft."""
+    topics = plain([4, 0], [0, 3], [-4, -3])
+    assert topics.direction([0, 3, 1, 2**31 - 1]).tolist() == topics.direction([0, 1]).tolist()
+    for number in range(LEAST_PROMPTS):
+        topics.learn(0, [0])
+        topics.learn(1, [number % 2])  # seen from between the topics, the middle of the table is nearer to this one
+    before = topics.to_state(NAMES[:2])
+    for nothing in ([], [3, 99]):
+        assert topics.direction(nothing).tolist() == [0, 0]
+        assert topics.route(nothing) == 0
+        topics.learn(1, nothing)
+    assert topics.to_state(NAMES[:2]) == before
+
+
 def test_a_topic_reaches_as_far_as_its_own_prompts():
     narrow, wide = plain([1, 0], [1, 1], [-2, -1]), plain([1, 0], [1, 1], [-2, -1])
     for prompt in [[0]] * 10:
