@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, Record, Recorder, is_held_out
+from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, SURPLUS_ROWS, Record, Recorder, is_held_out
 from tests.conftest import ROOT
 
 K = 3
@@ -118,6 +118,29 @@ def test_a_long_text_keeps_its_last_rows():
     record = notes.end("a/0")
     assert record is not None and len(record.tokens) == MOST_ROWS + 11
     assert record.position.tolist() == list(range(10, MOST_ROWS + 10)) == (record.ids[:, 0] // 10).tolist()
+    notes.check_integrity()
+
+
+def test_a_few_long_texts_leave_room_for_the_others():
+    """Of a text of any length only its last rows stay in the pool while it grows."""
+    notes = recorder(max_rows=2 * (MOST_ROWS + SURPLUS_ROWS + 64))
+    long = ("a/0", "b/0")
+    for name in long:
+        begin(notes, name, 1)
+    num_rows, step = 3 * MOST_ROWS + 5, 61
+    for first in range(0, num_rows, step):
+        places = range(first, min(first + step, num_rows))
+        add(notes, *((name, place, place) for name in long for place in places))
+        notes.check_integrity()
+    begin(notes, "c/0", 1)
+    add(notes, *(("c/0", place, place) for place in range(64)))
+    assert (notes.kept, notes.no_room) == (2 * num_rows + 64, 0)
+    for name, rows in (("a/0", num_rows), ("b/0", num_rows), ("c/0", 64)):
+        notes.output(name, range(rows))
+        record = notes.end(name)
+        assert record is not None
+        expected = list(range(max(0, rows - MOST_ROWS), rows))
+        assert record.position.tolist() == expected == (record.ids[:, 0] // 10).tolist()
     notes.check_integrity()
 
 
