@@ -76,11 +76,11 @@ class Record:
         return sum(part.nbytes for part in parts)
 
 
-def is_held_out(request_id: str, share: float, seed: int) -> bool:
-    """Whether a request is among the `share` that is held out: by a hash keyed by the seed, so the same each time it
-    is asked, and not to be steered by one who does not know the seed."""
+def is_held_out(prompt_ids: np.ndarray, share: float, seed: int) -> bool:
+    """Whether texts after this prompt are among the `share` that is held out. By a hash of its token ids keyed by the
+    seed: the same each time the prompt comes, and not to be steered by one who does not know the seed."""
     key = seed.to_bytes(8, "little", signed=True)
-    digest = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8, key=key).digest()
+    digest = blake2b(np.asarray(prompt_ids, "<i4").tobytes(), digest_size=8, key=key).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
@@ -127,12 +127,12 @@ class Recorder:
     def __contains__(self, choice_id: str) -> bool:
         return choice_id in self._texts
 
-    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str, request_id: str) -> None:
-        """From now on the choice is watched. request_id: of the user's request: all its choices are held out or none.
+    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str, request_id: str = "") -> None:
+        """From now on the choice is watched. All texts after the same prompt are held out or none, whosever they are.
         prompt_ids is kept, not copied. Raises ValueError when the choice is watched already."""
         if choice_id in self._texts:
             raise ValueError(f"{choice_id!r} is recorded already; end or abandon it before it begins again")
-        held_out = is_held_out(request_id, self._share, self._seed)
+        held_out = is_held_out(prompt_ids, self._share, self._seed)
         self._texts[choice_id] = _Text(self._next, prompt_ids, [], draft, tenant, held_out)
         self._next += 1
 
