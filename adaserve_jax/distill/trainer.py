@@ -43,11 +43,13 @@ class Scores:
 class Trainer:
     """Trains a copy of `params`, the draft in force, which is the good version at first. Not thread-safe.
 
-    programs: compiled. Every call but the constructor runs one program at most and blocks until it is done.
+    programs: compiled. target: a fingerprint of the model that it learns from; a checkpoint of another one is refused,
+    and "" is compared with none. Every call but the constructor runs one program at most and blocks until it is done.
     """
 
-    def __init__(self, programs: TrainPrograms, params: Params) -> None:
+    def __init__(self, programs: TrainPrograms, params: Params, target: str = "") -> None:
         self.programs = programs
+        self._target = target
         self._draft = checksum(params)
         self._state, self._base, self._sums = programs.run("begin", params)
         self._good: State = programs.run("copy", self._state)
@@ -89,7 +91,7 @@ class Trainer:
         """The good version, copied to the host."""
         named = jax.tree_util.tree_leaves_with_path(self._good)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
-        return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays)
+        return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays, self._target)
 
     def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
         """Write the good version as `Snapshot.save` does; slow, so a step loop has another thread do that."""
