@@ -70,11 +70,6 @@ class Record:
                 f"and there is one at least; got {self.position.tolist()[:8]}"
             )
 
-    @property
-    def num_bytes(self) -> int:
-        parts = (self.tokens, self.position, self.ids, self.log_p, self.overruled)
-        return sum(part.nbytes for part in parts)
-
 
 def is_held_out(prompt_ids: np.ndarray, share: float, seed: int) -> bool:
     """Whether texts after this prompt are among the `share` that is held out. By a hash of its token ids keyed by the
