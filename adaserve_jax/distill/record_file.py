@@ -73,8 +73,9 @@ def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: S
 def load_records(
     path: Path, *, top_k: int, vocab_size: int, draft: int = 0, source: Source = Source()
 ) -> list[Record]:  # fmt: skip
-    """Read what `save_records` wrote, as records of `draft`. A file with more than top_k tokens per row is read up to
-    them. Raises CheckpointError saying what is wrong with the file, or that it is of another source."""
+    """Read what `save_records` wrote, as records of `draft`, with memory of their own: one that stays keeps nothing of
+    the others. A file with more than top_k tokens per row is read up to them. Raises CheckpointError saying what is
+    wrong with the file, or that it is of another source."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("head", *_TYPES)}
@@ -93,8 +94,8 @@ def load_records(
     rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p", "overruled")]
     try:
         return [
-            Record(tokens, position, ids[:, :top_k], log_p[:, :top_k], overruled, draft, tenant, bool(held_out))
-            for tokens, position, ids, log_p, overruled, tenant, held_out in zip(
+            Record(*map(np.copy, (text, position, ids[:, :top_k], log_p[:, :top_k], wrong)), draft, tenant, bool(held))
+            for text, position, ids, log_p, wrong, tenant, held in zip(
                 texts, *rows, head["tenants"], arrays["held_out"], strict=True
             )
         ] if len(arrays["num_rows"]) else []  # fmt: skip

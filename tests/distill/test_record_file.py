@@ -42,6 +42,7 @@ def test_what_is_written_comes_back(path: Path, kinds: list[tuple[int, str, bool
     loaded = load_records(path, top_k=3, vocab_size=1000, draft=2)
     assert len(loaded) == len(records)
     assert all(same(one, other) and other.draft == 2 for one, other in zip(records, loaded, strict=True))
+    assert all(getattr(record, part).base is None for record in loaded for part in PARTS)  # keeps nothing of the others
 
 
 def test_a_buffer_goes_on_where_it_was(path: Path):
@@ -52,7 +53,7 @@ def test_a_buffer_goes_on_where_it_was(path: Path):
     after.extend(load_records(path, top_k=3, vocab_size=1000))
     after.check_integrity()
     assert all(same(one, other) for one, other in zip(before, after, strict=True))
-    assert (after.added, after.held_out_added) == (16, 8)
+    assert (len(after), after.num_held_out) == (24, 8)
 
 
 def test_only_the_owner_reads_the_file_and_nothing_is_left_beside_it(path: Path):
