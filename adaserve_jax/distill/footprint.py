@@ -35,7 +35,8 @@ def state_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any) -> int:
 def workspace_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_tokens: int = LENGTHS[-1]) -> int:
     """An estimate of what one program takes at most, and the weights of a version that is made ready to serve.
 
-    num_tokens: of a micro-step. A micro-step holds scores, for each layer the weights of attention and their gradients
+    num_tokens: of a micro-step. Copies between what is trained and what is remembered lie in the place of what they
+    replace. A micro-step holds scores, for each layer the weights of attention and their gradients
     and every activation, and a gradient of every weight.
     """
     attention = 2 * config.num_heads * num_tokens**2
