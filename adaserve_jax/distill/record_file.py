@@ -94,8 +94,11 @@ def load_records(
     rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p", "overruled")]
     try:
         return [
-            Record(*map(np.copy, (text, position, ids[:, :top_k], log_p[:, :top_k], wrong)), draft, tenant, bool(held))
-            for text, position, ids, log_p, wrong, tenant, held in zip(
+            Record(
+                tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), overruled.copy(),
+                draft, tenant, bool(held_out),
+            )
+            for tokens, position, ids, log_p, overruled, tenant, held_out in zip(
                 texts, *rows, head["tenants"], arrays["held_out"], strict=True
             )
         ] if len(arrays["num_rows"]) else []  # fmt: skip
