@@ -12,8 +12,7 @@ def overruled(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, out
 
     bool[num_decode]. What the draft proposed counts, not what was selected of it: a stop where nothing was proposed, or
     at a proposed token that was not verified, is no error of the draft. The position to learn from is that of the node
-    where the walk stopped, which predicts the token. Source: Online speculative
-    decoding (docs/equations.md).
+    where the walk stopped, which predicts the token. Source: Online speculative decoding (docs/equations.md).
     """
     num_decode = plan.num_decode
     if not candidates.token.shape[1] or not num_decode:
