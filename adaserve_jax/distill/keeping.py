@@ -15,7 +15,7 @@ from typing import Any
 
 from adaserve_jax.distill.checkpoint import Snapshot
 from adaserve_jax.distill.kept_file import Kept, KeptFile
-from adaserve_jax.distill.record_file import load_records, save_records
+from adaserve_jax.distill.record_file import Source, load_records, save_records
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.updates import DraftUpdates
 from adaserve_jax.errors import CheckpointError, ConfigError
@@ -29,14 +29,15 @@ TOPICS = "topics.json"
 @dataclass(frozen=True)
 class RecordFiles:
     """The texts that drafts learn from, on disk. A file that cannot be written or read is logged, and learning goes on
-    without it. top_k: tokens per row."""
+    without it. top_k: tokens per row. source: what the rows are of; those of another are not learned from."""
 
     top_k: int
     vocab_size: int
+    source: Source
 
     def save(self, folder: Path, records: Sequence[Record]) -> None:
         try:
-            save_records(folder / RECORDS, records, top_k=self.top_k)
+            save_records(folder / RECORDS, records, top_k=self.top_k, source=self.source)
         except OSError as error:
             _log.error("records could not be written to %s: %s", folder, error)
 
@@ -44,8 +45,9 @@ class RecordFiles:
         """As records of this draft."""
         path = folder / RECORDS
         try:
-            kept = path.exists()
-            return load_records(path, top_k=self.top_k, vocab_size=self.vocab_size, draft=draft) if kept else []
+            if not path.exists():
+                return []
+            return load_records(path, top_k=self.top_k, vocab_size=self.vocab_size, draft=draft, source=self.source)
         except CheckpointError as error:
             _log.error("%s", error)
             return []

@@ -20,12 +20,14 @@ from adaserve_jax.distill.keeping import Keeper, RecordFiles
 from adaserve_jax.distill.kept_file import Kept
 from adaserve_jax.distill.lengths import choose_length
 from adaserve_jax.distill.measuring import measure_pieces
+from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.records import Recorder
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates, Piece
 from adaserve_jax.distill.watching import Watcher
 from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.stats import LearningStats
@@ -84,16 +86,18 @@ class Learner:
             drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
             progress=progress,
         )  # fmt: skip
+        target = model_hash(self._executor.target_folder)
         for index, name in enumerate(self._names):
             buffer = Buffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
-            trainer = Trainer(programs, self._executor.draft_params(index))
+            trainer = Trainer(programs, self._executor.draft_params(index), target)
             rng = np.random.default_rng((self._seed, index))
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
         self._times = PieceTimes(self._measured())
         if config.learn_folder is not None:
-            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size)
+            source = Source(target, config.learn_temperature)
+            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
             self._keeper = Keeper(
                 Path(config.learn_folder), self._drafts, self._clock, beside=self._beside,
                 records=texts if config.learn_keep_records else None,

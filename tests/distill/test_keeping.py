@@ -12,6 +12,7 @@ import pytest
 from adaserve_jax.distill import keeping
 from adaserve_jax.distill.keeping import RECORDS, SAVE_EVERY_S, TOPICS, Keeper, RecordFiles
 from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.routing import Router
 from adaserve_jax.distill.topics import LEAST_PROMPTS
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
@@ -99,7 +100,7 @@ def test_broken_topics_are_learned_anew(
 def test_no_text_stays_that_is_not_to_be_kept(programs: TrainPrograms, tmp_path: Path) -> None:
     served = drafts_of(programs)
     served[0].take(Language(1).records(16))
-    records = RecordFiles(VOCAB, VOCAB)
+    records = RecordFiles(VOCAB, VOCAB, Source("target", 1.0))
     keeper_of(tmp_path, served, records=records).close()
     file, cut_off = tmp_path / "default" / RECORDS, tmp_path / "default" / f".{RECORDS}.abc"
     assert file.exists()
@@ -171,7 +172,7 @@ def test_the_checkpoint_is_written_before_the_records(
     programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, order = drafts_of(programs), []
-    keeper = keeper_of(tmp_path, served, records=RecordFiles(VOCAB, VOCAB))
+    keeper = keeper_of(tmp_path, served, records=RecordFiles(VOCAB, VOCAB, Source("target", 1.0)))
     served[0].take(Language(1).records(64))
     monkeypatch.setattr(keeping.Snapshot, "save", lambda *_: order.append("checkpoint"))
     monkeypatch.setattr(RecordFiles, "save", lambda *_: order.append("records"))

@@ -28,7 +28,7 @@ from adaserve_jax.distill.watching import Sampled, _Ended
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.errors import RequestError
+from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.runtime.capture import TargetRows
@@ -500,6 +500,19 @@ def test_a_restart_goes_on_from_what_was_learned(engine: Loaded, tmp_path: Path)
         serve(llm)
     assert rested(llm).version["default"] > before.version["default"]
     learner_of(llm).close()
+
+
+def test_what_was_learned_of_another_target_is_refused(
+    engine: tuple[LLM, list[Params]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, options = engine[0], {"learn_folder": str(tmp_path)}
+    learner = learns(*engine, **options)
+    while not rested(llm).version["default"]:
+        serve(llm)
+    learner.close()
+    monkeypatch.setattr(learning, "model_hash", lambda _: "another target")
+    with pytest.raises(CheckpointError, match="learned from another target"):
+        learns(*engine, **options)
 
 
 def test_no_text_reaches_the_disk_unless_asked(engine: Loaded, tmp_path: Path) -> None:
