@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill import learner as learning
+from adaserve_jax.distill import records as records_module
 from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.programs import TrainPrograms
@@ -51,6 +53,13 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def saved_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "SAVE_EVERY_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def every_fifth_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that each of a few prompts that come again and again is on either side at some time."""
+    count = itertools.count()
+    monkeypatch.setattr(records_module, "is_held_out", lambda *_: next(count) % 5 == 4)
 
 
 class Loaded(NamedTuple):
@@ -456,7 +465,7 @@ def test_an_idle_engine_sleeps_until_something_is_to_be_written(
     with engine._lock:
         monkeypatch.setattr(learner_of(llm), "_keeper", keeper)
         monkeypatch.setattr(
-            engine._lock, "wait", lambda seconds=None: waited.append(seconds) or engine._inbox.append(int)
+            engine._lock, "wait", lambda seconds=None: waited.append(seconds) or engine._inbox.append(lambda: None)
         )
         assert engine._core.rests
         assert engine._take_inbox()
