@@ -32,7 +32,8 @@ MIXED = (
 )
 LATENCY = (
     "| draft | policy | accepted per verification | chance that a token is kept | draft step over target step "
-    "| ms per token | times `ar` | by the closed form |\n|---|---|---|---|---|---|---|---|"
+    "| ms per token | times `ar` | by the closed form | times the first draft | by the closed form |\n"
+    "|---|---|---|---|---|---|---|---|---|---|"
 )
 COST = (
     "| load | pairs of turns | attainment without learning | with | cost, points | tokens/s without | with "
@@ -54,12 +55,14 @@ def online_tables(folder: Path) -> list[str]:
 
 def latency_table(result: dict[str, Any]) -> str:
     """One run of benchmarks/learning_latency.py."""
+    first = {each["policy"]: each for each in reversed(result["rows"])}
     rows = [
         line(
             each["draft"], f"`{each['policy']}`", f"{each['kept']:.2f}", f"{each['acceptance']:.3f}",
             f"{each['draft_share']:.3f}", f"{each['tpot_ms']:.1f}",
             f"{each['times']:.2f} ({each['times_low']:.2f} to {each['times_high']:.2f})",
             f"{each['formula_times']:.2f}",
+            *(f"{each[name] / first[each['policy']][name]:.2f}" for name in ("times", "formula_times")),
         )
         for each in result["rows"]
     ]  # fmt: skip
