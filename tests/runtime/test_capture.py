@@ -17,6 +17,7 @@ from adaserve_jax.runtime.capture import row_edges
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.types import DraftTrees, LogitEdits, RowSampling, StepPlan
+from tests.hlo import instructions
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -154,7 +155,8 @@ def test_without_learning_nothing_is_there_to_capture(executor: ModelExecutor, c
         ours, theirs = plain.target.compiled, executor.target.compiled
         assert theirs.keys() - ours.keys() == {("target", "capture", 16, 8), ("target", "capture", 16, 16)}
         for key, program in ours.items():
-            assert program.as_text() == theirs[key].as_text()  # type: ignore[attr-defined]
+            ours_text, theirs_text = (each.as_text() for each in (program, theirs[key]))  # type: ignore[attr-defined]
+            assert instructions(ours_text) == instructions(theirs_text) != []
     finally:
         plain.close()
 
