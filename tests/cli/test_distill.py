@@ -68,6 +68,7 @@ def _load(folder: str) -> Params:
     return load_params(Path(folder), ModelConfig.from_folder(folder))
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_gone_on_with_and_serves(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
