@@ -1,5 +1,7 @@
 """Prompts of four kinds of traffic that the embedded target speaks: some to be served, others to be judged by.
 
+    python benchmarks/learning_prompts.py code --count 256 --out code.jsonl      # for adaserve distill
+
 Code is cut from files of the standard library that the embedded pair never saw; some files are for judging alone.
 Knows files, nothing of models.
 """
@@ -13,6 +15,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.held_out import is_held_out, is_test, library_files
@@ -131,3 +136,25 @@ def _wishes() -> Iterator[str]:
                 wish = " ".join(doc.split("\n\n")[0].split()).rstrip(".")
                 if 10 < len(wish) < 200:
                     yield f"Write a Python function {node.name}: {wish}."
+
+
+def write(
+    kind: Annotated[str, typer.Argument(help=f"one of {', '.join(NAMES)}")],
+    count: Annotated[int, typer.Option(help="prompts")],
+    out: Annotated[Path, typer.Option(help="file to write, one JSON object with a prompt on each line")],
+    gsm8k: Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl.gz, for maths prompts")] = None,
+) -> None:
+    """Write prompts of the kind that are served: what a draft may be distilled from beforehand."""
+    if kind not in NAMES:
+        raise typer.BadParameter(f"expected one of {', '.join(NAMES)}, got {kind!r}", param_hint="kind")
+    write_prompts(out, domains((kind,), gsm8k, count, 0)[0].served)
+
+
+def write_prompts(path: Path, prompts: list[str]) -> None:
+    """As `adaserve distill` reads them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+
+
+if __name__ == "__main__":
+    typer.run(write)

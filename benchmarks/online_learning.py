@@ -5,7 +5,7 @@
     python benchmarks/online_learning.py shift --gsm8k ...      # four kinds of traffic, one after another
     python benchmarks/online_learning.py mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
-The draft begins with a top layer of random weights. Each command writes NAME.json below --out: what it began with, what
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all. Each command writes NAME.json below --out: what it began with, what
 serving taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in
 waves of eight, at temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last,
 so that training takes no time from serving. `learning_figures.py` draws them.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 
 import jax.numpy as jnp
 import typer
-from learning_prompts import NAMES, Domain, domains
+from learning_prompts import NAMES, Domain, domains, write_prompts
 from learning_runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
 
 from adaserve_jax.cli.terminal import notes
@@ -57,6 +58,14 @@ Requests = Annotated[int, typer.Option(help="requests to serve")]
 Judged = Annotated[int, typer.Option(help="prompts of each kind that acceptance is measured on")]
 Every = Annotated[int, typer.Option(help="requests between two measurements")]
 Policy = Annotated[str, typer.Option(help="policy that serves")]
+Steps = Annotated[
+    int,
+    typer.Option(
+        help="optimiser steps of an update: more than by default, so that what sets the drafts apart is what they can "
+        "hold, not how long they were taught"
+    ),
+]
+Which = Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")]
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 
 
@@ -101,39 +110,38 @@ def shift(
     """Four kinds of traffic, one after another."""
     each = domains(NAMES, gsm8k, requests // len(NAMES), judged)
     stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
-    _of_all("shift", each, [("one", stream, {}, "tag")], work, out, every, policy)
+    _of_all("shift", each, [("one", stream, {}, "tag")], start_of(work), out, every, policy)
 
 
 @app.command()
 def mixed(
-    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 2400, judged: Judged = 48, every: Every = 200,
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 3200, judged: Judged = 48, every: Every = 200,
     policy: Policy = "spec:4",
-    steps: Annotated[int, typer.Option(help="optimiser steps of an update: more than by default, so that what sets "
-                                       "the drafts apart is what they can hold, not how long they were taught")] = 12,
-    which: Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")] = "one,tag",
+    steps: Steps = 8, which: Which = "one,tag,topic",
     kinds: Annotated[str, typer.Option(help="kinds of traffic, comma-separated")] = "code,maths",
 ) -> None:  # fmt: skip
-    """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic."""
+    """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic. Drafts have one
+    layer here: the less a draft can hold, the more there is to gain by giving each kind its own."""
     names = tuple(kinds.split(","))
     each = domains(names, gsm8k, requests // len(names), judged)
     stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
     random.Random(0).shuffle(stream)
-    drafts = dict.fromkeys(names, str(start_of(work)))
+    start = one_layer_of(work)
+    drafts = dict.fromkeys(names, start)
     tagged = [replace(asked, tag=asked.domain) for asked in stream]
     # By topic: a tenth of the clients say what they ask, and that is what the others are told apart by.
     some = [replace(asked, tag=asked.domain if index % 10 == 0 else "") for index, asked in enumerate(stream)]
     ways = [("one", stream, {}, "tag"), ("tag", tagged, drafts, "tag"), ("topic", some, drafts, "topic")]
     chosen = [way for way in ways if way[0] in which.split(",")]
-    _of_all("mixed", each, chosen, work, out, every, policy, replace(LEARN, learn_steps=steps))
+    _of_all("mixed", each, chosen, start, out, every, policy, replace(LEARN, learn_steps=steps))
 
 
 def _of_all(
-    name: str, each: list[Domain], ways: list[tuple[str, list[Asked], dict[str, str], str]], work: Path, out: Path,
+    name: str, each: list[Domain], ways: list[tuple[str, list[Asked], dict[str, str], str]], start: str, out: Path,
     every: int, policy: str, learn: LearnConfig = LEARN,
 ) -> None:  # fmt: skip
-    start = start_of(work)
-    judge = judge_of(DEMO, DEMO, {domain.name: domain.judged for domain in each})
-    found = {START: acceptance_of(start, judge), SHIPPED: acceptance_of(DEMO, judge)}
+    judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
+    found = {START: acceptance_of(start, judge)}
     runs = []
     for way, stream, drafts, route in ways:
         config = learning_config(start, learn, drafts, route, policy)
@@ -152,12 +160,30 @@ def start_of(work: Path) -> str:
     return str(folder)
 
 
+def one_layer_of(work: Path) -> str:
+    """The embedded draft without the layers above its first, as a folder."""
+    folder, shape = work / "one-layer", work / "one-layer-shape"
+    if not (folder / "config.json").exists():
+        source = resolve_folder(DEMO, "draft")
+        shape.mkdir(parents=True, exist_ok=True)
+        for path in source.glob("*.json"):
+            shutil.copyfile(path, shape / path.name)
+        given = json.loads((source / "config.json").read_text())
+        (shape / "config.json").write_text(json.dumps(given | {"num_hidden_layers": 1}))
+        params = load_params(source, ModelConfig.from_folder(source), jnp.dtype(jnp.float32))
+        kept = {
+            name: weight for name, weight in params.items() if not name.startswith("layers.") or "layers.0." in name
+        }
+        export(kept, shape, folder, dtype="f32")
+    return str(folder)
+
+
 def offline_of(work: Path, start: str, domain: Domain) -> str:
     """What `adaserve distill` makes of the prompts that are served, before any is."""
     folder = work / f"offline-{domain.name}-{len(domain.served)}"
     if not (folder / "config.json").exists():
         prompts = work / f"{domain.name}.jsonl"
-        prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in domain.served))
+        write_prompts(prompts, domain.served)
         command = [
             sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, "--draft", start,
             "--prompts", str(prompts), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
