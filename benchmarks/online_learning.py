@@ -5,10 +5,11 @@
     python benchmarks/online_learning.py shift --gsm8k ...      # four kinds of traffic, one after another
     python benchmarks/online_learning.py mixed --gsm8k ...      # all at once: one draft, and one for each kind
 
-The draft begins with a top layer of random weights, for mixed traffic with no top layer at all. Each command writes NAME.json below --out: what it began with, what
-serving taught it, and what `adaserve distill` makes of the same prompts beforehand, in two epochs. Requests come in
-waves of eight, at temperature 1, 64 tokens each; the next wave comes when nothing is left to be learned from the last,
-so that training takes no time from serving. `learning_figures.py` draws them.
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all. Each command writes
+NAME.json below --out: what it began with, what serving taught it, and what `adaserve distill` makes of the same prompts
+beforehand, in two epochs. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
+nothing is left to be learned from the last, so that training takes no time from serving. `learning_figures.py` draws
+them.
 """
 
 from __future__ import annotations
@@ -142,6 +143,9 @@ def _of_all(
 ) -> None:  # fmt: skip
     judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
     found = {START: acceptance_of(start, judge)}
+    folders = (resolve_folder(draft, "draft") for draft in (start, DEMO))
+    if len(set(map(ModelConfig.from_folder, folders))) == 1:
+        found[SHIPPED] = acceptance_of(DEMO, judge)
     runs = []
     for way, stream, drafts, route in ways:
         config = learning_config(start, learn, drafts, route, policy)
