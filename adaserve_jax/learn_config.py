@@ -54,6 +54,8 @@ class LearnConfig:
         for name in SHARES:
             value = getattr(self, name)
             self._check(_is_finite(value) and 0 <= value <= 1, name, "a number from 0 to 1")
+        mixes = self.learn_loss != "jsd" or 0 < self.learn_beta < 1
+        self._check(mixes, "learn_beta", "a number between 0 and 1 with learn_loss jsd, which is 0 at either end")
         self._check(0 < self.learn_held_out < 1, "learn_held_out", "a number between 0 and 1")
         self._check(isinstance(self.learn_keep_records, bool), "learn_keep_records", "True or False")
         named = self.learn_folder is None or isinstance(self.learn_folder, str)
@@ -104,7 +106,7 @@ class LearnOptions(LearnConfig, _Switch):
 
 FIELD_HELP: dict[str, str] = {
     "learn_loss": "distance that training makes smaller: kl (of the draft from the target), reverse_kl, or jsd",
-    "learn_beta": "weight of the target in the mixture of jsd",
+    "learn_beta": "weight of the target in the mixture of jsd, between 0 and 1",
     "learn_temperature": "temperature at which both distributions are compared",
     "learn_positions": "positions that are learned from: all, or only those where the target overruled the draft",
     "learn_top_k": "likeliest tokens of the target kept for each position; the others count as one",

@@ -114,7 +114,6 @@ def _mixed(result: dict[str, Any]) -> Figure:
     domains = list(dict.fromkeys(result["order"]))
     figure, panels = _panels(len(domains))
     for panel, domain in zip(panels, domains, strict=True):
-        _still(panel, result, domain, ("shipped",))
         for colour, run in zip(COLOURS, result["runs"], strict=False):
             _curve(panel, run, domain, color=colour, label=SAID[run["name"].split("/")[1]])
         panel.set_title(f"{domain}, all kinds served at once")

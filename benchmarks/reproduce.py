@@ -69,7 +69,7 @@ def run(
     out: Annotated[Path, typer.Option(help="folder for results; the same again goes on")],
     size: Annotated[str, typer.Option(help=f"one of {', '.join(SIZES)}")] = "cpu",
     data: Annotated[
-        Path | None, typer.Option(help="folder of AdaServe's and Azure's traces; none: made workloads")
+        Path | None, typer.Option(help="folder of AdaServe's and Azure's traces and GSM8K; none: made workloads")
     ] = None,
     show: Annotated[bool, typer.Option(help="print the commands and run nothing")] = False,
 ) -> None:

@@ -20,6 +20,11 @@ def rate(metric: str, labels: str = ON, by: str = "") -> str:
     return f"sum{f' by ({by})' if by else ''} (rate(adaserve_{metric}{{{labels}}}{SPAN}))"
 
 
+def by_server(metric: str) -> str:
+    """Per second, of each server."""
+    return f"avg by (instance) (rate(adaserve_{metric}{{{ON}}}{SPAN}))"
+
+
 def gauge(metric: str, how: str = "sum", by: str = "") -> str:
     return f"{how}{f' by ({by})' if by else ''} (adaserve_{metric}{{{ON}}})"
 
@@ -141,14 +146,14 @@ ROWS: dict[str, list[Panel]] = {
             [(gauge("learning_loss", "avg", "draft"), "{{draft}}")], {},
         ),
         (
-            "Requests kept to learn from", "timeseries", "short", 8,
+            "Choices kept to learn from", "timeseries", "short", 8,
             [(gauge("learning_records", by="draft"), "{{draft}}"),
              (gauge("learning_held_out_records", by="draft"), "{{draft}} held out")], {},
         ),
         (
             "Share of the time that training takes", "timeseries", "percentunit", 8,
-            [(rate("learning_train_seconds_total"), "all"),
-             (rate("learning_delay_seconds_total"), "while requests waited")], {"min": 0},
+            [(by_server("learning_train_seconds_total"), "{{instance}}"),
+             (by_server("learning_delay_seconds_total"), "{{instance}} while requests waited")], SHARE,
         ),
     ],
     "Memory": [

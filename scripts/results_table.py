@@ -4,7 +4,8 @@ benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; 
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
-client_accuracy.py. No number is typed. Imports no jax.
+client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
+learning_latency.py and learning_cost.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from results_client import client_table
+from results_learning import cost_table, latency_table, online_tables
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
@@ -233,6 +235,7 @@ def off_path_table(result: dict[str, Any]) -> str:
 POLICY_PARTS = {
     "validation": validation_tables, "sweeps": sweeps_table, "nightjar": nightjar_tables,
     "calibration": calibration_table, "off-path": off_path_table, "client-accuracy": client_table,
+    "learning-latency": latency_table, "learning-cost": cost_table,
 }  # fmt: skip
 
 
@@ -259,6 +262,7 @@ def main() -> int:
     for name, tables_of in POLICY_PARTS.items():
         found = [tables_of(json.loads(file.read_text())) for file in sorted(results.glob(f"{name}-*.json"))]
         new = between(new, name, found)
+    new = between(new, "online-learning", online_tables(results / "online-learning"))
     status = json.loads((results / "reproduce.json").read_text())
     new = between(new, "reproduce", [stand_tables(status)])
     figures = FIGURES_PAGE.read_text()

@@ -89,6 +89,13 @@ def test_wrong_values_of_learning(field: str, values: tuple[object, ...], expect
             LearnConfig(**{field: value})
 
 
+@pytest.mark.parametrize("beta", [0, 1.0])
+def test_a_mixture_of_jsd_has_a_share_of_both(beta: float) -> None:
+    assert LearnConfig(learn_beta=beta).learn_beta == beta
+    with pytest.raises(ConfigError, match=r"^learn_beta must be a number between 0 and 1 with learn_loss jsd, .* got "):
+        LearnConfig(learn_loss="jsd", learn_beta=beta)
+
+
 def test_options_of_learning_are_a_config_only_where_it_is_on() -> None:
     assert LearnOptions(learn=True, learn_every=3).chosen() == LearnConfig(learn_every=3)
     assert LearnOptions(learn_every=3).chosen() is None

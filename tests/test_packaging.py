@@ -79,6 +79,12 @@ def test_the_documents_commands_exist():
         check_command(command.split())
 
 
+def test_a_container_gets_the_time_that_the_document_says_to_end():
+    (said,) = re.findall(r"--time (\d+)", (ROOT / "docs" / "deploy.md").read_text())
+    assert float(said) > ServerSettings().shutdown_timeout + AFTER_DRAIN_S
+    assert said == setting("TimeoutStopSec") == str(POD["terminationGracePeriodSeconds"])
+
+
 def test_the_image_runs_the_server_as_a_user_of_its_own():
     stages = re.findall(r"(?m)^FROM \S+ AS (\w+)", DOCKERFILE)
     assert stages == ["build", "serve"]

@@ -38,13 +38,18 @@ if TYPE_CHECKING:
 INTERRUPTED_STATUS = 130
 TABLE_COLUMNS = 100
 DTYPES = ("auto", "f32", "bf16")
+OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", "draft", "dtype", "save_dtype", "out"})
+"""Parameters that --from-checkpoint takes."""
 
 
 @takes("config", OfflineConfig, FIELD_HELP)
 def distill(
+    context: typer.Context,
     config: OfflineConfig,
     out: Annotated[Path, typer.Option(help="folder to write the draft to, new or empty: a Hugging Face checkpoint")],
-    target: Annotated[str, typer.Option(help="checkpoint folder of the target, or 'demo'")] = "demo",
+    target: Annotated[
+        str, typer.Option(help="checkpoint folder of the target, or 'demo'; --from-checkpoint needs none")
+    ] = "demo",
     draft: Annotated[str, typer.Option(help="checkpoint folder of the draft to begin with, or 'demo'")] = "demo",
     prompts: Annotated[
         str,
@@ -71,15 +76,21 @@ def distill(
             raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
     if bool(prompts) == (from_checkpoint is not None):
         raise ConfigError("give --prompts to train, or --from-checkpoint to write what a server learned; one of them")
+    given = _given(context)
+    _check_mode(given, writes=from_checkpoint is not None)
     check_new(out)
-    folders = resolve_folder(target, "target"), resolve_folder(draft, "draft")
+    draft_folder = resolve_folder(draft, "draft")
+    asks_target = from_checkpoint is None or "target" in given
+    target_folder = resolve_folder(target, "target") if asks_target else draft_folder
     with progress_bar() as progress:
         progress("loading", 0, 1)
         from adaserve_jax.distill.opening import Models, write_draft  # imports jax
 
-        models = Models.find(*folders)
+        models = Models.find(target_folder, draft_folder)
         if from_checkpoint is not None:
-            _write_learned(models, from_checkpoint, draft_name, out, config, dtype, save_dtype, progress)
+            version = _write_learned(models, from_checkpoint, draft_name, out, config, dtype, save_dtype, progress)
+            served = target if asks_target or draft == "demo" else "TARGET"
+            say(f"{out}: draft {draft_name!r} as it was learned{version}; {_how_to_serve(served, out)}")
             return
         state = out.with_name(f"{out.name}.training")
         _check_state(state, resume=resume)
@@ -102,9 +113,28 @@ def distill(
             f"{_resume_command()}"
         )
         raise typer.Exit(INTERRUPTED_STATUS)
-    _say_what_came(run, out)
+    _say_what_came(run, target, out)
     if json_out is not None:
         _write_json(json_out, run, target, draft, prompts, config)
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    """Parameters that stand on the command line, not in the environment, and how their options are written."""
+    given = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name) if parameter.name else None
+        if parameter.name and source is not None and source.name == "COMMANDLINE":
+            given[parameter.name] = parameter.opts[0]
+    return given
+
+
+def _check_mode(given: dict[str, str], *, writes: bool) -> None:
+    """Raises ConfigError: an option would be without effect. writes: with --from-checkpoint, which trains nothing."""
+    for name, option in given.items():
+        if writes and name not in OF_WRITING:
+            raise ConfigError(f"{option} has no effect with --from-checkpoint, which trains nothing; leave it out")
+        if not writes and name == "draft_name":
+            raise ConfigError(f"{option} has no effect with --prompts; it goes with --from-checkpoint")
 
 
 class _Interrupts:
@@ -195,13 +225,13 @@ def _lines(path: Path) -> list[str]:
 def _write_learned(
     models: Models, folder: Path, name: str, out: Path, config: OfflineConfig, dtype: str, save_dtype: str,
     progress: Progress,
-) -> None:  # fmt: skip
+) -> str:  # fmt: skip
+    """What to say of its version."""
     from adaserve_jax.distill.opening import learned_online, write_draft
 
     params, noted = learned_online(models, folder, name, config, _type(dtype), progress)
     write_draft(params, models.draft_folder, out, save_dtype, progress)
-    version = f", version {noted['version']}" if "version" in noted else ""
-    say(f"{out}: draft {name!r} as it was learned{version}; serve it with: adaserve serve --draft {_quoted(out)}")
+    return f", version {noted['version']}" if "version" in noted else ""
 
 
 def _say_epoch(found: Evaluation) -> None:
@@ -227,12 +257,12 @@ def _print(evaluations: Sequence[Evaluation]) -> None:
         console.print(table)
 
 
-def _say_what_came(run: Distillation, out: Path) -> None:
+def _say_what_came(run: Distillation, target: str, out: Path) -> None:
     first, last = run.done.evaluations[0], run.done.evaluations[-1]
     if last.acceptance < first.acceptance:
         say("held-out acceptance fell: try a lower --rate, more prompts, or fewer --epochs", style="bold red")
     spent = ", ".join(f"{what} {seconds:.0f} s" for what, seconds in run.done.seconds.items())
-    say(f"{out}: {count_parameters(out):,} parameters; {spent}; serve it with: adaserve serve --draft {_quoted(out)}")
+    say(f"{out}: {count_parameters(out):,} parameters; {spent}; {_how_to_serve(target, out)}")
 
 
 def _write_json(path: Path, run: Distillation, target: str, draft: str, prompts: str, config: OfflineConfig) -> None:
@@ -250,5 +280,6 @@ def _resume_command() -> str:
     return shlex.join(["adaserve", *given, "--resume"])
 
 
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+def _how_to_serve(target: str, draft: Path) -> str:
+    pair = ["--target", target] if target != "demo" else []
+    return f"serve it with: {shlex.join(['adaserve', 'serve', *pair, '--draft', str(draft)])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,7 +38,7 @@ def open_llm(config: EngineConfig) -> LLM:
         progress("loading", 0, 1)
         from adaserve_jax.engine.llm import LLM
 
-        return LLM(**asdict(config), progress=progress)
+        return LLM(**{field.name: getattr(config, field.name) for field in fields(config)}, progress=progress)
 
 
 def open_bench_engine(config: EngineConfig, *, record: bool = False) -> LocalBenchEngine:

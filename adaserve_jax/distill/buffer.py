@@ -38,35 +38,31 @@ class Ring:
         kept = sorted((entry for entries in self._of.values() for entry in entries), key=lambda entry: entry[0])
         return (record for _, record in kept)
 
-    def add(self, record: Record) -> Record | None:
-        """Take it in. Returns the record that had to go, or None."""
-        evicted = self._evicted_for(record.tenant)
+    def add(self, record: Record) -> None:
+        """Take it in; what has to go for it goes."""
+        self._make_room(record.tenant)
         self._of.setdefault(record.tenant, deque()).append((self._added, record))
         self._added += 1
         self._len += 1
-        return evicted
 
     def counts(self) -> dict[str, int]:
         """Records by tenant."""
         return {tenant: len(entries) for tenant, entries in self._of.items()}
 
-    def _evicted_for(self, tenant: str) -> Record | None:
+    def _make_room(self, tenant: str) -> None:
         own = len(self._of.get(tenant, ()))
         if own >= self.limit and self._len > own:
-            return self._evict(tenant)
-        if self._len < self.capacity:
-            return None
-        largest = max(self._of, key=lambda name: len(self._of[name]))
-        if largest != tenant and len(self._of[largest]) > self.limit:
-            return self._evict(largest)
-        return self._evict(min(self._of, key=lambda name: self._of[name][0][0]))
+            self._evict(tenant)
+        elif self._len == self.capacity:
+            largest = max(self._of, key=lambda name: len(self._of[name]))
+            is_above = largest != tenant and len(self._of[largest]) > self.limit
+            self._evict(largest if is_above else min(self._of, key=lambda name: self._of[name][0][0]))
 
-    def _evict(self, tenant: str) -> Record:
-        _, record = self._of[tenant].popleft()
+    def _evict(self, tenant: str) -> None:
+        self._of[tenant].popleft()
         if not self._of[tenant]:
             del self._of[tenant]
         self._len -= 1
-        return record
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless counts hold, each tenant has its own records, and they lie in order."""
@@ -82,18 +78,13 @@ class Buffer:
     """Records of one draft, in two rings: those to train on, and those held out.
 
     capacity: records to train on. held_out_share: of the capacity, the size of the other ring (LEAST_HELD_OUT at
-    least). tenant_share: most of either ring that is one client's while others have any. `added`, `held_out_added`,
-    `evicted`: records since the start.
+    least). tenant_share: most of either ring that is one client's while others have any.
     """
 
     def __init__(self, capacity: int, held_out_share: float, tenant_share: float):
         self._share = tenant_share
         self._train = Ring(capacity, tenant_share)
         self._held_out = Ring(max(LEAST_HELD_OUT, int(held_out_share * capacity)), tenant_share)
-        self.added = 0
-        self.held_out_added = 0
-        self.evicted = 0
-        self.num_bytes = 0
 
     def __len__(self) -> int:
         """Records, held-out ones with them."""
@@ -109,14 +100,8 @@ class Buffer:
         return len(self._held_out)
 
     def add(self, record: Record) -> None:
-        """Take in a finished text; what has to go for it goes."""
-        evicted = (self._held_out if record.held_out else self._train).add(record)
-        self.num_bytes += record.num_bytes
-        self.added += not record.held_out
-        self.held_out_added += record.held_out
-        if evicted is not None:
-            self.num_bytes -= evicted.num_bytes
-            self.evicted += 1
+        """Take in a finished text."""
+        (self._held_out if record.held_out else self._train).add(record)
 
     def extend(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -151,13 +136,11 @@ class Buffer:
         return chosen
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless both rings hold, no record is in the wrong one, and the bytes add up."""
+        """Raise IntegrityError unless both rings hold, and no record is in the wrong one."""
         for ring, held_out in ((self._train, False), (self._held_out, True)):
             ring.check_integrity()
             if any(record.held_out != held_out for record in ring):
                 raise IntegrityError("a held-out record lies among those to train on, or the other way round")
-        if self.num_bytes != sum(record.num_bytes for record in self):
-            raise IntegrityError(f"the buffer counts {self.num_bytes} bytes, which is not what its records take")
 
 
 def fair_most(counts: list[int], share: float) -> int:

@@ -27,12 +27,14 @@ _log = logging.getLogger(__name__)
 class Snapshot:
     """A trainer's state on the host, to be written by any thread while training goes on.
 
-    draft: of the weights that training began with, as a checksum; rank: learn_lora_rank; arrays: by name.
+    draft: of the weights that training began with, as a checksum; rank: learn_lora_rank; arrays: by name. target: a
+    fingerprint of the target that was learned from, "": not known, and not compared.
     """
 
     draft: int
     rank: int
     arrays: dict[str, np.ndarray]
+    target: str = ""
 
     def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then remove all but the last KEPT.
@@ -42,7 +44,7 @@ class Snapshot:
         """
         import orbax.checkpoint as ocp
 
-        about = {"format": _FORMAT, "draft": self.draft, "rank": self.rank, "meta": meta}
+        about = {"format": _FORMAT, "draft": self.draft, "rank": self.rank, "target": self.target, "meta": meta}
         about["content"] = checksum(self.arrays)
         arrays = {_stored(name): array for name, array in self.arrays.items()}
         try:
@@ -58,8 +60,8 @@ class Snapshot:
 def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
     """(arrays, meta) of the latest checkpoint that can be read; None: there is none.
 
-    like: of a trainer that takes them: same draft, rank, names and shapes. Raises CheckpointError: they differ, or
-    there are checkpoints and none can be read.
+    like: of a trainer that takes them: same draft, target, rank, names and shapes. Raises CheckpointError: they differ,
+    or there are checkpoints and none can be read.
     """
     if not folder.is_dir():
         return None
@@ -128,6 +130,11 @@ def checksum(arrays: Mapping[str, Any]) -> int:
     return value
 
 
+def short(fingerprint: str) -> str:
+    """As much of it as a message needs to tell it from another."""
+    return fingerprint[:12]
+
+
 def _check_about(folder: Path, about: dict[str, Any], like: Snapshot) -> None:
     """Before any array is read: another rank has others."""
     if about.get("format") != _FORMAT:
@@ -136,6 +143,12 @@ def _check_about(folder: Path, about: dict[str, Any], like: Snapshot) -> None:
         raise CheckpointError(
             f"{folder}: what is in it was learned from other draft weights than those given; give the draft that it "
             "began with, or take another learn_folder"
+        )
+    target = about.get("target", "")
+    if target and like.target and target != like.target:
+        raise CheckpointError(
+            f"{folder}: what is in it was learned from another target (fingerprint {short(target)}) than the one given "
+            f"({short(like.target)}); give the target that it was learned from, or take another learn_folder"
         )
     if about["rank"] != like.rank:
         raise CheckpointError(

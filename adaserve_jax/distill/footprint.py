@@ -35,13 +35,14 @@ def state_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any) -> int:
 def workspace_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_tokens: int = LENGTHS[-1]) -> int:
     """An estimate of what one program takes at most, and the weights of a version that is made ready to serve.
 
-    num_tokens: of a micro-step. A micro-step holds scores, for each layer the weights of attention and their gradients
-    and every activation, and a gradient of every weight.
+    num_tokens: of a micro-step. Copies between what is trained and what is remembered lie in the place of what they
+    replace. A micro-step holds scores, for each layer the weights of attention and their gradients and every
+    activation, and of every weight its gradient, what is multiplied, and that in f32, which some devices need.
     """
     attention = 2 * config.num_heads * num_tokens**2
     widths = config.q_size + 2 * config.kv_size + 3 * config.intermediate_size + 4 * config.hidden_size
     micro_step = SCORES * num_tokens * config.vocab_size + config.num_layers * (attention + num_tokens * widths)
-    weights = _whole_bytes(config, jnp.float32)
+    weights = 2 * _whole_bytes(config, jnp.float32) + _whole_bytes(config, dtype)
     apply = APPLIED * 4 * num_trained(config, learn.learn_lora_rank)
     return max(4 * micro_step + weights, apply) + _whole_bytes(config, dtype)
 

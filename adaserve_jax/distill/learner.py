@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from adaserve_jax.distill.buffer import Buffer
-from adaserve_jax.distill.keeping import Keeper, Kept, RecordFiles
+from adaserve_jax.distill.keeping import Keeper, RecordFiles
+from adaserve_jax.distill.kept_file import Kept
 from adaserve_jax.distill.lengths import choose_length
+from adaserve_jax.distill.measuring import measure_pieces
+from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.records import Recorder
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates, Piece
 from adaserve_jax.distill.watching import Watcher
 from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.stats import LearningStats
@@ -61,7 +65,8 @@ class Learner:
         self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: Keeper | None = None
-        self._times = PieceTimes(0.0)
+        self._delay_s = config.learn_delay_ms / 1e3
+        self._times = PieceTimes({})
         self._allowance = Allowance(config.learn_share)
         self._run: Iterator[Piece] | None = None
         self._running = 0
@@ -81,21 +86,42 @@ class Learner:
             drafter.model.config, config, self._executor.resolved.dtype, counter=self._executor.compile_counter,
             progress=progress,
         )  # fmt: skip
-        self._times = PieceTimes(programs.time_micro_step())
+        target = model_hash(self._executor.target_folder)
         for index, name in enumerate(self._names):
             buffer = Buffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
-            trainer = Trainer(programs, self._executor.draft_params(index))
+            trainer = Trainer(programs, self._executor.draft_params(index), target)
             rng = np.random.default_rng((self._seed, index))
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
+        self._times = PieceTimes(self._measured())
         if config.learn_folder is not None:
-            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size)
+            source = Source(target, config.learn_temperature)
+            texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
             self._keeper = Keeper(
                 Path(config.learn_folder), self._drafts, self._clock, beside=self._beside,
                 records=texts if config.learn_keep_records else None,
             )  # fmt: skip
+            calibrator, self._calibrator = self._calibrator, None  # it begins with the table of what is read here
             self._keeper.load()
+            self._calibrator = calibrator
+
+    def _measured(self) -> dict[str, float]:
+        """Seconds of each kind of piece."""
+
+        def serve(_: Params) -> None:
+            self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve anyway
+
+        seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
+        # it was within the delay when its length was chosen
+        seconds["accumulate"] = min(seconds["accumulate"], self._delay_s)
+        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > self._delay_s]
+        if long:
+            _log.warning(
+                "learning waits for times without requests, since some of it takes longer than learn_delay_ms (%g): %s",
+                self._config.learn_delay_ms, ", ".join(long),
+            )  # fmt: skip
+        return seconds
 
     # ---- what is served ----
 
@@ -104,6 +130,8 @@ class Learner:
         is."""
         with self._contained():
             if learn and not self.failed:
+                if self._watcher.is_waiting:  # maybe for a text that had the same id
+                    self._take_in()
                 self._watcher.begin(choice, request_id, tenant)
             else:
                 self._watcher.leave_out("failed" if learn else "opt_out")
@@ -152,7 +180,8 @@ class Learner:
 
     def work(self, spare_s: float | None) -> bool:
         """Do at most one piece of training, where there is time for one. spare_s: by how many seconds the next step may
-        be put off; None: nothing runs. False: nothing was done."""
+        be put off; None: nothing runs. False: nothing was done. While requests run, a piece that is expected to take
+        longer than learn_delay_ms waits, if need be until nothing runs, and so does all that comes after it."""
         with self._contained():
             return not self.failed and self._work(spare_s)
         return False
@@ -160,18 +189,30 @@ class Learner:
     def _work(self, spare_s: float | None) -> bool:
         started = self._clock()
         self._allowance.pass_time(started, busy=spare_s is not None)
+        if self._keeper is not None:
+            self._keeper.save_if_due()
         if spare_s is None:
             self._take_in()
         elif spare_s <= 0:
             return False
-        if not self._executor.draft_resident or not self._find_work():
+        copying = self._keeper is not None and self._keeper.is_copying
+        if copying or not self._executor.draft_resident or not self._find_work():
             return False
         kind = self._next
         assert kind is not None and self._run is not None
-        if spare_s is not None and not (self._allowance.is_open and self._times.expected_s(kind) <= spare_s):
+        if spare_s is not None and not self._fits(kind, spare_s):
             return False
         self._next = next(self._run, None)
         self._took(kind, self._clock() - started, delayed=spare_s is not None)
+        return True
+
+    def _fits(self, kind: Piece, spare_s: float) -> bool:
+        """Whether a piece may run although requests do."""
+        if not self._allowance.is_open:
+            return False
+        if self._times.expected_s(kind) > min(spare_s, self._delay_s):
+            self._times.refused(kind)
+            return False
         return True
 
     @property
@@ -179,23 +220,23 @@ class Learner:
         """Whether there is nothing left to do while nothing runs."""
         if self.failed:
             return True
-        unsaved = self._keeper is not None and self._keeper.has_new
-        busy = self._watcher.is_waiting or self._next is not None or unsaved
+        busy = self._watcher.is_waiting or self._next is not None or self.wakes_in_s == 0
         return not (busy or any(draft.due for draft in self._drafts))
+
+    @property
+    def wakes_in_s(self) -> float | None:
+        """For how long that can be left so; None: until requests come."""
+        return None if self.failed or self._keeper is None else self._keeper.wakes_in_s
 
     def _find_work(self) -> bool:
         """Whether a piece is next; looks after the drafts in turn."""
         if self._next is not None:
             return True
-        if self._keeper is not None:
-            self._keeper.save_if_due()
-            if self._keeper.is_copying:
-                return False
         for offset in range(1, len(self._drafts) + 1):
             index = (self._running + offset) % len(self._drafts)
             if self._drafts[index].due:
                 self._run, self._running = self._drafts[index].run(), index
-                self._next = next(self._run, None)
+                self._next = next(self._run, None)  # announces the first piece, and does nothing yet
                 return self._next is not None
         return False
 
@@ -244,12 +285,14 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Leave what is under way, and keep the rest where learn_folder says. Only without requests."""
+        """Leave what is under way, and keep the rest where learn_folder says, also what was learned before learning
+        failed. Only without requests."""
         with self._contained():
             if not self.failed:
                 self._take_in()
-                if self._keeper is not None:
-                    self._keeper.close()
+        with self._contained():
+            if self._keeper is not None:
+                self._keeper.close()
 
     @contextmanager
     def _contained(self) -> Iterator[None]:

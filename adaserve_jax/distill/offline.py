@@ -118,15 +118,25 @@ class Distillation:
         return self._trainer.weights()
 
     def save(self, folder: Path) -> None:
-        """Write the state after the last round. Raises CheckpointError: it cannot be written."""
+        """Write the state after the last round; only its owner may look into the folder, in which texts are. Raises
+        CheckpointError: it cannot be written."""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / SETTINGS).write_text(json.dumps(self._settings, indent=1) + "\n")
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)  # one that was there already, too
+            self._save_settings(folder / SETTINGS)
             self._writer.save(folder)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot save the run: {error.strerror}") from None
         self._trainer.mark_good()
         self._trainer.save(folder / WEIGHTS, self.done.rounds, self.done.to_json())
+
+    def _save_settings(self, path: Path) -> None:
+        """Whole, and once: they stay what the run was begun with."""
+        text = json.dumps(self._settings, indent=1) + "\n"
+        if not path.exists() or path.read_text() != text:
+            new = path.with_name(f"new-{path.name}")
+            new.write_text(text)
+            new.replace(path)
 
     def load(self, folder: Path) -> None:
         """Go on from a saved state. Raises CheckpointError: there is none, or it was begun with other settings."""
@@ -159,7 +169,7 @@ class Distillation:
         order = self._rng(_TRAINED, epoch).permutation(self._trained)
         size = self._config.round_prompts
         chosen = order[index * size : (index + 1) * size].tolist()
-        tell = self._tell(f"writing, epoch {epoch + 1}", len(order), index * size)
+        tell = self._tell("writing", self._config.epochs * len(order), epoch * len(order) + index * size)
         with self._spent("writing"):
             if self._config.target_share == 1:
                 texts = self._writer.by_target(chosen, tell)

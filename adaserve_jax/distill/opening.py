@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,12 +140,11 @@ def learned_online(models: Models, folder: Path, name: str, config: OfflineConfi
 
 def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: Progress) -> None:
     """Write a checkpoint folder that is whole, or not there. Raises ConfigError, CheckpointError."""
+    partial = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
         try:
             export(params, source, partial, dtype=dtype, progress=progress)
-            partial.chmod(0o777 & ~_umask())
             if out.exists():
                 out.rmdir()
             partial.rename(out)
@@ -154,13 +152,6 @@ def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: P
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise CheckpointError(f"{out}: the draft cannot be written: {error.strerror or error}") from None
-
-
-def _umask() -> int:
-    """Folders of tempfile are for their owner alone; a checkpoint is for whoever other folders are for."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _length(prompts: Sequence[np.ndarray], config: OfflineConfig) -> int:

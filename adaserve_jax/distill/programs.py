@@ -110,17 +110,22 @@ class TrainPrograms:
         return float(np.median(times[1:]))
 
     def workspace_bytes(self) -> int:
-        """What a program takes beside its arguments at most, by the compiler's word; 0 before anything is compiled."""
-        analyses = [program.memory_analysis() for program in self.compiled.values()]  # type: ignore[attr-defined]
-        return max((each.temp_size_in_bytes for each in analyses), default=0)
+        """What a program takes beside its arguments at most, by the compiler's word: to compute, and for results that
+        lie in no argument's place. Those of "begin" are what stays. 0 before anything is compiled."""
+        programs = [program for key, program in self.compiled.items() if key != ("begin",)]
+        analyses = [program.memory_analysis() for program in programs]  # type: ignore[attr-defined]
+        return max(
+            (each.temp_size_in_bytes + each.output_size_in_bytes - each.alias_size_in_bytes for each in analyses),
+            default=0,
+        )
 
     def _warm_up(self) -> None:
         state, base, sums = self._begin_with_zeros()
         batch = self._row_per_token()
         self.run("evaluate", state.trained, base, batch)
         self.run("export", state.trained, base)
-        self.run("no_sums", self.run("copy", state).trained)
-        sums = self.run("accumulate", state.trained, base, sums, batch)
+        sums = self.run("no_sums", self.run("accumulate", state.trained, base, sums, batch))
+        state = self.run("copy", state, self._begin_with_zeros()[0])
         jax.block_until_ready(self.run("apply", state, sums, np.float32(1)))
 
     def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
@@ -173,9 +178,9 @@ class TrainPrograms:
             Declared(("begin",), jax.jit(self._begin), (params,)),
             Declared(("accumulate",), jax.jit(self._accumulate, donate_argnums=2), (state.trained, base, sums, batch)),
             Declared(("apply",), jax.jit(self._apply, donate_argnums=(0, 1)), (state, sums, rate_share)),
-            Declared(("copy",), jax.jit(_copy), (state,)),
+            Declared(("copy",), _in_place(lambda state, old: _copy(state), 1), (state, state)),
             Declared(("evaluate",), jax.jit(self._evaluate), forward),
-            Declared(("no_sums",), jax.jit(_no_sums), (state.trained,)),
+            Declared(("no_sums",), _in_place(lambda old: _no_sums(old.gradients), 0), (sums,)),
             Declared(("export",), jax.jit(self._export), (state.trained, base)),
         ]
 
@@ -197,6 +202,11 @@ class TrainPrograms:
 
 def _copy(arrays: Any) -> Any:
     return jax.tree.map(jnp.copy, arrays)
+
+
+def _in_place(function: Callable, argument: int) -> Any:
+    """Its result lies where that argument did, of which it needs nothing but the place."""
+    return jax.jit(function, donate_argnums=argument, keep_unused=True)
 
 
 def _no_sums(trained: Trained) -> Sums:

@@ -11,11 +11,13 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from adaserve_jax.distill.checkpoint import short
 from adaserve_jax.distill.records import Record
 from adaserve_jax.errors import CheckpointError
 
@@ -32,11 +34,21 @@ _TYPES = {
 }
 
 
-def save_records(path: Path, records: Iterable[Record], *, top_k: int) -> None:
+@dataclass(frozen=True)
+class Source:
+    """What the rows of records are of. target: a fingerprint of the model that gave the scores; temperature: at which.
+    "" and None: not known, and not compared."""
+
+    target: str = ""
+    temperature: float | None = None
+
+
+def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: Source = Source()) -> None:
     """Write the records, in order, with mode 0600 and atomically: a reader sees the old file or the new one. Raises
     OSError."""
     kept = list(records)
-    head = json.dumps({"version": VERSION, "top_k": top_k, "tenants": [record.tenant for record in kept]})
+    tenants = [record.tenant for record in kept]
+    head = json.dumps({"version": VERSION, "top_k": top_k, **asdict(source), "tenants": tenants})
     arrays = {
         "head": np.frombuffer(head.encode(), np.uint8),
         "num_tokens": np.array([len(record.tokens) for record in kept], np.int64),
@@ -58,9 +70,12 @@ def save_records(path: Path, records: Iterable[Record], *, top_k: int) -> None:
         raise
 
 
-def load_records(path: Path, *, top_k: int, vocab_size: int, draft: int = 0) -> list[Record]:
-    """Read what `save_records` wrote, as records of `draft`. A file with more than top_k tokens per row is read up to
-    them. Raises CheckpointError saying what is wrong with the file."""
+def load_records(
+    path: Path, *, top_k: int, vocab_size: int, draft: int = 0, source: Source = Source()
+) -> list[Record]:  # fmt: skip
+    """Read what `save_records` wrote, as records of `draft`, with memory of their own: one that stays keeps nothing of
+    the others. A file with more than top_k tokens per row is read up to them. Raises CheckpointError saying what is
+    wrong with the file, or that it is of another source."""
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("head", *_TYPES)}
@@ -68,6 +83,7 @@ def load_records(path: Path, *, top_k: int, vocab_size: int, draft: int = 0) -> 
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path}: cannot read the kept records ({error}); delete it to go on without") from error
     _require(path, isinstance(head, dict) and head.get("version") == VERSION, f"records of version {VERSION}")
+    _check_source(path, head, source)
     for name, dtype in _TYPES.items():
         _require(path, arrays[name].dtype == dtype, f"{name} of type {np.dtype(dtype)}, got {arrays[name].dtype}")
     _check(path, head, arrays, vocab_size)
@@ -78,13 +94,26 @@ def load_records(path: Path, *, top_k: int, vocab_size: int, draft: int = 0) -> 
     rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p", "overruled")]
     try:
         return [
-            Record(tokens, position, ids[:, :top_k], log_p[:, :top_k], overruled, draft, tenant, bool(held_out))
+            Record(
+                tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), overruled.copy(),
+                draft, tenant, bool(held_out),
+            )
             for tokens, position, ids, log_p, overruled, tenant, held_out in zip(
                 texts, *rows, head["tenants"], arrays["held_out"], strict=True
             )
         ] if len(arrays["num_rows"]) else []  # fmt: skip
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}; delete it to go on without") from error
+
+
+def _check_source(path: Path, head: dict[str, Any], source: Source) -> None:
+    for name, given in asdict(source).items():
+        kept = head.get(name)
+        if given and kept and given != kept:
+            kept, given = (short(each) if isinstance(each, str) else each for each in (kept, given))
+            raise CheckpointError(
+                f"{path}: the kept records are of {name} {kept}, which is now {given}; they are left out"
+            )
 
 
 def _check(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray], vocab_size: int) -> None:

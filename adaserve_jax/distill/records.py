@@ -21,6 +21,8 @@ MAX_ROWS = 65_536
 """Of all texts that run, together."""
 MOST_ROWS = 1024
 """Of one record: the last ones of its text. It bounds what a buffer of long texts takes."""
+SURPLUS_ROWS = 256
+"""Rows above MOST_ROWS that a running text may have before they are given back: once in so many, not at each step."""
 NOBODY = -1
 
 
@@ -68,23 +70,18 @@ class Record:
                 f"and there is one at least; got {self.position.tolist()[:8]}"
             )
 
-    @property
-    def num_bytes(self) -> int:
-        parts = (self.tokens, self.position, self.ids, self.log_p, self.overruled)
-        return sum(part.nbytes for part in parts)
 
-
-def is_held_out(request_id: str, share: float, seed: int) -> bool:
-    """Whether a request is among the `share` that is held out: by a hash keyed by the seed, so the same each time it
-    is asked, and not to be steered by one who does not know the seed."""
+def is_held_out(prompt_ids: np.ndarray, share: float, seed: int) -> bool:
+    """Whether texts after this prompt are among the `share` that is held out. By a hash of its token ids keyed by the
+    seed: the same each time the prompt comes, and not to be steered by one who does not know the seed."""
     key = seed.to_bytes(8, "little", signed=True)
-    digest = blake2b(request_id.encode(errors="surrogatepass"), digest_size=8, key=key).digest()
+    digest = blake2b(np.asarray(prompt_ids, "<i4").tobytes(), digest_size=8, key=key).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
 @dataclass(eq=False)
 class _Text:
-    """One choice that still runs. handle: what its rows in the pool are marked with."""
+    """One choice that still runs. handle: what its rows in the pool are marked with; rows: how many these are."""
 
     handle: int
     prompt_ids: np.ndarray
@@ -92,13 +89,15 @@ class _Text:
     draft: int
     tenant: str
     held_out: bool
+    rows: int = 0
 
 
 class Recorder:
     """Takes notes of every watched text, in a pool of rows that all of them share, and makes records of them.
 
-    max_rows: rows of all running texts together; what comes above it is not kept. held_out_share and seed: see
-    `is_held_out`. `kept`, `not_finite`, `no_room`: rows since the start, by what became of them.
+    max_rows: rows of all running texts together; what comes above it is not kept. No text has many more of them than
+    its record will. held_out_share and seed: see `is_held_out`. `kept`, `not_finite`, `no_room`: rows since the start,
+    by what became of them; those that were given back later are among the kept.
     """
 
     def __init__(self, top_k: int, *, held_out_share: float, seed: int = 0, max_rows: int = MAX_ROWS):
@@ -123,12 +122,12 @@ class Recorder:
     def __contains__(self, choice_id: str) -> bool:
         return choice_id in self._texts
 
-    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str, request_id: str) -> None:
-        """From now on the choice is watched. request_id: of the user's request: all its choices are held out or none.
+    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str, request_id: str = "") -> None:
+        """From now on the choice is watched. All texts after the same prompt are held out or none, whosever they are.
         prompt_ids is kept, not copied. Raises ValueError when the choice is watched already."""
         if choice_id in self._texts:
             raise ValueError(f"{choice_id!r} is recorded already; end or abandon it before it begins again")
-        held_out = is_held_out(request_id, self._share, self._seed)
+        held_out = is_held_out(prompt_ids, self._share, self._seed)
         self._texts[choice_id] = _Text(self._next, prompt_ids, [], draft, tenant, held_out)
         self._next += 1
 
@@ -162,6 +161,24 @@ class Recorder:
         self._ids[slots] = target.ids[take]
         self._log_p[slots] = np.maximum(log_p[take], LOG_ZERO)
         self._overruled[slots] = overruled[take]
+        added = np.bincount(row[take], minlength=len(choice_ids))
+        for index in np.flatnonzero(added).tolist():
+            text = watched[index]
+            assert text is not None
+            text.rows += int(added[index])
+            if text.rows > MOST_ROWS + SURPLUS_ROWS:
+                self._trim(text)
+
+    def _trim(self, text: _Text) -> None:
+        """Give back the rows of a running text that are before its last MOST_ROWS."""
+        slots = np.flatnonzero(self._owner == text.handle)
+        self._give_back(slots[np.argsort(self._position[slots])[:-MOST_ROWS]])
+        text.rows = MOST_ROWS
+
+    def _give_back(self, slots: np.ndarray) -> None:
+        self._owner[slots] = NOBODY
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
 
     def output(self, choice_id: str, token_ids: Sequence[int]) -> None:
         """These tokens follow in the text. Nothing happens where it is not watched."""
@@ -176,9 +193,7 @@ class Recorder:
         if text is None:
             return None
         slots = np.flatnonzero(self._owner == text.handle)
-        self._owner[slots] = NOBODY
-        self._free[self._num_free : self._num_free + len(slots)] = slots
-        self._num_free += len(slots)
+        self._give_back(slots)
         tokens = np.concatenate([text.prompt_ids, np.array(text.output, np.int32)]).astype(np.int32, copy=False)
         slots = slots[self._position[slots] + 1 < len(tokens)]
         position, first = np.unique(self._position[slots], return_index=True)
@@ -200,3 +215,6 @@ class Recorder:
         handles = {text.handle for text in self._texts.values()}
         if not set(self._owner[self._owner != NOBODY].tolist()) <= handles:
             raise IntegrityError("a row of the recorder belongs to a text that is not watched")
+        for text in self._texts.values():
+            if text.rows != np.count_nonzero(self._owner == text.handle):
+                raise IntegrityError(f"a text of the recorder counts {text.rows} rows, which is not what it has")

@@ -18,7 +18,8 @@ from adaserve_jax.errors import ConfigError, RequestError
 
 
 class Routed(Protocol):
-    """What routing looks at. draft_tag: the name of a draft, or ""; learn: whether anything may learn from it."""
+    """What routing looks at. draft_tag: the name of a draft, or ""; learn: whether anything may learn from it; tenant:
+    on whose behalf it is, as far as learning must not follow one client; "": not said."""
 
     @property
     def draft_tag(self) -> str: ...
@@ -28,6 +29,9 @@ class Routed(Protocol):
 
     @property
     def learn(self) -> bool: ...
+
+    @property
+    def tenant(self) -> str: ...
 
 
 class Router:
@@ -80,7 +84,7 @@ class Router:
         if request.draft_tag:
             draft = self.index(request.draft_tag)
             if self._topic is not None and request.learn:
-                self._topic.learn(draft, request.prompt_ids)
+                self._topic.learn(draft, request.prompt_ids, request.tenant)
             return draft
         if self._language is not None:
             return self._language.route(text)

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 TIME_RATE = 0.2
 """Weight of a new piece in the expected seconds of its kind."""
+MOST_RISE = 2.0
+"""What a piece took counts up to so many times what was expected: one that met something else says little of its kind.
+"""
+FORGET_RATE = 0.02
+"""Share of the expected seconds that is forgotten whenever a piece is refused because of them."""
+LEAST_S = 1e-5
+"""What any piece is expected to take, at least."""
 
 
 class PieceTimes:
-    """Expected seconds of a piece of training, by kind; those of a kind that never ran are `first_s`."""
+    """Expected seconds of a piece of training, by kind. first_s: measured before requests came.
 
-    def __init__(self, first_s: float):
-        self._first_s = first_s
-        self._expected_s: dict[str, float] = {}
+    A kind that does not run shows nothing of how long it takes, so what is expected of it returns to what was measured,
+    never below, while it is refused.
+    """
+
+    def __init__(self, first_s: Mapping[str, float]):
+        self._first_s = {kind: max(seconds, LEAST_S) for kind, seconds in first_s.items()}
+        self._expected_s = dict(self._first_s)
 
     def expected_s(self, kind: str) -> float:
-        return self._expected_s.get(kind, self._first_s)
+        return self._expected_s[kind]
 
     def took(self, kind: str, seconds: float) -> None:
-        before = self._expected_s.get(kind)
-        self._expected_s[kind] = seconds if before is None else before + TIME_RATE * (seconds - before)
+        before = self._expected_s[kind]
+        self._expected_s[kind] += TIME_RATE * (min(seconds, MOST_RISE * before) - before)
+
+    def refused(self, kind: str) -> None:
+        """It would have run but for what is expected of it."""
+        before, first = self._expected_s[kind], self._first_s[kind]
+        self._expected_s[kind] = min(before, max(first, (1 - FORGET_RATE) * before))
 
 
 class Allowance:

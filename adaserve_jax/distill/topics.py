@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,14 @@ LEAST_BEFORE = 4
 """Prompts from which on their mean says how near the next ones are to it."""
 MEMORY = 1000
 """Prompts that a topic goes back, about; so it follows what the traffic becomes."""
+TENANT_SHARE = 0.5
+"""Most of a topic's mean that is one client's while others have any of it, from LEAST_PROMPTS on."""
 MARGIN = 0.05
 """How much nearer, in cosines, the nearest topic must be than the next where the default is one of them."""
 MOST_DEVIATIONS = 2.0
 """How many standard deviations of a topic's own cosines below their mean a prompt may be, and still be of the topic."""
+FORGOTTEN = 0.1 / MEMORY
+"""Part of a mean below which a client counts as having none."""
 MOST_TOKENS = 1024
 """The end of a prompt that is looked at."""
 FINGERPRINT_ROWS = 256
@@ -44,21 +48,32 @@ VERSION = 1
 @dataclass(eq=False)
 class Topic:
     """Running means over the prompts of one draft. mean: f32[d], of their directions; near, near_square: of the cosine
-    between each after the first LEAST_BEFORE and the mean before it, and of its square. count: prompts so far."""
+    between each after the first LEAST_BEFORE and the mean before it, and of its square. count: prompts so far. shares:
+    what part of the mean is whose, of all clients that have a prompt's worth of it; the rest is of examples."""
 
     mean: np.ndarray
     near: float = 0.0
     near_square: float = 0.0
     count: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
 
-    def add(self, direction: np.ndarray) -> None:
+    def add(self, direction: np.ndarray, tenant: str | None = None) -> None:
+        """Take in a prompt. tenant: the client's; None: it is an example. What would give a client more than
+        TENANT_SHARE, while others have any, is passed over."""
+        share = 1 / min(self.count + 1, MEMORY)
+        shares = {name: part * (1 - share) for name, part in self.shares.items()}
+        if tenant is not None:
+            shares[tenant] = shares.get(tenant, 0.0) + share
+            if len(shares) > 1 and self.count >= LEAST_PROMPTS and shares[tenant] > TENANT_SHARE:
+                return
+        self.shares = {name: part for name, part in shares.items() if part >= FORGOTTEN}
         if self.count >= LEAST_BEFORE:
-            share = 1 / min(self.count - LEAST_BEFORE + 1, MEMORY)
+            weight = 1 / min(self.count - LEAST_BEFORE + 1, MEMORY)
             cosine = float(_cosines(self.mean[None], direction)[0])
-            self.near += share * (cosine - self.near)
-            self.near_square += share * (cosine**2 - self.near_square)
+            self.near += weight * (cosine - self.near)
+            self.near_square += weight * (cosine**2 - self.near_square)
         self.count += 1
-        self.mean += (direction - self.mean) / min(self.count, MEMORY)
+        self.mean += share * (direction - self.mean)
 
     def has(self, direction: np.ndarray) -> bool:
         """Whether a prompt is as near as the topic's own are."""
@@ -81,22 +96,31 @@ class TopicClassifier:
         self._lock = threading.Lock()
 
     def direction(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """f32[d] of length 1 (or 0): from the mean of the vocabulary to that of the distinct tokens among the last
-        MOST_TOKENS."""
-        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:]))
+        """f32[d] of length 1: from the mean of the vocabulary to that of the distinct tokens among the last
+        MOST_TOKENS. All 0 where there is no such direction: none of them is in the table, which a target's vocabulary
+        may reach beyond, or they lie in the middle of it."""
+        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:], np.int64))
+        distinct = distinct[distinct < len(self._embedding)]
+        if not len(distinct):
+            return np.zeros_like(self._middle)
         vector = self._embedding[distinct].mean(0, dtype=np.float32) - self._middle
         length = np.linalg.norm(vector)
         return vector / length if length > 0 else vector
 
-    def learn(self, draft: int, token_ids: Sequence[int] | np.ndarray) -> None:
-        """This prompt is of the draft's topic."""
+    def learn(self, draft: int, token_ids: Sequence[int] | np.ndarray, tenant: str | None = None) -> None:
+        """This prompt is of the draft's topic. tenant: the client's; None: it is an example. Nothing happens where it
+        has no direction, or where its client has its share of the topic."""
         direction = self.direction(token_ids)
+        if not direction.any():
+            return
         with self._lock:
-            self._topics[draft].add(direction)
+            self._topics[draft].add(direction, tenant)
 
     def route(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """The index of the draft for this prompt; 0 where it is not clear."""
         direction = self.direction(token_ids)
+        if not direction.any():
+            return 0
         with self._lock:
             known = [index for index, topic in enumerate(self._topics) if topic.count >= LEAST_PROMPTS]
             if not known or known == [0]:
@@ -127,7 +151,7 @@ class TopicClassifier:
                     f"of embedding {embedding!r}; topics are learned anew"
                 )
             topics = {index: self._from_plain(plain[name]) for index, name in enumerate(names) if name in plain}
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"kept topics cannot be read ({error!r}); topics are learned anew") from error
         with self._lock:
             for index, topic in topics.items():
@@ -141,6 +165,9 @@ class TopicClassifier:
         topic.count = plain["count"]
         if type(topic.count) is not int or topic.count < 0:
             raise ValueError(f"a count is an integer of at least 0, got {topic.count!r}")
+        topic.shares = {str(name): float(part) for name, part in plain.get("shares", {}).items()}
+        if not all(0 < part <= 1 for part in topic.shares.values()):
+            raise ValueError(f"shares are above 0 and at most 1, got {topic.shares}")
         return topic
 
 
@@ -170,4 +197,4 @@ def _cosines(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
 
 
 def _as_plain(topic: Topic) -> dict[str, Any]:
-    return {"count": topic.count, "mean": topic.mean.tolist(), "near": topic.near, "near_square": topic.near_square}
+    return asdict(topic) | {"mean": topic.mean.tolist()}

@@ -43,14 +43,16 @@ class Scores:
 class Trainer:
     """Trains a copy of `params`, the draft in force, which is the good version at first. Not thread-safe.
 
-    programs: compiled. Every call but the constructor runs one program at most and blocks until it is done.
+    programs: compiled. target: a fingerprint of the model that it learns from; a checkpoint of another one is refused,
+    and "" is compared with none. Every call but the constructor runs one program at most and blocks until it is done.
     """
 
-    def __init__(self, programs: TrainPrograms, params: Params) -> None:
+    def __init__(self, programs: TrainPrograms, params: Params, target: str = "") -> None:
         self.programs = programs
+        self._target = target
         self._draft = checksum(params)
         self._state, self._base, self._sums = programs.run("begin", params)
-        self._good: State = programs.run("copy", self._state)
+        self._good: State = programs.run("begin", params)[0]
 
     def accumulate(self, batch: Batch) -> None:
         """Add the gradients of a batch: one micro-step."""
@@ -78,18 +80,18 @@ class Trainer:
 
     def mark_good(self) -> None:
         """Remember weights and optimiser state as they are now, in the place of those remembered before."""
-        self._good = jax.block_until_ready(self.programs.run("copy", self._state))
+        self._good = jax.block_until_ready(self.programs.run("copy", self._state, self._good))
 
     def back_to_good(self) -> None:
         """Weights and optimiser state as they were when marked; gradients of unfinished steps are dropped."""
-        self._state = jax.block_until_ready(self.programs.run("copy", self._good))
-        self._sums = self.programs.run("no_sums", self._state.trained)
+        self._state = jax.block_until_ready(self.programs.run("copy", self._good, self._state))
+        self._sums = self.programs.run("no_sums", self._sums)
 
     def snapshot(self) -> Snapshot:
         """The good version, copied to the host."""
         named = jax.tree_util.tree_leaves_with_path(self._good)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
-        return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays)
+        return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays, self._target)
 
     def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
         """Write the good version as `Snapshot.save` does; slow, so a step loop has another thread do that."""
@@ -103,9 +105,11 @@ class Trainer:
         if found is None:
             return None
         arrays, meta = found
+        structure = jax.tree.structure(self._good)
+        del self._good  # what was read takes its place
         leaves = [
             jax.device_put(arrays[name].astype(old.dtype), self.programs.device) for name, old in like.arrays.items()
         ]
-        self._good = jax.tree.unflatten(jax.tree.structure(self._good), leaves)
+        self._good = jax.tree.unflatten(structure, leaves)
         self.back_to_good()
         return meta

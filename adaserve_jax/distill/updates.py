@@ -28,8 +28,9 @@ PROBATION_BATCHES = 4
 PROBATION_RECORDS = 4
 """New held-out records that end a version's probation; any do when the next update is due."""
 
-Piece = Literal["accumulate", "apply", "check", "swap"]
-"""What comes next: a micro-step forward and back, an optimiser step, a forward, or new weights for the executor."""
+Piece = Literal["pack", "accumulate", "apply", "check", "copy", "swap"]
+"""What comes next: records drawn and packed on the host, a micro-step forward and back, an optimiser step, a forward,
+weights and optimiser state remembered or restored, or new weights for the executor."""
 
 
 class DraftUpdates:
@@ -53,7 +54,7 @@ class DraftUpdates:
         self._serve = serve
         self._rng = rng
         self._new = self._new_held_out = 0
-        self._on_probation = self._is_training = False
+        self._on_probation = self._is_training = self._is_worse = False
 
     def add(self, record: Record) -> None:
         """A finished request of this draft's."""
@@ -76,7 +77,8 @@ class DraftUpdates:
         return self._on_probation and self._new_held_out >= (1 if self._update_is_due else PROBATION_RECORDS)
 
     def run(self) -> Iterator[Piece]:
-        """Do what is due. Says what kind of piece comes next, does it when it is asked again, and ends."""
+        """Do what is due. Says what kind of piece comes next, does it when it is asked again, and ends. What is not
+        announced takes no time."""
         if self._verdict_is_due:
             yield from self._end_probation()
         elif self._update_is_due:
@@ -85,15 +87,18 @@ class DraftUpdates:
     def _update(self) -> Iterator[Piece]:
         self._new = 0
         if self._on_probation:  # no held-out record came since: nothing speaks against it
+            yield "copy"
             self._confirm()
         self._is_training = True
         for _ in range(self._learn.learn_steps):
+            yield "pack"
             for batch in pack(self.buffer.sample(self._rng, self._learn.learn_every), self._num_tokens, self._rng):
                 yield "accumulate"
                 self.trainer.accumulate(batch)
             yield "apply"
             applied = self.trainer.apply()
             if not applied.finite:
+                yield "copy"
                 self._refuse("a gradient is not finite")
                 return
             self.loss = applied.loss
@@ -102,6 +107,7 @@ class DraftUpdates:
         verdict = yield from self._compare(shuffled, CHECK_BATCHES)
         if not verdict.good:
             self.acceptance = verdict.before
+            yield "copy"
             self._refuse(f"acceptance on held-out requests went from {verdict.before:.4f} to {verdict.acceptance:.4f}")
             return
         yield "swap"
@@ -117,21 +123,23 @@ class DraftUpdates:
         verdict = yield from self._compare(self.buffer.held_out()[::-1], PROBATION_BATCHES)
         self.acceptance = verdict.acceptance
         if verdict.good:
+            yield "copy"
             self._confirm()
             return
-        yield "swap"
-        self.trainer.back_to_good()
-        self._serve(self.trainer.weights())
+        self._is_worse = True
         _log.warning(
             "draft %s: version %d is taken back: acceptance on held-out requests is %.4f, and %.4f with version %d",
             self.name, self.version, verdict.acceptance, verdict.before, self._before,
         )  # fmt: skip
-        self.version, self.acceptance = self._before, verdict.before
-        self._on_probation = False
-        self.rolled_back += 1
+        yield "copy"
+        self.trainer.back_to_good()
+        yield "swap"
+        self._take_back()
+        self.acceptance = verdict.before
 
     def _compare(self, records: list[Record], most_batches: int) -> Generator[Piece, None, Verdict]:
         """The weights in training against the good ones."""
+        yield "pack"
         parts = parts_of(records, self._num_tokens, most_batches, self._rng)
         scores: tuple[list[list[Scores]], list[list[Scores]]] = ([], [])
         for part in parts:
@@ -146,6 +154,13 @@ class DraftUpdates:
         self.trainer.mark_good()
         self._on_probation = False
 
+    def _take_back(self) -> None:
+        """The trainer is back at the version before: it serves again."""
+        self._serve(self.trainer.weights())
+        self.version = self._before
+        self._on_probation = self._is_worse = False
+        self.rolled_back += 1
+
     def _refuse(self, reason: str) -> None:
         self.trainer.back_to_good()
         self._is_training = False
@@ -153,10 +168,13 @@ class DraftUpdates:
         _log.warning("draft %s: an update of version %d is refused: %s", self.name, self.version, reason)
 
     def settle(self) -> None:
-        """At the end: leave an update that is under way. The version in force is the good one."""
-        if self._is_training:
+        """At the end: leave an update that is under way. The version in force is the good one, unless it was found to
+        be worse than the one before, which is good then."""
+        if self._is_training or self._is_worse:
             self.trainer.back_to_good()
             self._is_training = False
+        if self._is_worse:
+            self._take_back()
         if self._on_probation:
             self._confirm()
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.distill.records import Record, Recorder, Rows
-from adaserve_jax.runtime.overruled import overruled
+from adaserve_jax.runtime.overruled import overruled, walk_ends
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Request, StepOutcome, StepPlan
 
@@ -47,9 +47,9 @@ class Sampled:
         nodes = np.flatnonzero(outcome.accepted)
         row = trees.row[nodes]
         position = plan.ctx_len[row] + trees.depth[nodes]
-        # packed row after row, parents before children: a row's last accepted node is where its walk stopped
-        wrong = overruled(plan, trees, candidates, outcome)[row]
-        wrong[:-1] &= row[1:] != row[:-1]
+        wrong = np.zeros(trees.num_nodes, bool)
+        wrong[walk_ends(trees, outcome, plan.num_decode)] = overruled(plan, trees, candidates, outcome)
+        wrong = wrong[nodes]
         final = np.flatnonzero(plan.prefill_final)
         if len(final) and not only_overruled:
             ends = plan.num_decode + final

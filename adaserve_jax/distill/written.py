@@ -3,6 +3,7 @@ kept on disk while the run is, so that going on with it needs none of them again
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,10 +63,10 @@ class Writer:
     def load(self, folder: Path) -> None:
         """Take the texts that were saved. Raises CheckpointError: the file is broken."""
         try:
-            with np.load(folder / FILE) as held:
+            with (folder / FILE).open("rb") as opened, np.load(opened) as held:
                 parts = np.split(held["tokens"].astype(np.int32), np.cumsum(held["length"]))
                 self.kept = dict(zip(held["prompt"].tolist(), parts[:-1], strict=True))
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{folder / FILE} cannot be read ({error}); remove {folder} and begin anew") from None
 
 

@@ -194,9 +194,14 @@ class EngineCore:
 
     @property
     def rests(self) -> bool:
-        """Whether there is nothing to do until a request comes: none runs, the draft is where it belongs, and nothing
-        is left to be learned."""
+        """Whether there is nothing to do for now: no request runs, the draft is where it belongs, and nothing is left
+        to be learned, or to be kept of that."""
         return not self.has_work and self._draft_is_here and (self._learner is None or self._learner.rests)
+
+    @property
+    def wakes_in_s(self) -> float | None:
+        """For how many seconds it then stays so; None: until a request comes."""
+        return None if self._learner is None else self._learner.wakes_in_s
 
     def rest(self) -> bool:
         """Without requests: bring the draft back, a part of the way in each call, or do a piece of training. None waits

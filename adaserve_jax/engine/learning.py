@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import DEFAULT_DRAFT, EngineConfig
 from adaserve_jax.distill.footprint import training_bytes
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.routing import Router, make_router
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.runtime.pair import FIRST_DRAFT, find_pair
+from adaserve_jax.runtime.pair import find_pair
+from adaserve_jax.runtime.resolve import dtype_of
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.types import Progress
 
@@ -25,16 +24,14 @@ def learning_bytes(config: EngineConfig) -> int:
         return 0
     pair = find_pair(config)
     assert pair.draft is not None, "a LearnConfig comes with a draft"
-    f32 = config.dtype == "f32" or (config.dtype == "auto" and jax.default_backend() == "cpu")
-    dtype = jnp.float32 if f32 else jnp.bfloat16
-    return training_bytes(pair.draft, config.learning, dtype, len(pair.draft_names))
+    return training_bytes(pair.draft, config.learning, dtype_of(config), len(pair.draft_names))
 
 
 def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> Router | None:
     """Between the configured drafts; None without one. Raises ConfigError."""
     if config.draft is None:
         return None
-    folders = {FIRST_DRAFT: resolve_folder(config.draft, "draft")}
+    folders = {DEFAULT_DRAFT: resolve_folder(config.draft, "draft")}
     for draft in config.drafts:
         name, _, folder = draft.partition("=")
         folders[name] = resolve_folder(folder, "draft")

@@ -18,6 +18,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
@@ -83,7 +84,7 @@ class LocalEngine:
 
     @property
     def learner(self) -> Learner | None:
-        """What learns from the texts; None where nothing does. For benchmarks and tests."""
+        """What learns from the texts, for benchmarks and tests; None where nothing does."""
         self.info  # noqa: B018  raises before start
         return self._learner
 
@@ -289,7 +290,7 @@ class LocalEngine:
         with self._lock:
             while not (self._inbox or self._stopping or self._core.has_work):
                 if self._core.rests:
-                    self._lock.wait()
+                    self._lock.wait(self._core.wakes_in_s)
                 else:
                     more = self._core.rest()  # with the lock: nobody else moves the draft meanwhile
                     self._lock.wait(YIELD_S if more else REST_S)
@@ -307,12 +308,19 @@ class LocalEngine:
             self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
             self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
+        else:
+            if self._router is not None and request.draft_tag:
+                self._router.route(request)  # which learns of a tag what its topic is: not from who was refused
 
     def _draft_of(self, request: GenerateRequest) -> int:
-        """The index of the draft that is to speculate for it."""
+        """The index of the draft that is to speculate for it. Nothing is learned from the request yet."""
         if self._router is None:
             return 0
-        return self._router.route(request, self._tokenizer.decode(request.prompt_ids) if self._router.needs_text else "")
+        if request.draft_tag:
+            return self._router.index(request.draft_tag)
+        # a step waits for this, so no more of a long prompt than is looked at, where a token is a character at least
+        last = request.prompt_ids[-MOST_CHARS:] if self._router.needs_text else []
+        return self._router.route(request, self._tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
         for chunk in chunks:

@@ -71,4 +71,7 @@ def write_shards(
     if shard:
         flush()
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    path = out / "model.safetensors.index.json"
+    path.write_text(json.dumps(index, indent=1) + "\n")
+    for name in set(weight_map.values()):
+        (out / name).chmod(path.stat().st_mode)  # safetensors writes for the owner alone

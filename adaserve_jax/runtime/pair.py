@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import DEFAULT_DRAFT, EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.folders import resolve_folder
@@ -14,8 +14,6 @@ from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.tree.chances import ChanceTable, read_chances
 
 CALIBRATION_FILE = "calibration.json"
-FIRST_DRAFT = "default"
-"""The name of the draft that `draft` gives."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Pair:
 
     @property
     def draft_names(self) -> tuple[str, ...]:
-        return () if self.draft is None else (FIRST_DRAFT, *self.further_drafts)
+        return () if self.draft is None else (DEFAULT_DRAFT, *self.further_drafts)
 
     @property
     def draft_folders(self) -> tuple[Path, ...]:
@@ -40,7 +38,7 @@ class Pair:
 
 def find_pair(config: EngineConfig) -> Pair:
     """Read the configurations, and hold them and the vocabularies against each other. Raises CheckpointError;
-    ConfigError: two drafts of one name, or a further one of another shape than the first."""
+    ConfigError: a further draft is of another shape than the first."""
     target_folder = resolve_folder(config.target, "target")
     target = ModelConfig.from_folder(target_folder)
     tokenizer = Tokenizer.from_folder(target_folder)
@@ -57,8 +55,6 @@ def find_pair(config: EngineConfig) -> Pair:
     further: dict[str, Path] = {}
     for named in config.drafts:
         name, _, path = named.partition("=")
-        if name in (FIRST_DRAFT, *further):
-            raise ConfigError(f"drafts must have names of their own, beside {FIRST_DRAFT!r}, got {name!r} again")
         further[name] = folder = resolve_folder(path, "draft")
         _check_same_shape(name, ModelConfig.from_folder(folder), draft)
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder))

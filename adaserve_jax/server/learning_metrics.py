@@ -17,7 +17,7 @@ GAUGES = {
         "held_out_acceptance", "Mean over held-out positions of sum min(p, q), of the version in force.",
     ),
     "learning_loss": ("loss", "Loss of the latest update."),
-    "learning_records": ("records", "Finished requests that are kept to learn from."),
+    "learning_records": ("records", "Finished choices that are kept to learn from."),
     "learning_held_out_records": ("held_out", "Those of them that only check updates."),
 }  # fmt: skip
 """Per draft, as of now: metric, field of LearningStats, meaning."""
@@ -27,10 +27,12 @@ COUNTERS = {
     "learning_updates": ("updates", "draft", "Updates that came to serve."),
     "learning_refused": ("refused", "draft", "Updates that a check kept from serving."),
     "learning_rolled_back": ("rolled_back", "draft", "Versions taken back once they served."),
-    "learning_left_out": ("left_out", "reason", "Requests that were not learned from, by reason."),
+    "learning_left_out": ("left_out", "reason", "Choices that were not learned from, by reason."),
 }
 """Since the start: metric, field of LearningStats, label, meaning. Every draft has them, from 0, so that rates can be
-taken of their first count too."""
+taken of their first count too; so has every reason."""
+REASONS = ("opt_out", "abort", "error", "no_positions", "failed")
+"""Why nothing is learned from a request."""
 TOTALS = {
     "learning_target_tokens": ("target_tokens", "Positions whose target scores were kept."),
     "learning_micro_steps": ("micro_steps", "Pieces of training between steps."),
@@ -47,10 +49,10 @@ def learning_metrics(stats: LearningStats) -> Iterator[Metric]:
         for draft, value in getattr(stats, field).items():
             gauge.add_metric((draft,), value)
         yield gauge
+    known = {"draft": tuple(stats.version), "reason": REASONS if stats.version else ()}
     for name, (field, label, text) in COUNTERS.items():
         counter = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
-        unseen = dict.fromkeys(stats.version, 0) if label == "draft" else {}
-        for key, value in (unseen | getattr(stats, field)).items():
+        for key, value in (dict.fromkeys(known[label], 0) | getattr(stats, field)).items():
             counter.add_metric((key,), value)
         yield counter
     for name, (field, text) in TOTALS.items():

@@ -1,4 +1,4 @@
-"""The workloads that figures are measured on: AdaServe's traces and Azure's, from a folder, or made ones instead.
+"""The workloads that figures are measured on: AdaServe's traces, Azure's, GSM8K, from a folder, or made ones instead.
 
 Made ones have the same names and formats, so that every command takes either.
 """
@@ -20,6 +20,7 @@ from adaserve_jax.bench.segments import MINUTE_S, poisson_arrivals
 from adaserve_jax.bench.traces import Trace, save_trace
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder
+from papers.made_questions import write_questions
 
 RATES = (2.4, 2.8, 3.2, 3.6, 4.0, 4.6)
 URGENT = (0.3, 0.6, 0.9)
@@ -61,6 +62,10 @@ SOURCES = {
         "azure-2023", "AzureLLMInferenceTrace_conv.csv*", True, "Azure's conversation trace of 2023",
         "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (CC BY 4.0), plain or .gz",
     ),
+    "gsm8k": Source(
+        "gsm8k", "train.jsonl.gz", True, "GSM8K's questions",
+        "train.jsonl of github.com/openai/grade-school-math (MIT), compressed by gzip",
+    ),
 }  # fmt: skip
 
 
@@ -88,6 +93,8 @@ def make_data(name: str, folder: Path, *, span_s: float = SPAN_S) -> None:
     if name == "traces":
         for trace_name, trace in made_traces(span_s).items():
             save_trace(trace, scratch / f"{trace_name}.jsonl.gz")
+    elif name == "gsm8k":
+        write_questions(scratch / SOURCES[name].pattern)
     else:
         _write_azure(scratch / "AzureLLMInferenceTrace_conv.csv")
     scratch.rename(place)

@@ -60,9 +60,9 @@ class Claim:
 class Step:
     """One command, whose results are in a folder of its own: figures that name the same step share its results.
 
-    argv: {here} stands for that folder, {traces} and {azure} for data, {<name of a step>} for the folder of an earlier
-    one. minutes: that it takes, about. gpu: whether it needs one. anew: whether it begins in an empty folder, rather
-    than going on where it was stopped.
+    argv: {here} stands for that folder, {traces}, {azure} and {gsm8k} for data, {<name of a step>} for the folder of
+    an earlier one. minutes: that it takes, about. gpu: whether it needs one. anew: whether it begins in an empty
+    folder, rather than going on where it was stopped.
     """
 
     name: str

@@ -1,15 +1,41 @@
-"""Online Speculative Decoding's tables 1 to 3 and figures 3 to 6: most wait for a draft that learns while it serves."""
+"""Online Speculative Decoding's tables 1 to 3 and figures 3 to 6: what they show, and how they are measured here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
+from papers.learning_reading import (
+    JSD,
+    MIXED,
+    NARROW_CLAIMS,
+    OFFLINE_CLAIMS,
+    REVERSE,
+    ROUTED_CLAIMS,
+    SHIFT_CLAIMS,
+    SPEED_CLAIMS,
+    STUDENT,
+    TEACHER,
+    TOPIC_CLAIMS,
+    latency,
+    narrow,
+    offline,
+    routed,
+    shift,
+    topics,
+)
 from papers.reading import figure, read_json, series
 
 PAPER = "OSD"
-LEARNING = NotYet("a draft that is distilled while it serves, which the engine does not have")
-ROUTING = NotYet("drafts that are distilled while they serve and a router between them, which the engine does not have")
+SIMULATED = NotYet(
+    "training on a simulated machine, which there is not; --size engine trains the embedded draft on a CPU"
+)
+LARGER = NotYet(
+    "a trained pair of a size that is worth a GPU: the embedded one is too small, and a target that is grown from it "
+    "says what the small one says"
+)
+PAIR = "The embedded pair on a CPU, the draft's top layer replaced by random weights."
+JUDGED = f"{PAIR} Acceptance on texts that nobody was served, over the whole vocabulary."
 SPEEDUPS = {0.5: (1.28, 0.95), 0.6: (1.44, 1.17), 0.7: (1.65, 1.3), 0.8: (2.01, 1.68), 0.9: (2.63, 2.55)}
 """The paper's, by acceptance: of a 1.1B draft for 33B and a 160M one for 7B."""
 MACHINE = "qwen-32b"
@@ -44,11 +70,70 @@ SPEEDUP_CLAIMS = tuple(
     for acceptance, (large, _) in SPEEDUPS.items()
 )
 
+
+def _learning(name: str, minutes: float, *argv: str) -> Step:
+    """One command of benchmarks/online_learning.py; it keeps its drafts beside its results."""
+    command = ("python", "benchmarks/online_learning.py", *argv, "--work", "{here}/drafts", "--out", "{here}")
+    return Step(name, command, minutes, anew=True)
+
+
+def _distilled(way: str, *options: str) -> Step:
+    """Alike but for `options`: the same prompts, beginning, and held-out texts."""
+    command = (
+        "adaserve", "distill", "--prompts", "{code-prompts}/code.jsonl", "--reset-top-layer", "--max-tokens", "64",
+        "--rate", "1e-3", "--schedule", "cosine", "--step-tokens", "512", *options, "--out",
+        "{here}/draft", "--json", "{here}/distilled.json",
+    )  # fmt: skip
+    return Step(f"distilled-{way}", command, 2, anew=True)
+
+
+FEW = ("--requests", "500", "--judged", "32", "--every", "50")
+NARROW = {
+    "code": _learning("narrow-code", 6, "narrow", "code", *FEW),
+    "maths": _learning("narrow-maths", 6, "narrow", "maths", "--gsm8k", "{gsm8k}", *FEW),
+}
+SHIFT = _learning(
+    "shift", 8, "shift", "--gsm8k", "{gsm8k}", "--requests", "1280", "--judged", "24", "--every", "40"
+)  # fmt: skip
+MIX = _learning(
+    "mixed", 10, "mixed", "--gsm8k", "{gsm8k}", "--requests", "480", "--judged", "32", "--every", "80"
+)  # fmt: skip
+PROMPTS = Step(
+    "code-prompts",
+    ("python", "benchmarks/learning_prompts.py", "code", "--count", "256", "--out", "{here}/code.jsonl"), 0.1,
+)  # fmt: skip
+DISTILLED = {
+    TEACHER: _distilled(TEACHER),
+    **{way: _distilled(way, "--sampling", way) for way in (STUDENT, MIXED)},
+    **{way: _distilled(way, "--loss", way) for way in (REVERSE, JSD)},
+}
+DRAFTS = "{narrow-code}/drafts"
+LATENCY = Step(
+    "learning-latency",
+    (
+        "python", "benchmarks/learning_latency.py", "--drafts",
+        f"start={DRAFTS}/start,offline={DRAFTS}/offline-code-500,online={DRAFTS}/online-code", "--prompts", "12",
+        "--out", "{here}/latency.json",
+    ),
+    5,
+)  # fmt: skip
+
+
+def _engine(form: Form) -> dict[str, Form | NotYet]:
+    return {"cpu": SIMULATED, "engine": form, "gpu": LARGER}
+
+
 ENTRIES = (
     Entry(
         "osd-table-1", PAPER, "table 1",
         "Acceptance of drafts distilled beforehand on four data sets, by what they are taught with.",
-        "Nothing yet.", {"cpu": LEARNING, "gpu": LEARNING},
+        "One kind of prompts, code, by who writes the texts and by the distance that is trained.",
+        _engine(Form(
+            (PROMPTS, *DISTILLED.values()), offline({way: step.name for way, step in DISTILLED.items()}),
+            OFFLINE_CLAIMS, "256 pieces of code", "distilled.json",
+            f"{PAIR} Acceptance on the held-out eighth of the prompts, over the target's 64 likeliest tokens. The "
+            "paper's numbers are Vicuna-7B's on Code-search-Python; no training on labels alone.",
+        )),
     ),
     Entry(
         "osd-table-2", PAPER, "table 2",
@@ -60,32 +145,56 @@ ENTRIES = (
                 (SPEEDUP,), _speedups(SPEEDUP.name), SPEEDUP_CLAIMS, "one request at a time", "speedup.json",
                 "Simulated; the paper's numbers are those of its larger pair.",
             ),
-            "gpu": NotYet("drafts of given acceptances for one target, which distilling while serving would make"),
+            "gpu": LARGER,
         },
     ),
     Entry(
         "osd-table-3", PAPER, "table 3",
         "Milliseconds per token with the distilled draft, on five data sets.",
-        "Nothing yet.", {"cpu": LEARNING, "gpu": LEARNING},
+        "Of one request, on code, with the draft as it was, as it is distilled offline, and as it learned from 500 "
+        "requests; chains of two and four.",
+        _engine(Form(
+            (NARROW["code"], LATENCY), latency(LATENCY.name), SPEED_CLAIMS, "12 pieces of code", "latency.json",
+            "The embedded pair on a CPU, its target grown to 110M in f32. The paper's numbers are those of its larger "
+            "pair, and of section 4.2.2.",
+        )),
     ),
     Entry(
         "osd-3", PAPER, "figure 3",
         "Acceptance over the requests served, while the draft learns from them, on four data sets.",
-        "Nothing yet.", {"cpu": LEARNING, "gpu": LEARNING},
+        "Code and maths, each from the same beginning, beside a draft that is distilled from the same prompts in two "
+        "epochs beforehand. The paper's range of gains is that of all its data sets.",
+        _engine(Form(
+            tuple(NARROW.values()), narrow({domain: step.name for domain, step in NARROW.items()}), NARROW_CLAIMS,
+            "500 requests of one kind", "narrow-code.json, narrow-maths.json",
+            f"{JUDGED} 500 requests in place of 2,000 and more.",
+        )),
     ),
     Entry(
         "osd-4", PAPER, "figure 4",
         "The same when the data set changes every 2,000 requests.",
-        "Nothing yet.", {"cpu": LEARNING, "gpu": LEARNING},
+        "Code, maths, wishes for functions, and tests, one after another.",
+        _engine(Form(
+            (SHIFT,), shift(SHIFT.name), SHIFT_CLAIMS, "four kinds, 320 requests each", "shift.json",
+            f"{JUDGED} No drafts that are distilled beforehand from a part of the data.",
+        )),
     ),
     Entry(
         "osd-5", PAPER, "figure 5",
         "The same on conversations in five languages and on five topics, each with a draft of its own.",
-        "Nothing yet.", {"cpu": ROUTING, "gpu": ROUTING},
+        "The run of figure 6 whose drafts are found by topic: code and maths. The embedded pair speaks English only.",
+        _engine(Form(
+            (MIX,), topics(MIX.name), TOPIC_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
+            f"{JUDGED} No languages. One request in ten says its topic, and the others are told apart by those.",
+        )),
     ),
     Entry(
         "osd-6", PAPER, "figure 6",
         "One draft for all topics beside one for each.",
-        "Nothing yet.", {"cpu": ROUTING, "gpu": ROUTING},
+        "Code and maths at once: one draft, one for each by the requests' tags, and one for each by topic.",
+        _engine(Form(
+            (MIX,), routed(MIX.name), ROUTED_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
+            f"{JUDGED} By topic: one request in ten says its own.",
+        )),
     ),
 )  # fmt: skip

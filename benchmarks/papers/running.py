@@ -6,6 +6,7 @@ A folder holds what one command measured at one commit: that of another is put a
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ STAMP = "step.json"
 """In the folder of a step: the command and commit of the run, and its seconds once it has ended."""
 MADE = "made-workloads"
 INTERRUPTED = 130
+PLACEHOLDER = re.compile(r"{([^{}]+)}")
 
 Run = Callable[[Sequence[str]], int]
 """Runs a command and gives its exit code."""
@@ -37,7 +39,7 @@ class StepError(AdaServeError):
 
 def command(step: Step) -> str:
     """As a user would type it, in the root of the checkout, with the placeholders that {here} and others are."""
-    return " ".join(word if word.startswith("{") else shlex.quote(word) for word in step.argv)
+    return " ".join(word if PLACEHOLDER.search(word) else shlex.quote(word) for word in step.argv)
 
 
 def execute(argv: Sequence[str]) -> int:
@@ -99,16 +101,17 @@ def _run_step(step: Step, out: Path, data: Path | None, run: Run, note: Callable
 
 
 def _filled(word: str, step: Step, out: Path, data: Path | None) -> str:
-    name, closing, rest = word.removeprefix("{").partition("}")
-    if not word.startswith("{") or not closing:
-        return word
+    return PLACEHOLDER.sub(lambda found: str(_place(found[1], step, out, data)), word)
+
+
+def _place(name: str, step: Step, out: Path, data: Path | None) -> Path:
     if name == "here":
-        return f"{folder_of(step, out)}{rest}"
-    if name in SOURCES:
-        if data is None:
-            make_data(name, out / MADE)
-        return f"{find_data(name, data or out / MADE)}{rest}"
-    return f"{out / name}{rest}"
+        return folder_of(step, out)
+    if name not in SOURCES:
+        return out / name
+    if data is None:
+        make_data(name, out / MADE)
+    return find_data(name, data or out / MADE)
 
 
 def _real(argv: Sequence[str]) -> list[str]:

@@ -69,13 +69,13 @@ def test_every_figure_and_table_has_a_name_a_cpu_form_and_a_title(modules) -> No
     }
 
 
-def test_what_needs_a_learning_or_a_shared_draft_says_so_and_ends_with_3(modules, tmp_path: Path) -> None:
+def test_what_cannot_be_run_says_what_it_needs_and_ends_with_3(modules, tmp_path: Path) -> None:
     missing = {
         name for name, entry in modules["registry"].ENTRIES.items()
         if isinstance(entry.forms["cpu"], modules["entry"].NotYet)
     }  # fmt: skip
     assert missing == {name for name in EXPECTED if name.startswith(("osd", "starsd"))} - {"osd-table-2"}
-    for name, needs in (("osd-3", "a draft that is distilled while it serves"), ("starsd-5", "several targets share")):
+    for name, needs in (("osd-3", "training on a simulated machine"), ("starsd-5", "several targets share")):
         done = run(modules, "run", name, "--out", tmp_path)
         assert done.exit_code == 3
         assert "not there yet: needs" in done.output and needs in done.output

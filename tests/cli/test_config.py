@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from adaserve_jax.cli import app as cli_app
+from adaserve_jax.cli.terminal import open_llm
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.server import serve as serve_module
@@ -89,6 +90,14 @@ def test_learning_is_switched_anywhere_and_its_options_come_from_everywhere(serv
     assert capsys.readouterr().err == ""
     assert served("--config", path, "--no-learn")[1].learning is None
     assert "--learn-every has no effect without --learn" in capsys.readouterr().err
+
+
+def test_an_engine_of_a_command_gets_every_field_as_it_is(monkeypatch):
+    given = {}
+    monkeypatch.setattr("adaserve_jax.engine.llm.LLM", lambda progress, **options: given.update(options))
+    config = EngineConfig(policy="ar", drafts=("code=a",), learning=LearnConfig(learn_every=3))
+    open_llm(config)
+    assert EngineConfig.from_dict(given) == config and given["learning"] is config.learning
 
 
 def test_a_value_of_the_command_line_that_is_the_default_wins_too(served, path):

@@ -75,7 +75,7 @@ def test_a_run_is_stopped_gone_on_with_and_serves(
     out, err = capsys.readouterr()
     assert all(text in out for text in ("held-out acceptance", "held-out loss", "before", "epoch 1"))
     assert "left out: 1 of 7 prompts, repeated or empty" in err
-    assert "serve it with: adaserve serve --draft whole" in err
+    assert "serve it with: adaserve serve --target target --draft whole" in err
     before, after = json.loads(Path("whole.json").read_text())["evaluations"]
     assert f"{before['acceptance']:.4f}" in out and f"{after['acceptance']:.4f}" in out
     assert not Path("whole.training").exists()
@@ -120,9 +120,12 @@ def test_what_a_server_learned_is_written(
     assert trainer.apply().finite
     trainer.mark_good()
     trainer.save(Path("learned") / "default", 1, {"version": 3})
-    options: list[Any] = ["--target", "target", "--draft", "draft", "--from-checkpoint", "learned"]
+    options: list[Any] = ["--draft", "draft", "--from-checkpoint", "learned"]
     assert run(monkeypatch, *options, "--lora-rank", "2", "--out", "out") == 0
-    assert "draft 'default' as it was learned, version 3" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "draft 'default' as it was learned, version 3; serve it with: adaserve serve --target TARGET --draft" in err
+    assert run(monkeypatch, *options, "--lora-rank", "2", "--out", "again", "--target", "target") == 0
+    assert "serve --target target --draft again" in capsys.readouterr().err
     expected, found = trainer.weights(), _load("out")
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
     assert not np.array_equal(found["layers.0.qkv"], _load("draft")["layers.0.qkv"])
@@ -147,6 +150,15 @@ def test_what_a_server_learned_is_written(
         (["--out", "x", "--prompts", "one.txt"], "expected at least 2 different prompts"),
         (["--out", "x", "--prompts", "prompts.txt", "--draft", "other"], "must have the same vocabulary"),
         (["--out", "x", "--prompts", "prompts.txt", "--draft", "nowhere"], "draft checkpoint 'nowhere'"),
+        (
+            ["--out", "x", "--prompts", "prompts.txt", "--draft-name", "default"],
+            "--draft-name has no effect with --prom",
+        ),
+        (["--out", "x", "--from-checkpoint", "y", "--json", "z"], "--json has no effect with --from-checkpoint"),
+        (["--out", "x", "--from-checkpoint", "y", "--resume"], "--resume has no effect with --from-checkpoint"),
+        (["--out", "x", "--from-checkpoint", "y", "--epochs", "2"], "--epochs has no effect with --from-checkpoint"),
+        (["--out", "x", "--from-checkpoint", "y", "--format", "auto"], "--format has no effect with --from-checkpoint"),
+        (["--out", "x", "--from-checkpoint", "y", "--prompt-rows"], "--prompt-rows has no effect with --from-check"),
         (["--prompts", "prompts.txt"], "Missing option '--out'"),
     ],
 )
@@ -166,8 +178,9 @@ def test_mistakes_are_one_line(
         tokenizer["model"]["vocab"] |= {"Ā": 4, "ā": 3} if tokenizer["model"]["vocab"].get("Ā") == 3 else {"zz": 319}
         Path("other/tokenizer.json").write_text(json.dumps(tokenizer))
     pair = [] if "--draft" in arguments else ["--draft", "draft"]
+    before = sorted(place.rglob("*"))
     assert run(monkeypatch, "--target", "target", *pair, *arguments) == 2
     out, err = capsys.readouterr()
     line = err.splitlines()[-1]
     assert out == "" and line.startswith("adaserve: error: ") and message in line
-    assert not Path("x").exists()
+    assert sorted(place.rglob("*")) == before

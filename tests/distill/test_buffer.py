@@ -34,13 +34,7 @@ def test_the_oldest_goes():
     buffer = Buffer(8, 0.5, 1.0)
     buffer.extend(make_record(number, held_out=number % 2 == 1) for number in range(40))
     assert numbers(list(buffer)) == [*range(24, 40, 2), *range(25, 40, 2)]
-    assert (buffer.added, buffer.held_out_added, buffer.evicted, len(buffer), buffer.num_held_out) == (
-        20,
-        20,
-        24,
-        16,
-        8,
-    )
+    assert (len(buffer), buffer.num_held_out) == (16, 8)
     buffer.check_integrity()
 
 
@@ -56,7 +50,6 @@ def test_a_client_alone_may_fill_the_buffer_and_shrinks_as_others_come():
 def test_one_clients_flood_does_not_push_out_the_others():
     buffer = filled({"bob": 5, "cat": 3, "ann": 500})
     assert Counter(record.tenant for record in buffer) == {"bob": 5, "cat": 3, "ann": 8}
-    assert buffer.evicted == 492
 
 
 def test_held_out_records_have_a_ring_of_their_own():

@@ -136,6 +136,17 @@ def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
         low_rank.load(tmp_path / "nan")
 
 
+def test_what_was_learned_from_another_target_is_refused(programs: TrainPrograms, tmp_path: Path):
+    Trainer(programs, PARAMS, "a" * 64).save(tmp_path / "known", 1, {"step": 1})
+    Trainer(programs, PARAMS).save(tmp_path / "unknown", 1, {"step": 1})
+    with pytest.raises(
+        CheckpointError, match=r"another target \(fingerprint a{12}\) than the one given \(b{12}\); give"
+    ):
+        Trainer(programs, PARAMS, "b" * 64).load(tmp_path / "known")
+    for target, folder in (("a" * 64, "known"), ("", "known"), ("b" * 64, "unknown")):
+        assert Trainer(programs, PARAMS, target).load(tmp_path / folder) == {"step": 1}
+
+
 def test_low_rank_checkpoints_hold_the_updates_only(low_rank_programs: TrainPrograms, tmp_path: Path):
     params = {name: each.astype(low_rank_programs.dtype) for name, each in PARAMS.items()}
     trainer = Trainer(low_rank_programs, params)

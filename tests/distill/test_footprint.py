@@ -15,12 +15,35 @@ from tests.distill.made import CONFIG, made_params
 def test_state_is_what_the_arrays_take(fixture: str, request: pytest.FixtureRequest):
     programs: TrainPrograms = request.getfixturevalue(fixture)
     state, base, sums = programs.run("begin", made_params(dtype=programs.dtype))
-    kept = (state, programs.run("copy", state), base, sums)
-    taken = sum(each.nbytes for each in jax.tree.leaves(kept) if each.ndim)
+    good = programs.run("begin", made_params(dtype=programs.dtype))[0]
+    taken = sum(each.nbytes for each in jax.tree.leaves((state, good, base, sums)) if each.ndim)
     assert state_bytes(CONFIG, programs.learn, programs.dtype) == taken
 
 
-def test_the_workspace_is_not_less_than_what_the_compiler_says_and_not_many_times_it(programs: TrainPrograms):
+@pytest.mark.parametrize("fixture", ["programs", "low_rank_programs"])
+def test_what_changes_lies_where_it_lay(fixture: str, request: pytest.FixtureRequest):
+    """Nothing that stays is there twice while it is replaced, but for a few numbers that are no arrays."""
+    programs: TrainPrograms = request.getfixturevalue(fixture)
+    for name in ("accumulate", "apply", "copy", "no_sums"):
+        analysis = programs.compiled[(name,)].memory_analysis()  # type: ignore[attr-defined]
+        assert analysis.alias_size_in_bytes > 0
+        assert analysis.output_size_in_bytes - analysis.alias_size_in_bytes < 1024
+    state, _, sums = programs.run("begin", made_params(dtype=programs.dtype))
+    before = [state, programs.run("begin", made_params(dtype=programs.dtype))[0], sums]
+    places = {each.unsafe_buffer_pointer() for each in jax.tree.leaves(before) if each.size > 16}
+    state, good, sums = before
+    good = programs.run("copy", state, good)
+    state = programs.run("copy", good, state)
+    after = [state, good, programs.run("no_sums", sums)]
+    assert {each.unsafe_buffer_pointer() for each in jax.tree.leaves(after) if each.size > 16} == places
+
+
+@pytest.mark.parametrize("fixture", ["programs", "low_rank_programs"])
+def test_the_workspace_is_not_less_than_what_the_compiler_says_and_not_many_times_it(
+    fixture: str, request: pytest.FixtureRequest
+):
+    """Results of programs counted, where they are beside what stays."""
+    programs: TrainPrograms = request.getfixturevalue(fixture)
     estimate = workspace_bytes(CONFIG, programs.learn, programs.dtype, programs.num_tokens)
     assert programs.workspace_bytes() <= estimate <= 4 * programs.workspace_bytes()
 

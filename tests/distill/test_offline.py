@@ -86,6 +86,28 @@ def test_a_stopped_run_ends_as_one_that_was_not(
         _open(models, prompts, config).load(tmp_path / "nothing")
 
 
+def test_what_is_saved_is_its_owners_and_a_cut_file_is_told(
+    models: Models, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    run = _open(models, prompts, CONFIG)
+    run._writer.kept = {0: np.arange(4, dtype=np.int32)}
+    run.save(state)
+    assert state.stat().st_mode & 0o777 == 0o700
+    settings = state / "settings.json"
+    begun = settings.stat()
+    run.save(state)
+    assert (settings.stat().st_ino, settings.stat().st_mtime_ns) == (begun.st_ino, begun.st_mtime_ns)
+    assert sorted(path.name for path in state.iterdir()) == ["settings.json", "texts.npz", "weights"]
+    texts = state / "texts.npz"
+    whole = texts.read_bytes()
+    for size in (0, 40, len(whole) // 2, len(whole) - 10):
+        texts.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"texts\.npz cannot be read .*; remove .*state and begin anew"):
+            run.load(state)
+
+
 def test_what_is_trained_on_is_not_measured_on(models: Models, prompts: list[list[int]], tmp_path: Path) -> None:
     """Each prompt of the other part is written to and learned from once per epoch, the held-out ones never."""
     run = _open(models, prompts, replace(CONFIG, sampling="student", epochs=1, prompt_rows=True))
@@ -120,6 +142,7 @@ def test_a_written_draft_is_whole_or_not_there(models: Models, tmp_path: Path) -
     params = init_params(models.draft, 5)
     write_draft(params, models.draft_folder, tmp_path / "new" / "draft", "f32", lambda *_: None)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["draft"]
+    assert len({path.stat().st_mode for path in (tmp_path / "new" / "draft").iterdir()}) == 1
     assert _same(load_params(tmp_path / "new" / "draft", models.draft), params)
     with pytest.raises(CheckpointError, match="of another model"):
         write_draft({}, models.draft_folder, tmp_path / "other" / "draft", "f32", lambda *_: None)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.distill.buffer import Buffer
-from adaserve_jax.distill.record_file import load_records, save_records
+from adaserve_jax.distill.record_file import Source, load_records, save_records
 from adaserve_jax.distill.records import Record
 from adaserve_jax.errors import CheckpointError
 from tests.distill.make_records import make_record
@@ -42,6 +42,7 @@ def test_what_is_written_comes_back(path: Path, kinds: list[tuple[int, str, bool
     loaded = load_records(path, top_k=3, vocab_size=1000, draft=2)
     assert len(loaded) == len(records)
     assert all(same(one, other) and other.draft == 2 for one, other in zip(records, loaded, strict=True))
+    assert all(getattr(record, part).base is None for record in loaded for part in PARTS)  # keeps nothing of the others
 
 
 def test_a_buffer_goes_on_where_it_was(path: Path):
@@ -52,7 +53,7 @@ def test_a_buffer_goes_on_where_it_was(path: Path):
     after.extend(load_records(path, top_k=3, vocab_size=1000))
     after.check_integrity()
     assert all(same(one, other) for one, other in zip(before, after, strict=True))
-    assert (after.added, after.held_out_added) == (16, 8)
+    assert (len(after), after.num_held_out) == (24, 8)
 
 
 def test_only_the_owner_reads_the_file_and_nothing_is_left_beside_it(path: Path):
@@ -70,6 +71,21 @@ def test_fewer_tokens_per_row_are_read_as_they_are_asked_for(path: Path):
         load_records(path, top_k=4, vocab_size=1000)
     with pytest.raises(CheckpointError, match="token ids below 10, the size of the vocabulary"):
         load_records(path, top_k=3, vocab_size=10)
+
+
+def test_records_of_another_target_or_temperature_are_not_taken(path: Path):
+    here = Source("a" * 64, 1.0)
+    save_records(path, [make_record()], top_k=3, source=here)
+    for other, message in (
+        (Source("b" * 64, 1.0), "of target a{12}, which is now b{12}; they are left out"),
+        (Source("a" * 64, 0.5), r"of temperature 1\.0, which is now 0\.5; they are left out"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            load_records(path, top_k=3, vocab_size=1000, source=other)
+    for same in (here, Source()):
+        assert len(load_records(path, top_k=3, vocab_size=1000, source=same)) == 1
+    save_records(path, [make_record()], top_k=3)  # of what nobody said
+    assert len(load_records(path, top_k=3, vocab_size=1000, source=here)) == 1
 
 
 def test_a_file_that_is_none_is_told(path: Path):

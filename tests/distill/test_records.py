@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, Record, Recorder, is_held_out
+from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, SURPLUS_ROWS, Record, Recorder, is_held_out
 from tests.conftest import ROOT
 
 K = 3
@@ -35,7 +35,7 @@ def recorder(**changed: object) -> Recorder:
 
 def begin(notes: Recorder, choice_id: str, *prompt: int, draft: int = 0, tenant: str = "") -> None:
     prompt_ids = np.array(prompt, np.int32)
-    notes.begin(choice_id, prompt_ids, draft=draft, tenant=tenant, request_id=choice_id.partition("/")[0])
+    notes.begin(choice_id, prompt_ids, draft=draft, tenant=tenant)
 
 
 def add(notes: Recorder, *rows: tuple[str, int, int], overruled: bool = False) -> None:
@@ -121,6 +121,29 @@ def test_a_long_text_keeps_its_last_rows():
     notes.check_integrity()
 
 
+def test_a_few_long_texts_leave_room_for_the_others():
+    """Of a text of any length only its last rows stay in the pool while it grows."""
+    notes = recorder(max_rows=2 * (MOST_ROWS + SURPLUS_ROWS + 64))
+    long = ("a/0", "b/0")
+    for name in long:
+        begin(notes, name, 1)
+    num_rows, step = 3 * MOST_ROWS + 5, 61
+    for first in range(0, num_rows, step):
+        places = range(first, min(first + step, num_rows))
+        add(notes, *((name, place, place) for name in long for place in places))
+        notes.check_integrity()
+    begin(notes, "c/0", 1)
+    add(notes, *(("c/0", place, place) for place in range(64)))
+    assert (notes.kept, notes.no_room) == (2 * num_rows + 64, 0)
+    for name, rows in (("a/0", num_rows), ("b/0", num_rows), ("c/0", 64)):
+        notes.output(name, range(rows))
+        record = notes.end(name)
+        assert record is not None
+        expected = list(range(max(0, rows - MOST_ROWS), rows))
+        assert record.position.tolist() == expected == (record.ids[:, 0] // 10).tolist()
+    notes.check_integrity()
+
+
 def test_no_rows_or_not_to_be_kept_makes_no_record():
     notes = recorder()
     begin(notes, "a/0", 1)
@@ -158,30 +181,33 @@ def test_mistakes_are_told():
 
 
 def test_the_held_out_share_is_held_and_does_not_depend_on_the_run():
-    names = [f"cmpl-{number}" for number in range(8000)]
-    held = [is_held_out(name, 0.125, 7) for name in names]
-    assert abs(np.mean(held) - 0.125) < 4 * np.sqrt(0.125 * 0.875 / len(names))
-    assert held != [is_held_out(name, 0.125, 8) for name in names]
-    again = (
-        "from adaserve_jax.distill.records import *; print(*[+is_held_out(f'cmpl-{n}', 0.125, 7) for n in range(64)])"
-    )
+    prompts = [np.array([number, 7], np.int32) for number in range(8000)]
+    held = [is_held_out(prompt, 0.125, 7) for prompt in prompts]
+    assert abs(np.mean(held) - 0.125) < 4 * np.sqrt(0.125 * 0.875 / len(prompts))
+    assert held != [is_held_out(prompt, 0.125, 8) for prompt in prompts]
+    again = "from adaserve_jax.distill.records import *; print(*[+is_held_out([n, 7], 0.125, 7) for n in range(64)])"
     done = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.split() == [str(int(one)) for one in held[:64]]
 
 
-def test_all_choices_of_a_request_are_on_one_side():
+def test_all_texts_after_a_prompt_are_on_one_side():
+    """Choices of one request, and the same prompt sent again by whoever: what is checked on was not trained on."""
     notes = recorder(held_out_share=0.5)
+    sides = []
     for number in range(32):
-        sides = set()
-        for choice in range(4):
-            name = f"r{number}/{choice}"
-            begin(notes, name, 1)
-            add(notes, (name, 0, 0))
-            notes.output(name, [1])
-            record = notes.end(name)
-            assert record is not None
-            sides.add(record.held_out)
-        assert len(sides) == 1
+        found = set()
+        for request in range(2):
+            for choice in range(2):
+                name = f"r{number}-{request}/{choice}"
+                begin(notes, name, 1, number, tenant=f"client {request}")
+                add(notes, (name, 0, 0))
+                notes.output(name, [1])
+                record = notes.end(name)
+                assert record is not None
+                found.add(record.held_out)
+        assert len(found) == 1
+        sides += found
+    assert set(sides) == {True, False}
 
 
 class RecorderMachine(RuleBasedStateMachine):

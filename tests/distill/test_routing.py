@@ -55,6 +55,7 @@ class Asked:
     prompt_ids: list[int]
     draft_tag: str = ""
     learn: bool = True
+    tenant: str = ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +131,20 @@ def test_topics_are_learned_from_tags_unless_a_request_opts_out():
     again = Router(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())
     assert again.route(Asked([0])) == 1 and again.route(Asked([2])) == 0
+
+
+def test_one_client_has_half_of_a_topic_and_no_more_while_others_have_any():
+    router = Router(["default", "code"], "topic", embedding=EMBEDDING)
+    for number in range(LEAST_PROMPTS):
+        router.route(Asked([0], "code", tenant=f"client {number % 2}"))
+        router.route(Asked([2], "default", tenant=f"client {number % 2}"))
+    for _ in range(50):
+        router.route(Asked([2], "code", tenant="flood"))
+    assert router.route(Asked([0])) == 1 and router.route(Asked([2])) == 0
+    again = Router(["default", "code"], "topic", embedding=EMBEDDING)
+    again.from_state(router.to_state())  # nor by way of a restart
+    again.route(Asked([2], "code", tenant="flood"))
+    assert again.to_state() == router.to_state()
 
 
 def test_what_a_router_cannot_work_with_is_told():

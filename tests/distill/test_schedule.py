@@ -5,17 +5,41 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.schedule import TIME_RATE, Allowance, PieceTimes
+from adaserve_jax.distill.schedule import FORGET_RATE, MOST_RISE, TIME_RATE, Allowance, PieceTimes
 
 
 def test_a_kind_is_expected_to_take_what_it_took():
-    times = PieceTimes(0.05)
-    assert times.expected_s("check") == 0.05
-    times.took("check", 0.01)
+    times = PieceTimes({"check": 0.01, "apply": 0.05})
     assert times.expected_s("check") == 0.01
-    times.took("check", 0.02)
-    assert times.expected_s("check") == pytest.approx(0.01 + TIME_RATE * 0.01)
+    times.took("check", 0.015)
+    assert times.expected_s("check") == pytest.approx(0.01 + TIME_RATE * 0.005)
+    times.took("check", 0.0)
+    assert times.expected_s("check") == pytest.approx((1 - TIME_RATE) * (0.01 + TIME_RATE * 0.005))
     assert times.expected_s("apply") == 0.05
+
+
+def test_one_slow_piece_says_little():
+    times = PieceTimes({"check": 0.01})
+    times.took("check", 5.0)
+    assert times.expected_s("check") == pytest.approx(0.01 * (1 + TIME_RATE * (MOST_RISE - 1)))
+
+
+def test_what_is_refused_runs_again_and_not_before_what_was_measured_fits():
+    """A kind that became four times slower than it was measured, for a while."""
+    times, refusals = PieceTimes({"check": 0.01, "apply": 0.01}), 0
+    while times.expected_s("check") < 0.04:
+        times.took("check", 0.05)
+    while times.expected_s("check") > 0.01:
+        times.refused("check")
+        refusals += 1
+    assert np.log(4) / -np.log1p(-FORGET_RATE) <= refusals < np.log(8) / -np.log1p(-FORGET_RATE)
+    assert times.expected_s("check") == 0.01
+    times.refused("check")
+    assert times.expected_s("check") == times.expected_s("apply") == 0.01
+    times.took("apply", 0.001)
+    quick = times.expected_s("apply")
+    times.refused("apply")
+    assert times.expected_s("apply") == quick < 0.01
 
 
 def test_a_piece_is_paid_back_by_the_time_in_which_requests_run():

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from adaserve_jax.distill.topics import LEAST_PROMPTS, MEMORY, TopicClassifier, read_examples
+from adaserve_jax.distill.topics import LEAST_PROMPTS, MEMORY, TENANT_SHARE, Topic, TopicClassifier, read_examples
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from tests.distill import topic_prompts
@@ -105,6 +105,21 @@ def test_a_direction_counts_each_token_once():
     assert topics.direction([0, 1, 2]).tolist() == [0, 0]
 
 
+def test_ids_beyond_the_drafts_table_are_left_out():
+    """A target may be padded further than its draft."""
+    topics = plain([4, 0], [0, 3], [-4, -3])
+    assert topics.direction([0, 3, 1, 2**31 - 1]).tolist() == topics.direction([0, 1]).tolist()
+    for number in range(LEAST_PROMPTS):
+        topics.learn(0, [0])
+        topics.learn(1, [number % 2])  # seen from between the topics, the middle of the table is nearer to this one
+    before = topics.to_state(NAMES[:2])
+    for nothing in ([], [3, 99]):
+        assert topics.direction(nothing).tolist() == [0, 0]
+        assert topics.route(nothing) == 0
+        topics.learn(1, nothing)
+    assert topics.to_state(NAMES[:2]) == before
+
+
 def test_a_topic_reaches_as_far_as_its_own_prompts():
     narrow, wide = plain([1, 0], [1, 1], [-2, -1]), plain([1, 0], [1, 1], [-2, -1])
     for prompt in [[0]] * 10:
@@ -127,6 +142,26 @@ def test_a_topic_follows_what_comes():
     topics = plain([1, 0], [0, 1], [-1, -1])
     for prompt in [[0]] * 50 + [[1]] * 5 * MEMORY:
         topics.learn(1, prompt)
+    assert (topics.route([0]), topics.route([1])) == (0, 1)
+
+
+def test_shares_are_what_each_client_has_of_the_mean():
+    """The mean of axes, one per client, has each one's share as its number there."""
+    topics = plain(*np.eye(4).tolist(), *(-np.eye(4)).tolist())
+    topic = Topic(np.zeros(4, np.float32))
+    rng = np.random.default_rng(0)
+    for client in [0] * 6 + [1] * 3 + rng.choice(4, 3 * MEMORY, p=[0.9, 0.06, 0.02, 0.02]).tolist():
+        topic.add(topics.direction([client]), None if client == 3 else str(client))
+        own = [topic.shares.get(str(client), 0.0) for client in range(3)]
+        assert np.allclose(own, topic.mean[:3], atol=2e-4)
+        assert topic.count <= LEAST_PROMPTS or max(own) <= max(TENANT_SHARE, 6 / topic.count)
+    assert topic.count < 2 * MEMORY and 0.4 < own[0] <= TENANT_SHARE
+
+
+def test_a_client_alone_may_have_a_topic_beside_its_examples():
+    topics = plain([1, 0], [0, 1], [-1, -1])
+    for prompt, tenant in [([0], None)] * 10 + [([1], "ann")] * 5 * MEMORY:
+        topics.learn(1, prompt, tenant)
     assert (topics.route([0]), topics.route([1])) == (0, 1)
 
 
@@ -164,6 +199,8 @@ def test_a_state_that_does_not_fit_is_told_and_changes_nothing(embedding: np.nda
         (changed(near=None), "cannot be read"),
         (changed(count=-1), "a count is an integer of at least 0, got -1"),
         (changed(count=True), "got True"),
+        (changed(shares=[1]), "cannot be read"),
+        (changed(shares={"ann": 2.0}), "shares are above 0 and at most 1"),
     ):
         with pytest.raises(CheckpointError, match=message):
             topics.from_state(NAMES, broken)

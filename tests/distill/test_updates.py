@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from adaserve_jax.distill import updates as updates_module
 from adaserve_jax.distill.batches import pack
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import Record
@@ -31,7 +34,7 @@ def test_drafts_learn_what_is_served(programs: TrainPrograms):
     assert updates.version == updates.updates == len(served.versions) > 10
     assert updates.refused == updates.rolled_back == 0
     assert updates.acceptance is not None and updates.acceptance > 0.6
-    assert set(done) == {"accumulate", "apply", "check", "swap"}
+    assert set(done) == {"pack", "accumulate", "apply", "check", "copy", "swap"}
     assert done.count("apply") == LEARN.learn_steps * updates.updates
     assert not same(served.versions[0], served.versions[-1])
 
@@ -87,26 +90,84 @@ def acceptance_on(trainer: Trainer, records: list[Record]) -> float:
     return sum(each.overlap_sum for each in scores) / sum(each.weight for each in scores)
 
 
-def test_a_version_that_turns_out_worse_is_taken_back():
+def test_a_version_that_turns_out_worse_is_taken_back(programs: TrainPrograms):
     """It serves since it does well on the latest held-out texts, which are in a new language; the next ones are in the
     old one again. Its number is not used twice."""
-    learn = replace(LEARN, learn_buffer=8)
-    served, old, new = Served(programs_of(learn), learn), Language(1), Language(2)
-    updates = served.updates
-    served.take(old.records(161))
-    version, weights = updates.version, served.versions[-1]
-    for record in new.records(8) + [new.record(held_out=True) for _ in range(8)]:
-        updates.add(record)
-    while updates.version == version:
-        assert list(updates.run())
-    worse = updates.version
+    served, old = Served(programs, SHORT), Language(1)
+    updates, version = served.updates, on_probation(served, old)
+    worse, weights = updates.version, served.versions[-2]
     assert updates.good_version == version and updates.rolled_back == 0
     done = served.take([old.record(held_out=True) for _ in range(PROBATION_RECORDS)])
-    assert done[-1] == "swap"
+    assert done[-2:] == ["copy", "swap"]
     assert (updates.version, updates.rolled_back) == (version, 1)
     assert same(served.versions[-1], weights)
     served.take(old.records(64))
     assert updates.version > worse
+
+
+@pytest.mark.parametrize("last", ["copy", "swap"])
+def test_a_version_that_was_found_worse_is_not_kept_at_the_end(programs: TrainPrograms, last: str):
+    served, old = Served(programs, SHORT), Language(1)
+    updates, version = served.updates, on_probation(served, old)
+    weights = served.versions[-2]
+    for _ in range(PROBATION_RECORDS):
+        updates.add(old.record(held_out=True))
+    for kind in updates.run():
+        if kind == last:
+            break
+    assert updates.version > version == updates.good_version
+    updates.settle()
+    assert (updates.version, updates.good_version, updates.rolled_back) == (version, version, 1)
+    assert same(served.versions[-1], weights) and same(updates.trainer.weights(), weights)
+
+
+def test_nothing_is_done_before_it_is_announced(programs: TrainPrograms, monkeypatch: pytest.MonkeyPatch):
+    """Each call says which it is of, so none can hide in the time of another."""
+    served, language, done = Served(programs), Language(1), []
+    updates = served.updates
+    parts = {
+        (updates.buffer, "sample"): "pack", (updates_module, "pack"): "pack", (updates_module, "parts_of"): "pack",
+        (updates.trainer, "accumulate"): "accumulate", (updates.trainer, "apply"): "apply",
+        (updates.trainer, "evaluate"): "check", (updates.trainer, "mark_good"): "copy",
+        (updates.trainer, "back_to_good"): "copy", (updates.trainer, "weights"): "swap",
+    }  # fmt: skip
+    for (owner, name), kind in parts.items():
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name), kind, done))
+    for record in language.records(48) + Language(2).records(16) + language.records(32):
+        updates.add(record)
+        while updates.due:
+            run, announced = updates.run(), None
+            while True:
+                kind = next(run, None)
+                assert set(done) <= {announced}
+                done.clear()
+                if kind is None:
+                    break
+                announced = kind
+    assert updates.updates > 4
+
+
+def noted(call: Callable[..., Any], kind: str, done: list[str]) -> Callable[..., Any]:
+    def noting(*arguments: Any, **options: Any) -> Any:
+        done.append(kind)
+        return call(*arguments, **options)
+
+    return noting
+
+
+SHORT = replace(LEARN, learn_buffer=8)
+
+
+def on_probation(served: Served, old: Language) -> int:
+    """Have a version serve that learned another language than the one before. Returns the number of that."""
+    updates, new = served.updates, Language(2)
+    served.take(old.records(161))
+    version = updates.version
+    for record in new.records(8) + [new.record(held_out=True) for _ in range(8)]:
+        updates.add(record)
+    while updates.version == version:
+        assert list(updates.run())
+    return version
 
 
 def test_an_update_can_be_left(programs: TrainPrograms):

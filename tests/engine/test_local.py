@@ -208,7 +208,7 @@ def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: L
 
 
 def test_a_refusal_after_submit_says_what_it_was(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(request: GenerateRequest, arrival_s: float, shared: object) -> None:
+    def refuse(request: GenerateRequest, arrival_s: float, shared: object, draft: int) -> None:
         raise RequestError("too large after all", param="max_tokens", code="context_length_exceeded")
 
     monkeypatch.setattr(engine._core, "add", refuse)

@@ -14,7 +14,9 @@ from tests.scheduler.harness import Run, limits_of, random_load, request_of
 
 def test_slack_by_hand():
     """10 tokens in 0.3 s at 50 ms: 42 are due in 2.1 s, the next 32 take 0.64 s at 20 ms, 1.16 s are left over."""
-    slack = slack_s(np.array([0.3, 0.3, 5.0]), np.array([0.05, np.inf, 0.05]), np.array([10, 10, 10]), 32, 0.02)
+    slack = slack_s(
+        np.array([0.3, 0.3, 5.0]), np.array([0.05, np.inf, 0.05]), np.array([10, 10, 10]), np.full(3, 32), 0.02
+    )
     assert slack[:2].tolist() == [pytest.approx(1.16), math.inf]
     assert slack[2] < 0
 
@@ -110,13 +112,17 @@ def test_who_spends_all_spare_time_misses_no_target(policy: str, tpot_slo_s: flo
             run.clock.advance(pause_s)
             spent += pause_s
     assert spent > 0
-    assert all(update.metrics.slo_met for update in run.last.values())
+    assert all(update.metrics and update.metrics.slo_met for update in run.last.values())
 
 
 def test_a_full_machine_has_none_at_all():
     run = Run.of(limits_of(max_requests=4), policy="adaserve")
     load, spare = random_load(3, 120, rate=40.0), []
-    run.serve(load, before_step=lambda _: spare.append(run.scheduler.spare_s(run.clock.now())))
+
+    def ask(_: int) -> None:
+        spare.append(run.scheduler.spare_s(run.clock.now()))
+
+    run.serve(load, before_step=ask)
     full = spare[40 : len(spare) // 2]
     assert len(full) > 100
     assert not any(full)
@@ -126,7 +132,11 @@ def test_asking_changes_nothing():
     """A run that asks after every step gives the same texts and metrics as one that does not."""
     runs = [Run.of(limits_of(), policy="adaserve") for _ in range(2)]
     runs[0].serve(random_load(5, 20, rate=10.0))
-    runs[1].serve(random_load(5, 20, rate=10.0), before_step=lambda _: runs[1].scheduler.spare_s(runs[1].clock.now()))
+
+    def ask(_: int) -> None:
+        runs[1].scheduler.spare_s(runs[1].clock.now())
+
+    runs[1].serve(random_load(5, 20, rate=10.0), before_step=ask)
     assert runs[0].last == runs[1].last
     assert runs[0].text == runs[1].text
 

@@ -65,6 +65,13 @@ def test_it_is_learned_from_only_where_neither_the_request_nor_its_key_says_no(d
     assert (request.learn, request.tenant) == (learns, {"a": "open", "b": "closed"}[key])
 
 
+@pytest.mark.parametrize(("key", "learns"), [("a", True), ("b", False)])
+def test_chats_are_kept_out_by_their_key_too(drafts, key, learns):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "learn": True}
+    response = drafts.http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    assert (response.status_code, drafts.engine.submitted[-1].learn) == (200, learns)
+
+
 def test_without_keys_all_are_one_tenant_and_chats_can_say_no_too(server):
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "learn": False}
     assert server.post("/v1/chat/completions", **body).status_code == 200
@@ -140,6 +147,10 @@ def test_all_that_learning_reports_is_exposed_and_counts_begin_at_zero():
         ("adaserve_learning_records", "code"): 5,
         ("adaserve_learning_held_out_records", "default"): 10,
         ("adaserve_learning_left_out_total", "opt_out"): 7,
+        ("adaserve_learning_left_out_total", "abort"): 0,
+        ("adaserve_learning_left_out_total", "error"): 0,
+        ("adaserve_learning_left_out_total", "no_positions"): 0,
+        ("adaserve_learning_left_out_total", "failed"): 0,
         ("adaserve_learning_micro_steps_total",): 12,
         ("adaserve_learning_train_seconds_total",): 0.75,
         ("adaserve_learning_delay_seconds_total",): 0.25,
