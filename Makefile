@@ -24,7 +24,7 @@ $(STAMP).serve: pyproject.toml | $(BIN)/python
 
 $(STAMP).test: pyproject.toml | $(BIN)/python
 	@echo "installing with test tools (some minutes the first time: torch is large)"
-	@$(PIP) --editable '.[server,dev,torch]'
+	@$(PIP) --editable '.[server,star,cluster,dev,torch]'
 	@touch $@ $(STAMP).serve
 
 serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
