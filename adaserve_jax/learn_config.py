@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, fields
-from typing import Any
 
 from adaserve_jax.errors import ConfigError
 
@@ -66,15 +65,6 @@ class LearnConfig:
     def _check(self, ok: bool, name: str, expected: str) -> None:
         if not ok:
             raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LearnConfig:
-        """Build from plain values. Raises ConfigError naming the first unknown key."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
-        return cls(**values)
 
 
 def _is_finite(value: object) -> bool:

@@ -102,7 +102,8 @@ class LearningStats:
     acceptance fell once they served. records: finished requests in the buffer, as of now; held_out: those of them that
     are held out. left_out: requests that were not learned from, by reason. micro_steps: pieces of training; train_s:
     seconds they took. delay_s: those of them in which requests ran and waited, and delay_max_s the longest piece then.
-    target_tokens: positions whose target scores were kept.
+    target_tokens: positions whose target scores were kept; lost: those whose scores were fetched and not kept, by
+    reason: no_room (running texts had all of it), not_finite (they were no distribution).
     """
 
     version: dict[str, int] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class LearningStats:
     delay_s: float = 0.0
     delay_max_s: float = 0.0
     target_tokens: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
     def ended(self) -> LearningStats:
         """The counts of an engine that is gone, with its drafts and what was kept for them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from adaserve_jax.results.jsonl import end_last_line, make_folder, read_good_row
 from adaserve_jax.results.provenance import new_run_id
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.results.whole_file import SHARED, write_whole
 
 PLAN, ACCEPTANCE = "plan.json", "acceptance.jsonl"
 FolderUse = Literal["new", "append", "resume"]
@@ -171,7 +171,7 @@ def _keep(path: Path, begun: Begun) -> None:
     kept = [line for number, line in enumerate(lines, 1)
             if line.strip() and _stays(line, f"{path}:{number}", begun)]  # fmt: skip
     if len(kept) < len(lines):
-        _replace(path, b"".join(kept))
+        write_whole(path, b"".join(kept), mode=SHARED)
 
 
 def _stays(line: bytes, where: str, begun: Begun) -> bool:
@@ -210,14 +210,4 @@ def _no_plan(path: Path) -> ConfigError:
 
 
 def _write_plan(path: Path, values: dict[str, Any]) -> None:
-    _replace(path, json.dumps(values, indent=1).encode() + b"\n")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file whole, or not at all."""
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_whole(path, json.dumps(values, indent=1) + "\n", mode=SHARED)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
 from adaserve_jax.errors import CheckpointError
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
 
 _log = logging.getLogger(__name__)
 
@@ -50,21 +49,8 @@ class KeptFile:
         if not state or state == self._written:
             return
         try:
-            _write(self._path, json.dumps(state))
+            write_whole(self._path, json.dumps(state), mode=PRIVATE)
         except OSError as error:
             _log.error("%s could not be written: %s", self._path, error)
         else:
             self._written = state
-
-
-def _write(path: Path, text: str) -> None:
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise

@@ -125,14 +125,14 @@ class Learner:
 
     # ---- what is served ----
 
-    def added(self, choice: Request, request_id: str, *, learn: bool = True, tenant: str = "") -> None:
+    def added(self, choice: Request, *, learn: bool = True, tenant: str = "") -> None:
         """A choice of a user's request is going to run. learn: whether its text may be learned from. tenant: whose it
         is."""
         with self._contained():
             if learn and not self.failed:
                 if self._watcher.is_waiting:  # maybe for a text that had the same id
                     self._take_in()
-                self._watcher.begin(choice, request_id, tenant)
+                self._watcher.begin(choice, tenant)
             else:
                 self._watcher.leave_out("failed" if learn else "opt_out")
 
@@ -282,6 +282,7 @@ class Learner:
             delay_s=stats.delay_s,
             delay_max_s=stats.delay_max_s,
             target_tokens=self._watcher.rows_kept,
+            lost=self._watcher.rows_lost,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -45,4 +45,4 @@ def _full_record(num_tokens: int, top_k: int) -> Record:
     position = np.arange(num_tokens - 1, dtype=np.int32)
     ids = np.tile(np.arange(top_k, dtype=np.int32), (len(position), 1))
     log_p = np.full(ids.shape, -np.log(top_k + 1), np.float32)
-    return Record(np.zeros(num_tokens, np.int32), position, ids, log_p, np.zeros(len(position), bool))
+    return Record(np.zeros(num_tokens, np.int32), position, ids, log_p)

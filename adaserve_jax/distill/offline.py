@@ -26,6 +26,7 @@ from adaserve_jax.distill.written import Writer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.types import Progress
 
 SAVE_EVERY_S = 120.0
@@ -134,9 +135,7 @@ class Distillation:
         """Whole, and once: they stay what the run was begun with."""
         text = json.dumps(self._settings, indent=1) + "\n"
         if not path.exists() or path.read_text() != text:
-            new = path.with_name(f"new-{path.name}")
-            new.write_text(text)
-            new.replace(path)
+            write_whole(path, text, mode=PRIVATE)
 
     def load(self, folder: Path) -> None:
         """Go on from a saved state. Raises CheckpointError: there is none, or it was begun with other settings."""

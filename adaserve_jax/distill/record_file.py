@@ -7,8 +7,6 @@ A file is an npz without pickled objects: a JSON head, and the records' arrays e
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ import numpy as np
 from adaserve_jax.distill.checkpoint import short
 from adaserve_jax.distill.records import Record
 from adaserve_jax.errors import CheckpointError
+from adaserve_jax.results.whole_file import PRIVATE, whole_file
 
 VERSION = 1
 _TYPES = {
@@ -27,7 +26,6 @@ _TYPES = {
     "position": np.int32,
     "ids": np.int32,
     "log_p": np.float32,
-    "overruled": np.bool_,
     "num_tokens": np.int64,
     "num_rows": np.int64,
     "held_out": np.bool_,
@@ -55,19 +53,11 @@ def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: S
         "num_rows": np.array([len(record.position) for record in kept], np.int64),
         "held_out": np.array([record.held_out for record in kept], bool),
     }
-    for name in ("tokens", "position", "overruled", "ids", "log_p"):
+    for name in ("tokens", "position", "ids", "log_p"):
         shape = (0, top_k) if name in ("ids", "log_p") else (0,)
         arrays[name] = np.concatenate([np.zeros(shape, _TYPES[name]), *(getattr(record, name) for record in kept)])
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    with whole_file(path, mode=PRIVATE) as file:
+        np.savez(file, **arrays)
 
 
 def load_records(
@@ -91,14 +81,14 @@ def load_records(
     _require(path, stored >= top_k, f"{top_k} tokens per row (learn_top_k), got {stored}")
     ends = {name: np.cumsum(arrays[name])[:-1] for name in ("num_tokens", "num_rows")}
     texts = np.split(arrays["tokens"], ends["num_tokens"])
-    rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p", "overruled")]
+    rows = [np.split(arrays[name], ends["num_rows"]) for name in ("position", "ids", "log_p")]
     try:
         return [
             Record(
-                tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), overruled.copy(),
-                draft, tenant, bool(held_out),
+                tokens.copy(), position.copy(), ids[:, :top_k].copy(), log_p[:, :top_k].copy(), draft, tenant,
+                bool(held_out),
             )
-            for tokens, position, ids, log_p, overruled, tenant, held_out in zip(
+            for tokens, position, ids, log_p, tenant, held_out in zip(
                 texts, *rows, head["tenants"], arrays["held_out"], strict=True
             )
         ] if len(arrays["num_rows"]) else []  # fmt: skip
@@ -123,7 +113,7 @@ def _check(path: Path, head: dict[str, Any], arrays: dict[str, np.ndarray], voca
     one_each = texts.shape == rows.shape == arrays["held_out"].shape == (named,)
     _require(path, one_each, "a length, a number of rows, a side and a tenant of each record")
     whole = bool((texts >= 0).all() and (rows >= 0).all()) and arrays["tokens"].shape == (texts.sum(),)
-    of_rows = all(len(arrays[name]) == rows.sum() for name in ("position", "overruled", "ids", "log_p"))
+    of_rows = all(len(arrays[name]) == rows.sum() for name in ("position", "ids", "log_p"))
     _require(path, whole and of_rows, "as many tokens and rows as its records have")
     _require(path, arrays["ids"].ndim == 2 and arrays["ids"].shape == arrays["log_p"].shape, "ids and log_p [m, K]")
     inside = all(((arrays[name] >= 0) & (arrays[name] < vocab_size)).all() for name in ("tokens", "ids"))

@@ -41,8 +41,8 @@ class Record:
     """One finished text with the target's scores along it.
 
     tokens: i32[n], prompt and kept output. position: i32[m], increasing; the token that a row predicts is in the text.
-    ids: i32[m, K]; log_p: f32[m, K], finite. overruled: bool[m], whether the target overruled the draft there. draft:
-    index of the draft that speculated for it. held_out: never trained on, kept to check what training did.
+    ids: i32[m, K]; log_p: f32[m, K], finite. draft: index of the draft that speculated for it. held_out: never trained
+    on, kept to check what training did.
     Raises ValueError unless shapes and positions are these.
     """
 
@@ -50,19 +50,16 @@ class Record:
     position: np.ndarray
     ids: np.ndarray
     log_p: np.ndarray
-    overruled: np.ndarray
     draft: int = 0
     tenant: str = ""
     held_out: bool = False
 
     def __post_init__(self) -> None:
         rows = len(self.position)
-        fits = self.tokens.ndim == self.position.ndim == 1 and self.overruled.shape == (rows,)
+        fits = self.tokens.ndim == self.position.ndim == 1
         if not (fits and self.ids.ndim == 2 and len(self.ids) == rows and self.log_p.shape == self.ids.shape):
-            shapes = [part.shape for part in (self.tokens, self.position, self.ids, self.log_p, self.overruled)]
-            raise ValueError(
-                f"a record holds tokens [n], position [m], ids and log_p [m, K], overruled [m]; got {shapes}"
-            )
+            shapes = [part.shape for part in (self.tokens, self.position, self.ids, self.log_p)]
+            raise ValueError(f"a record holds tokens [n], position [m], ids and log_p [m, K]; got {shapes}")
         inside = rows > 0 and self.position[0] >= 0 and self.position[-1] < len(self.tokens) - 1
         if not inside or (np.diff(self.position) <= 0).any():
             raise ValueError(
@@ -109,7 +106,6 @@ class Recorder:
         self._position = np.empty(max_rows, np.int32)
         self._ids = np.empty((max_rows, top_k), np.int32)
         self._log_p = np.empty((max_rows, top_k), np.float32)
-        self._overruled = np.empty(max_rows, bool)
         self._free = np.arange(max_rows)[::-1].copy()  # a stack: the last `_num_free` entries down to 0 are in use
         self._num_free = max_rows
         self.kept = 0
@@ -122,7 +118,7 @@ class Recorder:
     def __contains__(self, choice_id: str) -> bool:
         return choice_id in self._texts
 
-    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str, request_id: str = "") -> None:
+    def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str) -> None:
         """From now on the choice is watched. All texts after the same prompt are held out or none, whosever they are.
         prompt_ids is kept, not copied. Raises ValueError when the choice is watched already."""
         if choice_id in self._texts:
@@ -131,18 +127,16 @@ class Recorder:
         self._texts[choice_id] = _Text(self._next, prompt_ids, [], draft, tenant, held_out)
         self._next += 1
 
-    def add_rows(
-        self, choice_ids: Sequence[str], row: np.ndarray, position: np.ndarray, overruled: np.ndarray, target: Rows
-    ) -> None:
+    def add_rows(self, choice_ids: Sequence[str], row: np.ndarray, position: np.ndarray, target: Rows) -> None:
         """Take in what one step said of all its texts, in one copy for all of them.
 
         row: i32[M], whose each position is, as an index into choice_ids; position: i32[M], from 0 in the text;
-        overruled: bool[M]; target: M rows. Rows of texts that are not watched are passed over, as are those that are
-        no distribution (NaN, +inf, nothing but -inf). Raises ValueError when lengths differ.
+        target: M rows. Rows of texts that are not watched are passed over, as are those that are no distribution (NaN,
+        +inf, nothing but -inf). Raises ValueError when lengths differ.
         """
-        if not len(row) == len(position) == len(overruled) == len(target.ids) == len(target.log_p):
-            lengths = [len(part) for part in (row, position, overruled, target.ids, target.log_p)]
-            raise ValueError(f"row, position, overruled, ids and log_p are of one length; got {lengths}")
+        if not len(row) == len(position) == len(target.ids) == len(target.log_p):
+            lengths = [len(part) for part in (row, position, target.ids, target.log_p)]
+            raise ValueError(f"row, position, ids and log_p are of one length; got {lengths}")
         watched = [self._texts.get(choice_id) for choice_id in choice_ids]
         handles = np.array([NOBODY if text is None else text.handle for text in watched], np.int64)
         owner = handles[row]
@@ -160,7 +154,6 @@ class Recorder:
         self._position[slots] = position[take]
         self._ids[slots] = target.ids[take]
         self._log_p[slots] = np.maximum(log_p[take], LOG_ZERO)
-        self._overruled[slots] = overruled[take]
         added = np.bincount(row[take], minlength=len(choice_ids))
         for index in np.flatnonzero(added).tolist():
             text = watched[index]
@@ -200,7 +193,7 @@ class Recorder:
         if not keep or not len(position):
             return None
         position, slots = position[-MOST_ROWS:], slots[first[-MOST_ROWS:]]
-        parts = position, self._ids[slots], self._log_p[slots], self._overruled[slots]
+        parts = position, self._ids[slots], self._log_p[slots]
         return Record(tokens, *parts, draft=text.draft, tenant=text.tenant, held_out=text.held_out)
 
     def abandon(self, choice_id: str) -> None:

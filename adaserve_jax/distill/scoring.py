@@ -65,7 +65,7 @@ class Scorer:
         for text, start, row in zip(texts, starts[:-1].tolist(), first, strict=True):
             rows = slice(start + row, start + len(text) - 1)
             at = np.arange(row, len(text) - 1, dtype=np.int32)
-            found.append(Record(text, at, ids[rows].copy(), log_p[rows].copy(), np.zeros(len(at), bool)))
+            found.append(Record(text, at, ids[rows].copy(), log_p[rows].copy()))
         return found
 
 

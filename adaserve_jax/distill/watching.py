@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.distill.records import Record, Recorder, Rows
-from adaserve_jax.runtime.overruled import overruled, walk_ends
+from adaserve_jax.runtime.overruled import overruled
 from adaserve_jax.scheduler.updates import StepUpdates
 from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Request, StepOutcome, StepPlan
 
@@ -30,36 +30,32 @@ class Promise(Protocol):
 class Sampled:
     """M positions of one step. at: i32[M], indices of its sampled positions, tree nodes in packed order, then the ends
     of prompts in row order. row: i32[M], whose of choice_ids; position: i32[M], of the token that was fed, from 0 in
-    its text. overruled: bool[M], whether the target's next token was none of those that the draft proposed there."""
+    its text."""
 
     choice_ids: Sequence[str]
     at: np.ndarray
     row: np.ndarray
     position: np.ndarray
-    overruled: np.ndarray
 
     @classmethod
     def of(
         cls, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
         choice_ids: Sequence[str], watched: np.ndarray, *, only_overruled: bool,
     ) -> Sampled:  # fmt: skip
-        """The accepted nodes of the watched rows (bool[R]), roots among them, and the ends of their prompts."""
-        nodes = np.flatnonzero(outcome.accepted)
+        """The accepted nodes of the watched rows (bool[R]), roots among them, and the ends of their prompts; or only
+        the nodes whose next token was none of those that the draft proposed there."""
+        nodes = overruled(plan, trees, candidates, outcome) if only_overruled else np.flatnonzero(outcome.accepted)
         row = trees.row[nodes]
         position = plan.ctx_len[row] + trees.depth[nodes]
-        wrong = np.zeros(trees.num_nodes, bool)
-        wrong[walk_ends(trees, outcome, plan.num_decode)] = overruled(plan, trees, candidates, outcome)
-        wrong = wrong[nodes]
         final = np.flatnonzero(plan.prefill_final)
         if len(final) and not only_overruled:
             ends = plan.num_decode + final
             nodes = np.concatenate([nodes, trees.num_nodes + np.arange(len(final))])
             row = np.concatenate([row, ends])
             position = np.concatenate([position, plan.ctx_len[ends] + plan.prefill_counts[final] - 1])
-            wrong = np.concatenate([wrong, np.zeros(len(final), bool)])
-        kept = np.flatnonzero(watched[row] & wrong if only_overruled else watched[row])
+        kept = watched[row]
         at, row, position = (part[kept].astype(np.int32) for part in (nodes, row, position))
-        return cls(choice_ids, at, row, position, wrong[kept])
+        return cls(choice_ids, at, row, position)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +88,17 @@ class Watcher:
         return self._recorder.kept
 
     @property
+    def rows_lost(self) -> dict[str, int]:
+        """Since the start, by reason."""
+        return {"no_room": self._recorder.no_room, "not_finite": self._recorder.not_finite}
+
+    @property
     def is_waiting(self) -> bool:
         """Whether `take_in` has something to do."""
         return self._promised is not None or bool(self._ended)
 
-    def begin(self, choice: Request, request_id: str, tenant: str) -> None:
-        self._recorder.begin(
-            choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant, request_id=request_id
-        )
+    def begin(self, choice: Request, tenant: str) -> None:
+        self._recorder.begin(choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
 
     def drop(self, choice_id: str, reason: str) -> None:
         """A choice has ended outside a step. Nothing happens where it is not watched."""
@@ -136,7 +135,7 @@ class Watcher:
         promised, self._promised = self._promised, None
         if promised is not None:
             sampled, rows = promised[0], promised[1].collect()
-            self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, sampled.overruled, rows)
+            self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, rows)
         ended, self._ended = self._ended, []
         records = []
         for text in ended:

@@ -111,7 +111,7 @@ class EngineCore:
         self._choice_ids[request.request_id] = added
         if self._learner is not None:
             for choice in choices:
-                self._learner.added(choice, request.request_id, learn=request.learn, tenant=request.tenant)
+                self._learner.added(choice, learn=request.learn, tenant=request.tenant)
 
     def abort(self, request_id: str) -> list[OutputChunk]:
         """End all choices of a request that still run. Unknown ids are ignored."""

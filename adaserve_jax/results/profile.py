@@ -7,13 +7,13 @@ Imports no jax.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.timings import Timings
+from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.types import Limits
 
 KIND, VERSION = "adaserve profile", 1
@@ -89,11 +89,9 @@ def write_profile(path: Path, profile: Profile) -> None:
     """Written beside it first, so that no reader sees half of it. Raises ConfigError: it cannot be written."""
     values = {"kind": KIND, "version": VERSION} | asdict(profile)
     values["timings"] = asdict(profile.timings) | {name: _rows(getattr(profile.timings, name)) for name in _TIMED}
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(_json(values) + "\n")
-        scratch.replace(path)
+        write_whole(path, _json(values) + "\n", mode=SHARED)
     except OSError as error:
         raise ConfigError(f"cannot write profile {path}: {error.strerror}; choose another --out") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.whole_file import SHARED, write_whole
 
 REFERENCE = "ar"
 ASSISTED = "transformers assisted"
@@ -193,9 +194,7 @@ def _decode_aim(ours: ThroughputRow, others: list[ThroughputRow], wanted: float)
 def write_rows(path: Path, rows: Sequence[ThroughputRow]) -> None:
     """A JSON list with one row per line. The file is replaced at once, so that a stop leaves the old one."""
     lines = ",\n".join(json.dumps(asdict(row), allow_nan=False) for row in rows)
-    scratch = path.with_name(f"{path.name}.new")
-    scratch.write_text(f"[\n{lines}\n]\n")
-    scratch.replace(path)
+    write_whole(path, f"[\n{lines}\n]\n", mode=SHARED)
 
 
 def read_rows(path: Path) -> list[ThroughputRow]:

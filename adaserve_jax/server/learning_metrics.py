@@ -28,11 +28,15 @@ COUNTERS = {
     "learning_refused": ("refused", "draft", "Updates that a check kept from serving."),
     "learning_rolled_back": ("rolled_back", "draft", "Versions taken back once they served."),
     "learning_left_out": ("left_out", "reason", "Choices that were not learned from, by reason."),
+    "learning_lost": ("lost", "reason", "Positions whose target scores were fetched and not kept, by reason."),
 }
 """Since the start: metric, field of LearningStats, label, meaning. Every draft has them, from 0, so that rates can be
 taken of their first count too; so has every reason."""
-REASONS = ("opt_out", "abort", "error", "no_positions", "failed")
-"""Why nothing is learned from a request."""
+REASONS = {
+    "left_out": ("opt_out", "abort", "error", "no_positions", "failed"),
+    "lost": ("no_room", "not_finite"),
+}
+"""By field of LearningStats: why nothing is learned from a request, and why not from one of its positions."""
 TOTALS = {
     "learning_target_tokens": ("target_tokens", "Positions whose target scores were kept."),
     "learning_micro_steps": ("micro_steps", "Pieces of training between steps."),
@@ -49,10 +53,10 @@ def learning_metrics(stats: LearningStats) -> Iterator[Metric]:
         for draft, value in getattr(stats, field).items():
             gauge.add_metric((draft,), value)
         yield gauge
-    known = {"draft": tuple(stats.version), "reason": REASONS if stats.version else ()}
     for name, (field, label, text) in COUNTERS.items():
+        known = REASONS.get(field, stats.version) if stats.version else ()
         counter = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
-        for key, value in (dict.fromkeys(known[label], 0) | getattr(stats, field)).items():
+        for key, value in (dict.fromkeys(known, 0) | getattr(stats, field)).items():
             counter.add_metric((key,), value)
         yield counter
     for name, (field, text) in TOTALS.items():

@@ -7,8 +7,6 @@ stopped. Imports no jax.
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import CheckpointError
+from adaserve_jax.results.whole_file import PRIVATE, write_whole
 
 VERSION = 1
 MODES = ("greedy", "coupled")
@@ -73,16 +72,7 @@ def read_chances(path: Path) -> ChanceTable:
 def write_chances(path: Path, table: ChanceTable) -> None:
     """Write atomically: a reader sees the old file or the new one. Raises OSError."""
     text = json.dumps({"version": VERSION} | {name: _section(table, mode) for mode, name in enumerate(MODES)})
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, text + "\n", mode=PRIVATE)
 
 
 @dataclass(frozen=True, eq=False)

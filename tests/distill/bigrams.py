@@ -47,8 +47,7 @@ class Language:
         ids = np.argsort(-scores, axis=1)
         log_p = np.take_along_axis(scores, ids, axis=1).astype(np.float32)
         position = np.arange(LENGTH - 1, dtype=np.int32)
-        wrong = np.zeros(LENGTH - 1, bool)
-        return Record(np.array(tokens, np.int32), position, ids.astype(np.int32), log_p, wrong, draft, tenant, held_out)
+        return Record(np.array(tokens, np.int32), position, ids.astype(np.int32), log_p, draft, tenant, held_out)
 
     def records(self, count: int, **changes) -> list[Record]:
         """Every eighth of them is held out."""

@@ -18,5 +18,4 @@ def make_record(
     logits = -np.sort(rng.exponential(size=(len(position), top_k)).astype(np.float32))
     log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True) + 1)
     ids = rng.permuted(np.tile(np.arange(1000, dtype=np.int32), (len(position), 1)), axis=1)[:, :top_k]
-    overruled = rng.random(len(position)) < 0.3
-    return Record(tokens, position, ids, log_p, overruled, draft, tenant, held_out)
+    return Record(tokens, position, ids, log_p, draft, tenant, held_out)

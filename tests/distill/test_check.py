@@ -63,7 +63,7 @@ def record_of(tenant: str, rows: int = 4) -> Record:
     ids = np.zeros((rows, 2), np.int32)
     return Record(
         np.arange(length, dtype=np.int32), np.arange(rows, dtype=np.int32), ids, np.full((rows, 2), -1, np.float32),
-        np.zeros(rows, bool), tenant=tenant,
+        tenant=tenant,
     )  # fmt: skip
 
 

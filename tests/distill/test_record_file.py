@@ -17,7 +17,7 @@ from adaserve_jax.distill.records import Record
 from adaserve_jax.errors import CheckpointError
 from tests.distill.make_records import make_record
 
-PARTS = ("tokens", "position", "ids", "log_p", "overruled")
+PARTS = ("tokens", "position", "ids", "log_p")
 
 
 def same(one: Record, other: Record) -> bool:

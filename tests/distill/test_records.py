@@ -38,12 +38,12 @@ def begin(notes: Recorder, choice_id: str, *prompt: int, draft: int = 0, tenant:
     notes.begin(choice_id, prompt_ids, draft=draft, tenant=tenant)
 
 
-def add(notes: Recorder, *rows: tuple[str, int, int], overruled: bool = False) -> None:
+def add(notes: Recorder, *rows: tuple[str, int, int]) -> None:
     """rows: choice, position, mark."""
     names = sorted({name for name, _, _ in rows})
     row = np.array([names.index(name) for name, _, _ in rows], np.int32)
     position = np.array([place for _, place, _ in rows], np.int32)
-    notes.add_rows(names, row, position, np.full(len(rows), overruled), scores(*(mark for _, _, mark in rows)))
+    notes.add_rows(names, row, position, scores(*(mark for _, _, mark in rows)))
 
 
 def test_a_step_of_several_texts_is_taken_apart():
@@ -53,14 +53,13 @@ def test_a_step_of_several_texts_is_taken_apart():
     add(notes, ("b/0", 0, 7), ("a/0", 2, 5), ("opted-out/0", 9, 9))
     notes.output("a/0", (11,))
     notes.output("b/0", [12, 13])
-    add(notes, ("a/0", 3, 6), ("b/0", 1, 8), overruled=True)
+    add(notes, ("a/0", 3, 6), ("b/0", 1, 8))
     notes.output("a/0", [14])
     a, b = notes.end("a/0"), notes.end("b/0")
     assert a is not None and b is not None
     assert a.tokens.tolist() == [1, 2, 3, 11, 14] and b.tokens.tolist() == [4, 12, 13]
     assert a.position.tolist() == [2, 3] and b.position.tolist() == [0, 1]
     assert a.ids[:, 0].tolist() == [50, 60] and b.ids[:, 0].tolist() == [70, 80]
-    assert a.overruled.tolist() == b.overruled.tolist() == [False, True]
     assert (a.draft, a.tenant, b.draft, b.tenant) == (1, "ann", 0, "")
     assert a.tokens.dtype == a.ids.dtype == a.position.dtype == np.int32 and a.log_p.dtype == np.float32
     assert (notes.kept, notes.not_finite, notes.no_room, len(notes)) == (4, 0, 0, 0)
@@ -92,8 +91,8 @@ def test_rows_that_are_no_distribution_are_counted_and_passed_over(bad: list[flo
     begin(notes, "a/0", 1)
     target = scores(1, 2)
     target.log_p[0] = bad
-    notes.add_rows(["a/0", "b/0"], np.array([0, 0]), np.array([0, 1]), np.zeros(2, bool), target)
-    notes.add_rows(["b/0"], np.array([0, 0]), np.array([0, 1]), np.zeros(2, bool), target)  # not watched: not counted
+    notes.add_rows(["a/0", "b/0"], np.array([0, 0]), np.array([0, 1]), target)
+    notes.add_rows(["b/0"], np.array([0, 0]), np.array([0, 1]), target)  # not watched: not counted
     notes.output("a/0", [2, 3])
     record = notes.end("a/0")
     assert record is not None and record.position.tolist() == [1] and notes.not_finite == 1
@@ -104,7 +103,7 @@ def test_a_token_that_cannot_come_has_a_number_for_its_log():
     begin(notes, "a/0", 1)
     target = scores(1)
     target.log_p[0, 2] = -np.inf
-    notes.add_rows(["a/0"], np.array([0]), np.array([0]), np.zeros(1, bool), target)
+    notes.add_rows(["a/0"], np.array([0]), np.array([0]), target)
     notes.output("a/0", [2])
     record = notes.end("a/0")
     assert record is not None and record.log_p[0, 2] == LOG_ZERO and np.exp(record.log_p[0, 2]) == 0
@@ -171,13 +170,13 @@ def test_mistakes_are_told():
     begin(notes, "a/0", 1)
     with pytest.raises(ValueError, match="'a/0' is recorded already; end or abandon it"):
         begin(notes, "a/0", 1)
-    with pytest.raises(ValueError, match=r"of one length; got \[1, 2, 1, 1, 1\]"):
-        notes.add_rows(["a/0"], np.array([0]), np.array([0, 1]), np.zeros(1, bool), scores(1))
+    with pytest.raises(ValueError, match=r"of one length; got \[1, 2, 1, 1\]"):
+        notes.add_rows(["a/0"], np.array([0]), np.array([0, 1]), scores(1))
     rows = scores(1, 2)
     with pytest.raises(ValueError, match=r"positions increase within 0\.\.1.*got \[1, 2\]"):
-        Record(np.arange(3), np.array([1, 2]), *rows, np.zeros(2, bool))
+        Record(np.arange(3), np.array([1, 2]), *rows)
     with pytest.raises(ValueError, match=r"ids and log_p \[m, K\]"):
-        Record(np.arange(9), np.array([1]), *rows, np.zeros(1, bool))
+        Record(np.arange(9), np.array([1]), *rows)
 
 
 def test_the_held_out_share_is_held_and_does_not_depend_on_the_run():

@@ -84,8 +84,9 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, clock.now())
         outcome = executor.verify(plan, trees)
-        verdict = overruled(plan, trees, candidates, outcome)
-        assert verdict.shape == (plan.num_decode,)
+        wrong = overruled(plan, trees, candidates, outcome)
+        assert outcome.accepted[wrong].all() and (np.diff(trees.row[wrong]) > 0).all()
+        assert not len(wrong) or trees.row[wrong[-1]] < plan.num_decode
         for update in scheduler.commit(plan, trees, candidates, outcome, clock.now()):
             texts[update.request_id] += update.token_ids
         rows = pending.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -186,18 +187,54 @@ def test_records_hold_what_the_target_thought(llm: LLM) -> None:
         np.testing.assert_allclose(record.log_p, np.take_along_axis(expected, record.ids, 1), atol=1e-3)
 
 
-def test_only_where_the_target_overruled_the_draft(engine: Loaded) -> None:
-    llm = engine[0]
-    learns(*engine)
-    serve(llm)
-    expected = [(record.tokens.tolist(), record.position[record.overruled].tolist()) for record in records_of(llm)]
-    learns(*engine, learn_positions="overruled")
-    serve(llm)
+def test_only_where_the_target_overruled_the_draft(engine: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a walk down each tree of each step, written out by hand."""
+    llm, wrong = engine[0], defaultdict(list)
+    learner = learns(*engine, learn_positions="overruled")
+    stepped, added, begun = learner.stepped, learner.added, []
+
+    def spied(plan: Any, trees: Any, candidates: Any, outcome: Any, choice_ids: Any, *rest: Any, **how: Any) -> None:
+        for row in range(plan.num_decode):
+            depth = overruled_at(row, trees, candidates, outcome)
+            if depth is not None:
+                wrong[choice_ids[row]].append(int(plan.ctx_len[row]) + depth)
+        stepped(plan, trees, candidates, outcome, choice_ids, *rest, **how)
+
+    def noted(choice: Request, **how: Any) -> None:
+        begun.append(choice.request_id)
+        added(choice, **how)
+
+    monkeypatch.setattr(learner, "stepped", spied)
+    monkeypatch.setattr(learner, "added", noted)
+    outputs = serve(llm)
+    texts = dict(zip(begun, outputs, strict=True))
     records = records_of(llm)
-    assert all(record.overruled.all() for record in records)
+    expected = []
+    for choice_id, positions in wrong.items():
+        output = texts[choice_id]
+        text = [*output.prompt_token_ids, *output.token_ids]
+        inside = [position for position in positions if position + 1 < len(text)]
+        expected += [(text, inside)] * bool(inside)
     found = [(record.tokens.tolist(), record.position.tolist()) for record in records]
-    assert sorted(found) == sorted(each for each in expected if each[1])
+    assert sorted(found) == sorted(expected)
     assert 0 < sum(len(position) for _, position in found) < 24 * 4
+
+
+def overruled_at(row: int, trees: Any, candidates: Any, outcome: Any) -> int | None:
+    """The depth at which the target drew what the draft did not propose, though it proposed something; or None."""
+    (node,) = (n for n in range(trees.num_nodes) if trees.row[n] == row and trees.parent[n] < 0)
+    for depth in range(int(outcome.counts[row])):
+        drawn = int(outcome.tokens[row, depth])
+        columns = range(candidates.token.shape[1])
+        here = [c for c in columns if candidates.parent[row, c] == trees.candidate[node]]
+        proposed = {int(candidates.token[row, c]) for c in here if np.isfinite(candidates.log_f[row, c])}
+        if drawn not in proposed:
+            return depth if proposed else None
+        below = [n for n in range(trees.num_nodes) if trees.parent[n] == node and trees.token[n] == drawn]
+        if not below:
+            return None
+        (node,) = below
+    return None
 
 
 def test_who_opts_out_teaches_nothing(llm: LLM) -> None:
@@ -226,15 +263,15 @@ def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) 
     rows = TargetRows(np.zeros((1, VOCAB), np.int32), np.full((1, VOCAB), -np.log(VOCAB), np.float32))
     watcher = learner._watcher
     with llm._engine._lock:
-        learner.added(choice, "again")
+        learner.added(choice)
         at = np.zeros(1, np.int32)
-        watcher._promised = Sampled(["again/0"], at, at, at + 1, np.zeros(1, bool)), Broken(rows)
+        watcher._promised = Sampled(["again/0"], at, at, at + 1), Broken(rows)
         if finish_reason == "abort":
             learner.dropped(choice.request_id, "abort")
         else:
             watcher._ended.append(_Ended(choice.request_id, finish_reason, np.array([9, 10], np.int32)))
         other = replace(choice, prompt_ids=np.array([11, 12, 13], np.int32))
-        learner.added(other, "again")
+        learner.added(other)
         assert not learner.failed
         watcher._ended.append(_Ended(choice.request_id, "length", np.array([14], np.int32)))
         learner._take_in()
@@ -487,6 +524,7 @@ def test_rows_that_are_no_distribution_teach_nothing(llm: LLM) -> None:
     stats = rested(llm)
     assert not learner.failed
     assert stats.left_out == {"no_positions": 16}
+    assert stats.lost == {"no_room": 0, "not_finite": 16 * 24}
     assert stats.version["default"] == stats.target_tokens == stats.micro_steps == 0
 
 

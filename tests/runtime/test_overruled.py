@@ -21,8 +21,8 @@ def plan_of(num_decode: int, num_rows: int) -> StepPlan:
     )  # fmt: skip
 
 
-def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome, list[bool]]:
-    """A step whose target draws a token after each node, and the verdicts, by walking."""
+def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome, list[int]]:
+    """A step whose target draws a token after each node, and the nodes where it overruled the draft, by walking."""
     rows, prompts = int(rng.integers(1, 5)), int(rng.integers(0, 3))
     columns = DEPTH * WIDTH
     token = np.zeros((rows, columns), np.int32)
@@ -32,7 +32,7 @@ def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, Candida
     accepted: list[bool] = []
     tokens = rng.integers(0, VOCAB, (rows + prompts, DEPTH + 1)).astype(np.int32)
     counts = np.ones(rows + prompts, np.int32)
-    verdicts = []
+    wrong = []
     for row in range(rows):
         children: dict[int, dict[int, int]] = {}
         for column in range(columns * int(rng.random() < 0.85)):
@@ -59,23 +59,24 @@ def random_step(rng: np.random.Generator) -> tuple[StepPlan, DraftTrees, Candida
             depth += 1
             accepted[at[node]] = True
         counts[row] = depth + 1
-        verdicts.append(bool(children.get(node)) and int(tokens[row, depth]) not in children[node])
+        if children.get(node) and int(tokens[row, depth]) not in children[node]:
+            wrong.append(at[node])
     arrays = np.array(packed, np.int32).T
     trees = DraftTrees(*arrays, np.ones(len(packed), np.float32))
     levels = np.repeat(np.arange(1, DEPTH + 1, dtype=np.int32), WIDTH)
     candidates = CandidateTrees(token, parent, log_f, levels)
     outcome = StepOutcome(tokens, counts, np.array(accepted), 0.0, 0.0, 0.0, 64)
-    return plan_of(rows, rows + prompts), trees, candidates, outcome, verdicts
+    return plan_of(rows, rows + prompts), trees, candidates, outcome, wrong
 
 
-def test_verdicts_are_those_of_the_walk() -> None:
+def test_the_nodes_are_those_of_the_walk() -> None:
     rng = np.random.default_rng(0)
     seen = {True: 0, False: 0}
     for _ in range(400):
-        *step, expected = random_step(rng)
-        assert overruled(*step).tolist() == expected
-        for verdict in expected:
-            seen[verdict] += 1
+        plan, *step, expected = random_step(rng)
+        assert overruled(plan, *step).tolist() == expected
+        seen[True] += len(expected)
+        seen[False] += plan.num_decode - len(expected)
     assert min(seen.values()) > 200
 
 
@@ -89,19 +90,19 @@ def test_the_cases_one_by_one() -> None:
         np.zeros(2, np.int32), np.array([9, 3]), np.array([-1, 0]), np.array([0, 1]), np.array([-1, 0]), np.ones(2)
     )
     for drawn, expected in (
-        ([7], True),  # not proposed
-        ([4], False),  # proposed, and pruned
-        ([3, 5], False),  # the same one deeper
-        ([3, 0], True),  # the candidate 0 is absent
-        ([3, 8], True),
+        ([7], [0]),  # not proposed
+        ([4], []),  # proposed, and pruned
+        ([3, 5], []),  # the same one deeper
+        ([3, 0], [1]),  # the candidate 0 is absent
+        ([3, 8], [1]),
     ):
         tokens = np.zeros((1, 3), np.int32)
         tokens[0, : len(drawn)] = drawn
         accepted = np.array([True, len(drawn) > 1])
         outcome = StepOutcome(tokens, np.array([len(drawn)], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled(plan_of(1, 1), trees, candidates, outcome).tolist() == [expected], drawn
+        assert overruled(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
         cut = StepOutcome(tokens, np.array([len(drawn) - 1], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled(plan_of(1, 1), trees, candidates, cut).tolist() == [False], "that token was not emitted"
+        assert overruled(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
         none = CandidateTrees.empty(1)
-        assert overruled(plan_of(1, 1), trees, none, outcome).tolist() == [False]
+        assert overruled(plan_of(1, 1), trees, none, outcome).tolist() == []
     assert overruled(plan_of(0, 2), trees, CandidateTrees.empty(0), outcome).tolist() == []

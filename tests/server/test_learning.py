@@ -36,6 +36,7 @@ STATS = LearningStats(
     delay_s=0.25,
     delay_max_s=0.03125,
     target_tokens=900,
+    lost={"no_room": 30},
 )
 
 
@@ -156,6 +157,8 @@ def test_all_that_learning_reports_is_exposed_and_counts_begin_at_zero():
         ("adaserve_learning_delay_seconds_total",): 0.25,
         ("adaserve_learning_delay_max_seconds",): 0.03125,
         ("adaserve_learning_target_tokens_total",): 900,
+        ("adaserve_learning_lost_total", "no_room"): 30,
+        ("adaserve_learning_lost_total", "not_finite"): 0,
     }
 
 
