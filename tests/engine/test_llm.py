@@ -13,6 +13,7 @@ from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from tests.engine.simulated import Machine, expected
+from tests.waiting import wait_until
 
 SHORT = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 
@@ -35,9 +36,7 @@ def test_one_bad_prompt_stops_the_others(engine: LocalEngine) -> None:
     llm = LLM.over(engine)
     with pytest.raises(RequestError, match="room for one token"):
         llm.generate([[3], [3], [3] * 48], replace(SHORT, max_tokens=40))
-    deadline = time.monotonic() + 10
-    while engine.stats().scheduler.pages_used:
-        assert time.monotonic() < deadline
+    wait_until(lambda: not engine.stats().scheduler.pages_used)
     assert llm.generate("go on", SHORT)[0].finish_reason == "length"
 
 
@@ -60,9 +59,7 @@ def test_leaving_a_stream_early_stops_the_request(engine: LocalEngine, machines:
     for chunk in LLM.over(engine).stream("abc", replace(SHORT, max_tokens=40)):
         assert chunk.finish_reason is None
         break
-    deadline = time.monotonic() + 10
-    while engine.stats().scheduler.running:
-        assert time.monotonic() < deadline
+    wait_until(lambda: not engine.stats().scheduler.running)
     assert engine.stats().scheduler.finished == {"abort": 1}
 
 

@@ -18,7 +18,8 @@ from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
 from adaserve_jax.types import Progress, SamplingParams
 from tests.engine.simulated import VOCAB, Machine, Spelling, simulated_engine
-from tests.engine.test_local import Reader, request_of, wait_until
+from tests.engine.test_local import Reader, request_of
+from tests.waiting import wait_until
 
 PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
 ASKING = replace(PLAIN, json_schema="a")

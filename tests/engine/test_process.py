@@ -23,6 +23,7 @@ from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, Q
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import SLO, SamplingParams
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FACTORY = "tests.server.scripted:ScriptedEngine"
@@ -54,13 +55,6 @@ class Collected:
 
 def request(request_id: str, prompt: str, max_tokens: int = 20, n: int = 1, slo: SLO | None = None) -> GenerateRequest:
     return GenerateRequest(request_id, list(prompt.encode()), SamplingParams(max_tokens, n=n), slo or SLO())
-
-
-def wait_until(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +93,7 @@ def test_many_requests_keep_order_and_lose_nothing(engine):
 def test_the_request_crosses_unchanged(engine):
     sink = Collected(3)
     engine.submit(request("whole", "häß ", 30, n=3, slo=SLO(relative=1.5, ttft_ms=70.5)), sink)
-    assert sink.ended.wait(5)
+    assert sink.ended.wait(PATIENCE_S)
     assert sorted(sink.chunks) == [0, 1, 2]
     for choice in range(3):
         assert sink.text(choice) == ("häß " * 6)[: len(sink.text(choice))]
@@ -116,7 +110,7 @@ def test_abort_ends_the_request_and_unknown_ids_are_ignored(engine):
     wait_until(lambda: sink.chunks[0])
     engine.abort("nobody")
     engine.abort("stop-me")
-    assert sink.ended.wait(5)
+    assert sink.ended.wait(PATIENCE_S)
     assert sink.last().finish_reason == "abort"
     engine.abort("stop-me")
 
@@ -131,7 +125,7 @@ def test_what_is_knowable_is_refused_at_once(engine):
     engine.submit(request("twice", "slow x", max_tokens=6), sink)
     with pytest.raises(RequestError, match="'twice' is in flight already"):
         engine.submit(request("twice", "x"), Collected())
-    assert sink.ended.wait(5)
+    assert sink.ended.wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +141,14 @@ def test_what_is_knowable_is_refused_at_once(engine):
 def test_a_refusal_of_the_engine_ends_every_choice_and_the_engine_goes_on(engine, prompt, message, code, param):
     sink = Collected(2)
     engine.submit(request(prompt, prompt, n=2), sink)
-    assert sink.ended.wait(5)
+    assert sink.ended.wait(PATIENCE_S)
     for choice in (0, 1):
         assert sink.last(choice).finish_reason == "error"
         assert message in sink.last(choice).error
         assert (sink.last(choice).error_code, sink.last(choice).error_param) == (code, param)
     after = Collected()
     engine.submit(request("after", "fine"), after)
-    assert after.ended.wait(5)
+    assert after.ended.wait(PATIENCE_S)
     assert after.last().finish_reason == "length"
 
 
@@ -165,7 +159,7 @@ def test_a_sink_that_raises_stops_its_request_only(engine):
     other = Collected()
     engine.submit(request("broken", "slow " * 3, max_tokens=400), broken)
     engine.submit(request("other", "slow x", max_tokens=30), other)
-    assert other.ended.wait(5)
+    assert other.ended.wait(PATIENCE_S)
     assert other.last().finish_reason == "length"
     wait_until(lambda: engine.stats().scheduler.running == 0)
 
@@ -179,7 +173,7 @@ def test_more_choices_than_may_wait_are_refused():
             engine.submit(request("over", "abc", n=2), Collected(2))
         engine.submit(request("second", "abc"), second)
         os.kill(engine.pid, signal.SIGCONT)
-        assert first.ended.wait(5) and second.ended.wait(5)
+        assert first.ended.wait(PATIENCE_S) and second.ended.wait(PATIENCE_S)
         wait_until(lambda: engine.stats().scheduler.running == 0)
         engine.submit(request("over", "abc", n=3), Collected(3))
         with pytest.raises(RequestError, match="n must be at most 3, the requests that may wait, got 4"):
@@ -231,7 +225,7 @@ def test_the_death_of_the_process_is_noticed():
     other, dying = Collected(2), Collected()
     engine.submit(request("other", "slow " * 3, max_tokens=400, n=2), other)
     engine.submit(request("dying", "die now"), dying)
-    assert dying.ended.wait(5) and other.ended.wait(5)
+    assert dying.ended.wait(PATIENCE_S) and other.ended.wait(PATIENCE_S)
     for chunk in (dying.last(), other.last(0), other.last(1)):
         assert chunk.finish_reason == "error"
         assert "ended with status 9" in chunk.error
@@ -250,7 +244,7 @@ def test_a_frozen_process_is_ended(monkeypatch):
         os.kill(engine.pid, signal.SIGSTOP)
         sink = Collected()
         engine.submit(request("waits", "abc"), sink)
-        assert sink.ended.wait(5)
+        assert sink.ended.wait(PATIENCE_S)
         assert "no sign of life for 0.6 s" in sink.last().error and sink.last().error_code == "engine_dead"
         assert not engine.is_alive()
 
@@ -268,10 +262,9 @@ def test_close_while_loading_ends_start():
     thread = threading.Thread(target=start)
     thread.start()
     wait_until(lambda: engine.pid is not None)
-    began = time.monotonic()
     engine.close()
-    thread.join(5)
-    assert errors and time.monotonic() - began < 5
+    thread.join(50)  # the process sleeps for longer
+    assert errors
 
 
 def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
@@ -296,9 +289,9 @@ def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, slowly)
             thread.start()
-            assert reached.wait(5)
+            assert reached.wait(PATIENCE_S)
             engine.close()
-        thread.join(5)
+        thread.join(50)
         assert ended and engine._child.returncode is not None and not Path(engine._folder).exists()
 
 

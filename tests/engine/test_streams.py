@@ -13,6 +13,7 @@ import pytest
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.types import SLO, SamplingParams
+from tests.waiting import wait_until
 
 STREAMS = 32
 SLOS = (SLO(relative=1.2), SLO(tpot_ms=50), SLO(tpot_ms=150, ttft_ms=4000), SLO())
@@ -83,9 +84,7 @@ def check(engine: LocalEngine, streams: list[Stream]) -> None:
     assert [problem for stream in streams for problem in stream.problems] == []
     assert all(stream.finished for stream in streams)
     assert sum(stream.aborted for stream in streams) > 0
-    deadline = time.monotonic() + 5
-    while engine.stats().scheduler.pages_used and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not engine.stats().scheduler.pages_used)
     stats = engine.stats().scheduler
     assert (stats.pages_used, stats.running, stats.waiting) == (0, 0, 0)
     assert engine.is_alive()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from adaserve_jax.server.batches import Batches
-from tests.server.test_operations import wait_until
+from tests.waiting import wait_until
 
 
 class Worked:

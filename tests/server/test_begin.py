@@ -12,7 +12,7 @@ from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.translate import LONG_TEXT
 from adaserve_jax.stats import StepStats
 from tests.server.scripted import ByteTokenizer
-from tests.server.test_operations import wait_until
+from tests.waiting import wait_until
 
 KEY = KeySettings("team", "team", tokens_per_minute=60_000)
 HEADERS = {"authorization": "Bearer team"}

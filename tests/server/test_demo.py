@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +12,7 @@ import pytest
 
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
+from tests.waiting import wait_until
 
 PROMPT = "def add(a, b):"
 
@@ -25,10 +25,11 @@ def demo(demo_engine, serve_engine) -> Iterator:
 
 
 def wait_idle(demo) -> None:
-    end = time.monotonic() + 20
-    while (steps := demo.engine.stats().scheduler).running or steps.waiting or steps.pages_used:
-        assert time.monotonic() < end, f"{steps.running} running, {steps.pages_used} pages used"
-        time.sleep(0.02)
+    def idle() -> bool:
+        steps = demo.engine.stats().scheduler
+        return not (steps.running or steps.waiting or steps.pages_used)
+
+    wait_until(idle)
     assert demo.state.slots.used == 0
 
 
@@ -123,12 +124,6 @@ def test_two_steps_after_a_client_is_gone_its_pages_are_free(demo, monkeypatch, 
         aborted.append(len(steps))
         abort(request_id)
 
-    def wait_for(condition) -> None:
-        end = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.005)
-
     monkeypatch.setattr(core, "step", watched_step)
     monkeypatch.setattr(demo.engine, "abort", watched_abort)
     other = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True, "seed": 1}
@@ -140,9 +135,9 @@ def test_two_steps_after_a_client_is_gone_its_pages_are_free(demo, monkeypatch, 
         next(lines)
         with socket.create_connection(("127.0.0.1", int(demo.url.rsplit(":", 1)[1]))) as connection:
             connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
-            wait_for(lambda: steps and steps[-1][0] == 2 and demo.state.slots.waiting == [])
+            wait_until(lambda: steps and steps[-1][0] == 2 and demo.state.slots.waiting == [])
             held = steps[-1][1]
-        wait_for(lambda: aborted and len(steps) >= aborted[0] + 2)
+        wait_until(lambda: aborted and len(steps) >= aborted[0] + 2)
         running, pages = steps[aborted[0] + 1]
         assert running == 1 and pages <= held - len(gone["prompt"]) // 6 // 16
     wait_idle(demo)

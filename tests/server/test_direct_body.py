@@ -25,6 +25,7 @@ from adaserve_jax.server.streaming import EventStream, EventWriter, UsageReports
 from adaserve_jax.types import RequestMetrics, SamplingParams
 from tests.server.conftest import Running, serving
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
+from tests.waiting import wait_until
 
 DONE = RequestMetrics(arrival_s=0.0, first_scheduled_s=0.0, first_token_s=0.1, last_token_s=0.2)
 
@@ -81,13 +82,6 @@ def ask() -> Iterator[Callable[..., socket.socket]]:
     yield ask
     for connection in opened:
         connection.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
 
 
 def events(body: bytes) -> list[dict]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 
 import httpx
 import openai
@@ -13,6 +12,7 @@ from pydantic import BaseModel
 
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import logprob_of
+from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "hi ü"}]
 PROMPT = "user: hi ü\nassistant:"
@@ -22,13 +22,6 @@ PROMPT = "user: hi ü\nassistant:"
 def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 def test_models(client):

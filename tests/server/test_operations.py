@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 
 import openai
 import pytest
@@ -13,13 +12,7 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import ScriptedEngine
-
-
-def wait_until(condition, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
+from tests.waiting import wait_until
 
 
 def code_of(response) -> str:

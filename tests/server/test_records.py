@@ -36,7 +36,7 @@ from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.results.made import made
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
-from tests.server.test_operations import wait_until
+from tests.waiting import wait_until
 
 KEPT = Retention(86_400.0, 2**30)
 

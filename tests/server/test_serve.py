@@ -24,6 +24,7 @@ from adaserve_jax.server.draining import ABORT_GRACE_S
 from adaserve_jax.server.serve import example, listen, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
@@ -34,6 +35,7 @@ from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.server.serve import serve
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
+from tests.waiting import wait_until
 from tests.server.scripted import ByteTokenizer
 bar = WarmUpBar(Console(stderr=True))
 config = EngineConfig(target=sys.argv[1], policy="process")
@@ -43,13 +45,6 @@ status = serve(settings, engine, ByteTokenizer, bar)
 assert "jax" not in sys.modules, "the front end imported jax"
 sys.exit(status)
 """
-
-
-def wait_until(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 class Program:

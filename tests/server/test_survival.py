@@ -17,6 +17,7 @@ import pytest
 
 from tests.bench.scripts import imported
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 with imported("http_load") as modules:
     adaserve, sample, served = (getattr(modules["http_load"], name) for name in ("adaserve", "sample", "served"))
@@ -28,13 +29,6 @@ OPTIONS = {"max_requests": 8, "token_edges": (16, 64), "row_edges": (8,)}
 @pytest.fixture(autouse=True)
 def this_tree(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.02)
 
 
 def body(seed: int, **more) -> dict:

@@ -27,7 +27,7 @@ from adaserve_jax.server.traces import Tracer, open_exporter
 from adaserve_jax.server.watchers import Watchers
 from tests.conftest import ROOT
 from tests.results.made import begun, made, refused
-from tests.server.test_operations import wait_until
+from tests.waiting import wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

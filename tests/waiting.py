@@ -1,0 +1,16 @@
+"""Waiting for what must happen, for as long as a slow and busy machine may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE_S = 100.0
+"""Nothing takes as long; below the time that a test has in all."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.002)
