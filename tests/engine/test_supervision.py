@@ -263,14 +263,21 @@ def processes(monkeypatch):
 
 def test_a_killed_process_fails_its_requests_at_once_and_another_takes_over(processes):
     engine, built = processes
-    done, cut = Collected(), Collected(2)
+    done, cut, restarts = Collected(), Collected(2), []
+
+    def told(chunk: OutputChunk) -> None:
+        if chunk.error_code:
+            restarts.append(engine.stats().restarts)
+        cut(chunk)
+
     engine.submit(request("done", "abc", max_tokens=9), done)
     assert done.ended.wait(PATIENCE_S)
-    engine.submit(request("cut", "slow " * 3, max_tokens=400, n=2), cut)
+    engine.submit(request("cut", "slow " * 3, max_tokens=400, n=2), told)
     wait_until(lambda: cut.chunks[0])
     steps = engine.stats().scheduler.steps
     os.kill(built[0].pid, signal.SIGKILL)
     assert cut.ended.wait(PATIENCE_S)
+    assert restarts == [0, 0], "they did not wait for the next process"
     for choice in (0, 1):
         assert cut.last(choice).error_code == "engine_restarting" and "status -9" in cut.last(choice).error
     wait_until(engine.is_alive)
