@@ -52,16 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Iterator[LocalEngine]:
-    """The embedded pair in the thread mode, few buckets, and so few pages that a full load preempts; shared by
-    all tests, so leave it idle and on `adaserve`."""
+    """The embedded pair in the thread mode; shared by all tests, so leave it idle and on `adaserve`."""
     from adaserve_jax.config import EngineConfig
     from adaserve_jax.engine.local import LocalEngine
+    from tests.engines import DEMO
 
-    config = EngineConfig(
-        max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
-        token_edges=(16, 64), row_edges=(16,), elastic="off",
-    )  # fmt: skip
-    engine = LocalEngine(config)
+    engine = LocalEngine(EngineConfig(**DEMO))
     engine.start()
     yield engine
     assert engine.stats().compiles_after_ready == 0

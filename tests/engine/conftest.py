@@ -12,6 +12,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import llm, local
 from adaserve_jax.engine.local import LocalEngine
 from tests.engine.simulated import Machine, Spelling
+from tests.engines import EXACT
 
 
 @pytest.fixture
@@ -41,9 +42,6 @@ def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
 @pytest.fixture(scope="session")
 def deterministic() -> Iterator[LLM]:
     """The embedded pair in deterministic mode; leave it idle, on any policy."""
-    with LLM(
-        deterministic=True, max_requests=8, max_context=128, page_size=16, max_batch_tokens=32, max_depth=4,
-        max_width=3, eq8_eq9=True,
-    ) as llm:  # fmt: skip
+    with LLM(eq8_eq9=True, **EXACT) as llm:
         yield llm
         assert llm.stats().compiles_after_ready == 0

@@ -13,6 +13,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
+from tests.engines import PLAIN
 from tests.oracles.llama import oracle_logits
 
 PROMPTS = [
@@ -118,7 +119,7 @@ def chi_square_p(tokens: list[int], scaled: np.ndarray) -> float:
 
 def test_an_engine_without_a_draft_gives_the_same_text(demo_engine: LocalEngine) -> None:
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
-    with LLM(draft=None, max_requests=1, max_context=64, token_edges=(16,), page_size=16) as plain:
+    with LLM(**PLAIN) as plain:
         (output,) = plain.generate(PROMPTS[1], params)
         assert not plain.stats().scheduler.draft_resident
         with pytest.raises(ConfigError, match="spec:4"):

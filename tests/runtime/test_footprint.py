@@ -25,12 +25,10 @@ from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import CPU_KV_BYTES, Resolved, resolve
 from adaserve_jax.types import SamplingParams
+from tests.engines import DEMO, PLAIN
 from tests.runtime.test_resolve import DRAFT, TARGET
 
-SMALL = EngineConfig(
-    max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,
-    token_edges=(16, 64), row_edges=(16,),
-)  # fmt: skip
+SMALL = replace(EngineConfig(**DEMO), elastic=EngineConfig().elastic)
 
 
 def held(arrays: Any) -> int:
@@ -103,7 +101,7 @@ def test_the_reserve_holds_drawing_again() -> None:
 
 def test_what_is_planned_is_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read: programs are compiled for shapes, and are the same."""
-    config = replace(SMALL, draft=None, max_requests=4, max_tree_tokens=16, token_edges=(16,), row_edges=(4,))
+    config = EngineConfig(**PLAIN)
     executor = load_executor(config)
     try:
         executor.compile()

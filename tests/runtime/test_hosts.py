@@ -22,6 +22,7 @@ from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.runtime.follow import follow
 from adaserve_jax.runtime.packing import PackedStep
 from tests.conftest import ROOT
+from tests.engines import EXACT
 
 ADASERVE = Path(sys.executable).with_name("adaserve")
 LIMIT_S = 200
@@ -135,10 +136,7 @@ def test_each_process_has_its_command() -> None:
 
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_two_processes_give_the_text_of_one() -> None:
-    options = [
-        "--deterministic", "--max-requests", "4", "--max-context", "96", "--max-batch-tokens", "16", "--max-depth", "3",
-        "--max-width", "2", "--num-pages", "16",
-    ]  # fmt: skip
+    options = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in EXACT.items()]
     together = [*options, "--tp", "2", "--num-processes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
 
