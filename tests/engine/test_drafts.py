@@ -8,6 +8,7 @@ import pytest
 
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.errors import CheckpointError
+from tests.engines import TINY
 from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint
 
 TARGET_VOCAB = 320
@@ -20,8 +21,7 @@ def test_draft_vocabulary_padded_to_another_size(tmp_path: Path, draft_vocab: in
     target = write_checkpoint(tmp_path / "target", vocab_size=TARGET_VOCAB)
     draft = write_checkpoint(tmp_path / "draft", seed=1, vocab_size=draft_vocab, num_hidden_layers=1)
     prompts = [[5, TARGET_VOCAB - 1, 9], [7] * 20, [TARGET_VOCAB - 1]]
-    options = {"max_requests": 4, "max_context": 64, "token_edges": (16,), "row_edges": (4,), "max_tree_tokens": 16}
-    with LLM(target, draft, max_depth=2, max_width=2, page_size=16, **options) as llm:
+    with LLM(target, draft, **TINY | {"max_width": 2}) as llm:
         texts = {}
         for policy in ("ar", "spec:2", "adaserve"):
             llm.set_policy(policy)

@@ -11,12 +11,10 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.runtime.executor import load_executor
+from tests.engines import DEMO
 
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "class Node:\n    def"]
-SMALL = {
-    "max_requests": 4, "max_context": 128, "page_size": 16, "token_edges": (32,), "row_edges": (4,),
-    "max_tree_tokens": 32, "max_depth": 2, "max_width": 1,
-}  # fmt: skip
+SMALL = DEMO | {"token_edges": (64,)}
 
 
 def test_greedy_text_is_that_of_plain_decoding() -> None:

@@ -37,6 +37,7 @@ from adaserve_jax.models.decoder import Params
 from adaserve_jax.runtime.capture import TargetRows
 from adaserve_jax.stats import LearningStats
 from adaserve_jax.types import FinishReason, Request, SamplingParams
+from tests.engines import TINY
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
@@ -44,10 +45,6 @@ VOCAB = 320
 LEARN: dict[str, Any] = {
     "learn_rate": 0.01, "learn_every": 4, "learn_steps": 4, "learn_top_k": VOCAB, "learn_buffer": 512,
     "learn_held_out": 0.25, "learn_share": 1.0, "learn_tolerance": 0.05,
-}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "max_requests": 8, "max_context": 64, "page_size": 8, "num_pages": 64, "max_depth": 2, "max_width": 1,
-    "max_tree_tokens": 24, "row_edges": (8,), "token_edges": (32,), "elastic": "off", "policy": "spec:2",
 }  # fmt: skip
 
 
@@ -80,7 +77,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lengths, "longest_within", lambda limit_s, measured: 64 if measured(64) else 0)
         llm = LLM(
-            target=str(target), draft=str(draft), drafts=(f"other={other}",), learning=LearnConfig(**LEARN), **SMALL
+            target=str(target),
+            draft=str(draft),
+            drafts=(f"other={other}",),
+            learning=LearnConfig(**LEARN),
+            policy="spec:2",
+            **TINY,
         )
     with llm:
         executor = llm._engine.executor

@@ -17,15 +17,13 @@ from adaserve_jax.runtime.capture import row_edges
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.planned import plan_memory
 from adaserve_jax.types import DraftTrees, LogitEdits, RowSampling, StepPlan
+from tests.engines import TINY
 from tests.hlo import instructions
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
 
 TAU, TOP = 1.5, 24
-SMALL: dict[str, Any] = {
-    "max_requests": 4, "max_context": 64, "page_size": 8, "num_pages": 16, "max_depth": 2, "max_width": 1,
-    "max_tree_tokens": 16, "row_edges": (4,), "token_edges": (16, 32), "elastic": "off",
-}  # fmt: skip
+SMALL = TINY | {"token_edges": (16, 32)}
 LEARNING = LearnConfig(learn_temperature=TAU, learn_top_k=TOP)
 PROMPTS = [[5, 9, 300, 17, 40], [7, 7, 250], [310, 12, 13, 14, 15, 16]]
 TREES = [([3, 11, 12, 13], [-1, 0, 1, 0]), ([19, 20], [-1, 0])]  # tokens and parents, root first
