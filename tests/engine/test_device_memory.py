@@ -6,6 +6,7 @@ import re
 
 import jax
 import numpy as np
+import pytest
 
 from adaserve_jax import SLO, SamplingParams
 from adaserve_jax.engine.client import GenerateRequest
@@ -17,8 +18,6 @@ from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.timing import measure
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from tests.hlo import copies_of
-
-STEPS = 500
 
 
 def models_of(executor: ModelExecutor) -> list[DeviceModel]:
@@ -41,15 +40,18 @@ def test_no_program_of_the_engine_copies_a_pool(demo_engine: LocalEngine) -> Non
             assert re.search(r"input_output_alias=\{ \{0\}: \(0,.*\{1\}: \(1,", text)
 
 
-def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(demo_engine: LocalEngine) -> None:
+@pytest.mark.parametrize("num_steps", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_pools_stay_in_place_and_nothing_compiles_over_a_random_workload(
+    demo_engine: LocalEngine, num_steps: int
+) -> None:
     executor = demo_engine.executor
     scheduler = build_scheduler(executor.resolved.config, executor.limits, measure(executor).samples())
     core = EngineCore(executor, scheduler, Tokenizer.from_folder(executor.target_folder), eos_ids=(), baseline_s=0.001)
     rng = np.random.default_rng(7)
     places = [pointers(model) for model in models_of(executor)]
     sent = steps = 0
-    while steps < STEPS:
-        most_open = (2, 24)[steps // 100 % 2]
+    while steps < num_steps:
+        most_open = (2, 24)[steps // 50 % 2]
         if core.num_open < most_open and rng.random() < 0.7:
             core.add(random_request(rng, f"r{sent}"), core.clock())
             sent += 1
