@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from adaserve_jax.star.messages import FromService, FromTarget, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.messages import FromService, FromTarget, Open, Refused, Resync, Tree, Welcome
 from adaserve_jax.star.session import Sampling
 from tests.star.toys import close, columns_of, draft, hello, opened, toy_columns
 
@@ -46,12 +46,16 @@ class ModelSession:
         """Next time it speaks it sends the whole text, in a new epoch."""
         self.epoch, self.is_open, self.told = self.epoch + 1, False, 0
 
+    def open(self) -> Open:
+        """Say the whole text in a new epoch."""
+        self.is_open, self.told = True, len(self.text)
+        return opened(self.number, self.epoch, self.text, self.sampling)
+
     def speak(self, tokens: Sequence[int], overlap: int, **shape) -> list[FromTarget]:
         """The text grows by `tokens`; of what was said before, `overlap` tokens are said again."""
         frame: list[FromTarget] = []
         if not self.is_open:
-            frame.append(opened(self.number, self.epoch, self.text, self.sampling))
-            self.is_open, self.told = True, len(self.text)
+            frame.append(self.open())
         self.text = [*self.text, *tokens]
         base = max(self.told - overlap, 0)
         asked = draft(self.number, self.epoch, self.round, base, self.text[base:], **shape)

@@ -8,6 +8,7 @@ without faults, every Draft is answered within a few exchanges, and all room com
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.dispatch import Batch
 from adaserve_jax.star.session import Sampling
+from adaserve_jax.types import CandidateTrees
 from tests.star.model_target import ModelSession, ModelTarget
 from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened
 
@@ -29,6 +31,9 @@ SAMPLINGS = (Sampling(1, 0, 0.0, 0, 1.0, 0.0), Sampling(2**64 - 1, 3, 0.8, 20, 0
 pick = st.integers(0, 1000)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
 texts = st.lists(st.integers(0, 3), max_size=20)  # few kinds of tokens: beginnings are often the same
+
+
+faults = st.sampled_from(["", "", "", "", "drop", "double", "swap"])
 
 
 def nonsense(session: int, epoch: int, at: int):
@@ -67,16 +72,26 @@ class DraftServiceMachine(RuleBasedStateMachine):
         self.batching, self.pages = batching, max(pages, -(-self.bounds.max_context // 4))
         self.now = 0.0
         self.targets = [ModelTarget("a"), ModelTarget("b")]
-        self.trees = 0
         self.start_service()
-        for target in self.targets:
+        for who, target in enumerate(self.targets):
             target.connect()
+            self.deliver_up(who, "")
 
     def start_service(self) -> None:
+        self.count()
         self.room = ToyRoom(self.pages)
         self.device = ToyDevice(self.room, self.bounds)
         self.core = DraftCore(self.bounds, self.room, batching=self.batching)
-        self.flying: tuple[Batch, object] | None = None
+        self.flying: list[tuple[Batch, CandidateTrees | None]] = []
+
+    counters: Counter[str] | None = None
+
+    def count(self) -> None:
+        """What the service that ends has done."""
+        if self.counters is not None and hasattr(self, "core"):
+            counted = vars(self.core.stats)
+            self.counters.update({name: value for name, value in counted.items() if isinstance(value, int)})
+            self.counters.update({f"refused: {code}": count for code, count in self.core.stats.refused.items()})
 
     # ---- targets ----
 
@@ -102,13 +117,16 @@ class DraftServiceMachine(RuleBasedStateMachine):
         if session is not None and len(session.text) + len(said) <= LONGEST:
             self.targets[who % 2].up.append(session.speak(said, overlap, **shape))
 
-    @rule(who=pick, which=pick, kept=pick, text=texts)
-    def rewrite(self, who: int, which: int, kept: int, text: list[int]) -> None:
-        """The text is another from somewhere on: a new epoch."""
+    @rule(who=pick, which=pick, kept=pick, text=texts, is_told=st.booleans())
+    def rewrite(self, who: int, which: int, kept: int, text: list[int], is_told: bool) -> None:
+        """The text is another from somewhere on, and drawn otherwise: a new epoch, told now or with the next Draft."""
         session = self.session(who, which)
         if session is not None:
             session.text = [*session.text[: kept % (len(session.text) + 1)], *text][:LONGEST]
+            session.sampling = SAMPLINGS[which % 2]
             session.renew()
+            if is_told:
+                self.targets[who % 2].up.append([session.open()])
 
     @rule(who=pick, which=pick)
     def end_session(self, who: int, which: int) -> None:
@@ -129,9 +147,34 @@ class DraftServiceMachine(RuleBasedStateMachine):
         answers = self.core.receive(self.targets[who % 2].id, [replace(draft(1, 0, 0, 0, [1]), session=what)], self.now)
         assert all(refused.message == "say Hello first" for refused in answers)
 
+    @rule(
+        who=pick,
+        which=pick,
+        said=tokens,
+        depth=st.integers(1, 4),
+        width=st.integers(1, 3),
+        up=faults,
+        down=faults,
+        is_new=st.booleans(),
+        lands=st.booleans(),
+    )
+    def whole_round(
+        self, who: int, which: int, said: list[int], up: str, down: str, is_new: bool, lands: bool, **shape
+    ):
+        """What usually happens, with one fault on each way at most: a Draft, a batch, its answers."""
+        if is_new or not self.targets[who % 2].live:
+            self.begin_session(who, [1, 2, 3, *said], SAMPLINGS[which % 2])
+        self.speak(who, which, said, which % 4, due_s=math.inf, give_up_s=0.1, calibrated=True, **shape)
+        self.deliver_up(who, up)
+        if len(self.flying) < 2:
+            self.take_off()
+        if lands and self.flying:
+            self.land(fails=False)
+        self.deliver_down(who, down)
+
     # ---- the way ----
 
-    @rule(who=pick, fault=st.sampled_from(["", "", "", "drop", "double", "swap"]))
+    @rule(who=pick, fault=faults)
     def deliver_up(self, who: int, fault: str) -> None:
         target = self.targets[who % 2]
         for frame in taken(target.up, fault):
@@ -139,7 +182,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
             if answers:
                 target.down.append(answers)
 
-    @rule(who=pick, fault=st.sampled_from(["", "", "", "drop", "double", "swap"]))
+    @rule(who=pick, fault=faults)
     def deliver_down(self, who: int, fault: str) -> None:
         target = self.targets[who % 2]
         for frame in taken(target.down, fault):
@@ -159,18 +202,17 @@ class DraftServiceMachine(RuleBasedStateMachine):
 
     # ---- the service ----
 
-    @precondition(lambda self: self.flying is None)
+    @precondition(lambda self: len(self.flying) < 2)
     @rule()
     def take_off(self) -> None:
         batch = self.core.next_batch(self.now)
         if batch is not None:
-            self.flying = batch, self.device.run(batch)
+            self.flying.append((batch, self.device.run(batch)))
 
-    @precondition(lambda self: self.flying is not None)
+    @precondition(lambda self: self.flying)
     @rule(fails=st.sampled_from([False, False, False, True]))
     def land(self, fails: bool) -> None:
-        assert self.flying is not None
-        (batch, trees), self.flying = self.flying, None
+        batch, trees = self.flying.pop(0)
         if fails:
             for row in batch.rows:
                 self.device.kv[row.key][row.start :] = [-1] * len(row.tokens)
@@ -188,7 +230,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
     @invariant()
     def kv_is_what_the_service_takes_it_to_be(self) -> None:
         sessions = {s.key: s for t in self.core._registry._targets.values() for s in t.sessions.values()}
-        flying = {row.key: row for row in self.flying[0].rows} if self.flying else {}
+        flying = {row.key: row for batch, _ in self.flying for row in batch.rows}
         assert set(self.room.held) <= set(sessions) | set(flying)
         for key, session in sessions.items():
             kv = self.device.kv.get(key, [])
@@ -200,11 +242,15 @@ class DraftServiceMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
-            if self.flying is not None:
-                self.land(fails=False)
-            for target in self.targets:
-                self.settle(target)
-            self.leave()
+            self.finish()
+            self.count()
+
+    def finish(self) -> None:
+        while self.flying:
+            self.land(fails=False)
+        for target in self.targets:
+            self.settle(target)
+        self.leave()
 
     def settle(self, target: ModelTarget) -> None:
         """Without faults every live session gets a tree soon."""
@@ -228,7 +274,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
                 self.deliver_up(self.targets.index(target), "")
         for _ in range(200):
             self.take_off()
-            if self.flying is None:
+            if not self.flying:
                 break
             self.land(fails=False)
         assert self.core.num_waiting == 0
@@ -275,6 +321,56 @@ class TestDraftServiceLong(DraftServiceMachine.TestCase):
     settings = settings(
         max_examples=2000, stateful_step_count=150, deadline=None, suppress_health_check=list(HealthCheck)
     )
+
+
+def random_walk(steps: int, seed: int) -> Counter[str]:
+    """Rules drawn evenly, which reaches further than what hypothesis finds worth trying; counters of all services."""
+    random, machine, reached = np.random.default_rng(seed), DraftServiceMachine(), Counter[str]()
+    machine.counters = reached
+    number = lambda most=1000: int(random.integers(most + 1))  # noqa: E731
+    said = lambda most: random.integers(4, size=number(most)).tolist()  # noqa: E731
+    one_of = lambda *values: values[number(len(values) - 1)]  # noqa: E731
+    fault = lambda: one_of("", "", "", "", "", "drop", "double", "swap")  # noqa: E731
+    shape = lambda: {"depth": number(4), "width": 1 + number(2), "calibrated": one_of(True, False)}  # noqa: E731
+    due = lambda: {"due_s": one_of(-1.0, 0.02, math.inf), "give_up_s": one_of(0.0, 0.03, 0.1, math.inf)}  # noqa: E731
+    fly_home = lambda: machine.land(number(9) == 0) if machine.flying else None  # noqa: E731
+    often = [
+        lambda: machine.begin_session(number(), said(20), SAMPLINGS[number(1)]),
+        *[lambda: machine.speak(number(), number(), said(6), number(3), **shape(), **due())] * 4,
+        *[lambda: machine.deliver_up(number(), fault())] * 6,
+        *[lambda: machine.deliver_down(number(), fault())] * 4,
+        *[lambda: machine.take_off() if len(machine.flying) < number(2) else fly_home()] * 6,
+        lambda: machine.pass_time(one_of(0.01, 0.05)),
+    ]
+    seldom = [
+        *[lambda: machine.rewrite(number(), number(), number(), said(20), one_of(True, False))] * 3,
+        lambda: machine.end_session(number(), number()),
+        lambda: machine.say_nonsense(number(), number(), number()),
+        lambda: machine.lose_stream(number()),
+        machine.kill_service,
+        lambda: machine.pass_time(70.0),
+    ]
+    machine.begin(batching=True, timed=True, pages=14)
+    for step in range(steps):
+        one_of(*(seldom if step % 15 == 0 else often))()
+        machine.kv_is_what_the_service_takes_it_to_be()
+        if step % 500 == 499:
+            machine.teardown()
+            machine.begin(batching=bool(number(3)), timed=bool(number(1)), pages=12 + number(12))
+    machine.teardown()
+    return reached
+
+
+def test_a_random_walk_meets_every_case():
+    reached = random_walk(8000, seed=1)
+    assert reached.pop("refused: invalid") > 0
+    assert {name for name, count in reached.items() if count == 0} == set(), reached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_random_walks(seed: int):
+    random_walk(20_000, seed)
 
 
 def test_a_target_that_says_hello_for_another_is_refused():
