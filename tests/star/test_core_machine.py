@@ -22,11 +22,11 @@ from adaserve_jax.star.dispatch import Batch
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.types import CandidateTrees
 from tests.star.model_target import ModelSession, ModelTarget
-from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened
+from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened
 
 TIMES = {"level_s": {(1, 3): 0.01, (4, 3): 0.02}, "catchup_s": {4: 0.01, 16: 0.03}}
 LONGEST = 40
-SAMPLINGS = (Sampling(1, 0, 0.0, 0, 1.0, 0.0), Sampling(2**64 - 1, 3, 0.8, 20, 0.9, 0.05))
+SAMPLINGS = (PLAIN, SAMPLED)
 
 pick = st.integers(0, 1000)
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=6)
