@@ -167,7 +167,10 @@ class Registry:
                 return self._refusal(code, f"{what}: the draft service has {held}, the target {said!r:.80}")
         if self._admission is None:
             return None
-        why = self._admission.admit(target_id, plain_s=float(hello.plain_s), verify_s=float(hello.verify_s))
+        requests = sum(len(target.sessions) for target in self._targets.values() if target.here)
+        why = self._admission.admit(
+            target_id, plain_s=float(hello.plain_s), verify_s=float(hello.verify_s), requests=requests
+        )
         return self._refusal("full", why, retry_after_s=FULL_RETRY_S) if why else None
 
     def _forget_if_empty(self, target: Target) -> None:
@@ -288,7 +291,7 @@ class Registry:
         return Refused(code, why, session if is_id(session) else 0, epoch if is_id(epoch) else 0, retry_after_s)
 
     def _end_number(self, target: Target, number: object) -> None:
-        session = target.sessions.get(number) if isinstance(number, int) else None
+        session = target.sessions.get(number) if is_id(number) else None  # type: ignore[arg-type]
         if session is not None:
             self._end(session)
 
