@@ -242,10 +242,10 @@ class Registry:
         self.note(session)
         if heard is not Heard.TAKEN:
             return self._not_taken(session, heard, draft)
-        emitted = session.length - before
-        if self._admission is not None and answered is not None and emitted > 0:
-            if draft.round == answered[0].round + 1:
-                self._admission.verified(target.id, min(emitted, answered[0].depth + 1), now - session.answered_s)
+        if self._admission is not None and answered is not None and draft.round == answered[0].round + 1:
+            emitted = min(session.length - before, answered[0].depth + 1)
+            if emitted > 0:
+                self._admission.verified(target.id, emitted, now - session.answered_s)
         return self._ask(target, session, draft, now) if draft.depth else None
 
     def _ask(self, target: Target, session: Session, draft: Draft, now: float) -> FromService | None:
