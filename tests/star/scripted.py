@@ -282,11 +282,12 @@ def plan_of(
         np.array([row.known for row in rows], i32), np.array([row.speculates for row in decoding], bool),
         calibrated, chances, due_s=np.array([row.due_s for row in decoding]) if due else None,
     )  # fmt: skip
-    zeros = np.zeros(num, i32)
+    zeros, at = np.zeros(num, i32), len(decoding)
+    slots = np.array([row.slot for row in rows], i32)
+    pages, none = np.zeros((num, 1), i32), np.zeros(0, i32)
     return StepPlan(
-        step, np.array([row.slot for row in rows], i32), len(decoding), zeros[: len(decoding)], zeros,
-        np.zeros((num, 1), i32), sampling, np.zeros(0, i32), zeros[len(decoding) :], zeros[len(decoding) :] > 0, draft, 64,
-    )  # fmt: skip
+        step, slots, at, zeros[:at], zeros, pages, sampling, none, zeros[at:], zeros[at:] > 0, draft, budget=64
+    )
 
 
 def sampling_of(row: Row) -> tuple[float, ...]:
