@@ -304,10 +304,13 @@ class Scene:
     drafter: RemoteDrafter
 
     @classmethod
-    def of(cls, services: int = 1, *, max_rows: int = 16, deadline_ms: float = 100.0, connected: bool = True) -> Scene:
+    def of(
+        cls, services: int = 1, *, max_rows: int = 16, deadline_ms: float = 100.0, connected: bool = True,
+        version: str = "",
+    ) -> Scene:  # fmt: skip
         world = World()
         made = [Service(world, f"draft{number}.example:7070") for number in range(services)]
-        config = DrafterConfig(tuple(f"grpc://{service.address}" for service in made), deadline_ms)
+        config = DrafterConfig(tuple(f"grpc://{service.address}" for service in made), deadline_ms, version)
         drafter = RemoteDrafter(
             made, config, hello=HELLO, table=table(), max_rows=max_rows, vocabulary=VOCABULARY, clock=world.clock,
             changed=Changed(world), draw=lambda: 0.0,  # type: ignore[arg-type]
