@@ -208,7 +208,7 @@ class RemoteDrafter:
         if moves:
             self._stats.moved += 1
             self._close_session(session, frames)
-        session.place, session.stream = number, -1
+        session.place = number
         self._sessions[session.number] = session
         usable[number].sessions += 1
         return usable[number]
