@@ -81,8 +81,9 @@ def serve(port: Connection, rows: int, nodes: int) -> None:
     server.start()
     port.send(server.port)
     port.recv()
+    ended = server.stop(1.0)
     worker.stop(5.0)
-    server.stop(1.0)
+    ended.wait()
 
 
 def measure(port: int, rows: int, depth: int, rounds: int) -> np.ndarray:

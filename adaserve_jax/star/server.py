@@ -79,9 +79,9 @@ class DraftServer:
     def start(self) -> None:
         self._server.start()
 
-    def stop(self, grace_s: float) -> None:
-        """Take no more streams; those that stand have so long to end. Returns when all have."""
-        self._server.stop(grace_s).wait()
+    def stop(self, grace_s: float) -> threading.Event:
+        """Take no more streams; those that stand have so long to end. Returns at once what is set when all have."""
+        return self._server.stop(grace_s)
 
     # ---- one stream ----
 

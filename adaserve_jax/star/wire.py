@@ -327,15 +327,13 @@ def _read_tree(m: pb.Tree, caps: Caps) -> Tree:
     index, token, parent, cell = arrays
     chances = np.frombuffer(log_q, "<f4")
     if nodes:
-        _check_nodes(check, *arrays.tolist(), chances.tolist(), caps, most)
+        _check_nodes(check, arrays.tolist(), chances.tolist(), caps, most)
     times = check.seconds("queue_s", m.queue_s), check.seconds("service_s", m.service_s)
     return Tree(session, epoch, m.round, m.length, width, index, token, parent, cell, chances, *times)
 
 
-def _check_nodes(
-    check: _Check, index: list[int], token: list[int], parent: list[int], cell: list[int], log_q: list[float],
-    caps: Caps, most: int,
-) -> None:  # fmt: skip
+def _check_nodes(check: _Check, columns: list[list[int]], log_q: list[float], caps: Caps, most: int) -> None:
+    index, token, parent, cell = columns
     if index[0] < 0 or index[-1] >= most or index != sorted(set(index)):
         raise check.fail("index", f"rising, from 0 to {most - 1}", "others")
     if min(parent) < -1 or not all(map(operator.lt, parent, index)):
