@@ -15,8 +15,13 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
+from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree
-from tests.star.scripted import VOCABULARY, Frame, Row, Scene, Service
+from adaserve_jax.star.session import Sampling
+from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.types import DraftPlan
+from tests.star import toys
+from tests.star.scripted import HELLO, VOCABULARY, Frame, Row, Scene, ScriptedStream, Service
 
 SLOTS = 4
 NO_FAULT = "none"
@@ -103,14 +108,15 @@ class Weather:
 class Requests:
     """The engine's side: plans as a scheduler makes them. errors: what the drafter logged of itself."""
 
-    def __init__(self, services: int, seed: int) -> None:
-        self.scene = Scene.of(services, max_rows=SLOTS, deadline_ms=50.0)
+    def __init__(self, services: int, seed: int, vocabulary: int = VOCABULARY, **how: Any) -> None:
+        self.scene = Scene.of(services, max_rows=SLOTS, deadline_ms=50.0, **how)
         self.weather = [Weather(service, seed + at) for at, service in enumerate(self.scene.services)]
         self._drawn = np.random.default_rng(seed)
+        self._vocabulary = vocabulary
         self._requests: dict[int, Request] = {}
 
     def _tokens(self, count: int) -> list[int]:
-        return self._drawn.integers(0, VOCABULARY, count).tolist()
+        return self._drawn.integers(0, self._vocabulary, count).tolist()
 
     def _slot(self, at: int) -> int:
         return sorted(self._requests)[at % len(self._requests)]
@@ -191,6 +197,57 @@ class Requests:
         assert got and all(got)
 
 
+@dataclass
+class CoreService(Service):
+    """The draft service itself, without its connections, with a toy for its device and little room for KV."""
+
+    def __post_init__(self) -> None:
+        names = {"vocabulary_hash": HELLO.vocabulary_hash, "cells_hash": HELLO.cells_hash}
+        bounds = toys.limits(draft_version="draft-1", max_context=4096, **names)
+        room = toys.ToyRoom(pages=400)
+        self._core, self._device = DraftCore(bounds, room), toys.ToyDevice(room, bounds)
+        self._works = False
+
+    def restart(self) -> None:
+        self.__post_init__()
+        super().restart()
+
+    def hear(self, stream: ScriptedStream, frame: Sequence[FromTarget]) -> None:
+        core = self._core
+        if stream is not self.streams[-1]:
+            core.gone(HELLO.target_id, self.world.now)
+        self._answer_with(stream, core.receive(HELLO.target_id, self.listen(frame), self.world.now))
+        self._work()
+
+    def _answer_with(self, stream: ScriptedStream, answers: Sequence[Any]) -> None:
+        said = [self.answer(each, each) if isinstance(each, Tree) else each for each in answers]  # type: ignore[arg-type]
+        frame = [each for each in said if each is not None]
+        for delay_s, spoiled in self.spoil(frame) if frame else []:
+            self.world.later(self.way_s + delay_s, lambda frame=spoiled: stream.deliver(frame))
+
+    def _work(self) -> None:
+        core = self._core
+        batch = None if self._works else core.next_batch(self.world.now)
+        if batch is None:
+            return
+        self._works = True
+        found = self._device.run(batch)
+
+        def done() -> None:
+            if core is not self._core:
+                return  # killed meanwhile
+            self._works = False
+            for _, answers in core.done(batch, found, self.world.now):
+                self._answer_with(self.streams[-1], answers)
+            self._work()
+
+        self.world.later(self.work_s, done)
+
+
+def foretold(text: np.ndarray, sampling: tuple[Any, ...], draft: DraftPlan) -> toys.Columns:
+    return toys.toy_columns(text, Sampling(*sampling), draft.depth, draft.width, draft.calibrated)
+
+
 @dataclass(frozen=True)
 class Turn:
     """What happens, and after a while a step."""
@@ -232,10 +289,20 @@ def turns(drawn: np.random.Generator, count: int) -> Iterator[Turn]:
         )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(0, 2**32))
 def test_whatever_happens_every_tree_is_of_its_rows_text(services: int, seed: int) -> None:
-    requests = Requests(services, seed)
+    live(Requests(services, seed), seed)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 3), st.integers(0, 2**32))
+def test_nor_with_the_draft_services_own_sessions_order_and_batches(services: int, seed: int) -> None:
+    chances = ChanceTable(np.full((2, 1, 1, 11), 0.5, np.float32), np.zeros((2, 10), np.float32))
+    live(Requests(services, seed, toys.VOCABULARY, make=CoreService, chances=chances, oracle=foretold), seed)
+
+
+def live(requests: Requests, seed: int) -> None:
     errors: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
