@@ -18,10 +18,10 @@ import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.answers import Answers, Asked
 from adaserve_jax.star.link import AboutSession, Link
-from adaserve_jax.star.messages import Close, Draft, FromTarget, Hello, Open, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.messages import Hello, Refused, Resync, Tree, Welcome
 from adaserve_jax.star.mirror import Mirror, Session
-from adaserve_jax.star.placement import Place, choose
 from adaserve_jax.star.rounds import Round
+from adaserve_jax.star.telling import Frames, Telling
 from adaserve_jax.star.transport import Transport
 from adaserve_jax.stats import DrafterStats
 from adaserve_jax.tree.chances import ChanceTable
@@ -33,9 +33,6 @@ PATIENCE = 2.0
 """How many times the usual round a step waits, though a row's next token is due before."""
 USUAL_RATE = 0.2
 """Weight of the latest round in what is usual."""
-
-Frames = dict[int, list[FromTarget]]
-"""What to send, by number of the link."""
 
 
 class RemoteDrafter:
@@ -59,7 +56,6 @@ class RemoteDrafter:
         self._changed = changed or threading.Condition()
         self._answers = Answers(table, vocabulary)
         self._mirror = Mirror(max_rows)
-        self._sessions: dict[int, Session] = {}
         self._round = Round()
         self._usual_s = 0.0
         self._stats = DrafterStats()
@@ -67,6 +63,7 @@ class RemoteDrafter:
             Link(number, transport, self._hello, self._changed, clock, draw, self._deliver, self._link_changed)
             for number, transport in enumerate(transports)
         ]
+        self._telling = Telling(self._links, hello.target_id)
 
     def connect(self, timeout_s: float) -> Welcome | None:
         """Wait until a service has admitted this target, at most so long, and return its Welcome: that of the first of
@@ -104,7 +101,7 @@ class RemoteDrafter:
             for slot in slots.tolist():
                 session = self._mirror.drop(slot)
                 if session is not None:
-                    self._close_session(session, frames)
+                    self._telling.close(session, frames)
         self._send(frames)
 
     def stats(self) -> DrafterStats:
@@ -113,6 +110,7 @@ class RemoteDrafter:
             links = self._links
             return replace(
                 self._stats,
+                moved=self._telling.moved,
                 lost=sum(link.lost for link in links),
                 refused=self._stats.refused + sum(link.refused for link in links),
                 breaker_opens=sum(link.breaker.opens for link in links),
@@ -123,8 +121,7 @@ class RemoteDrafter:
         """Close all sessions and streams."""
         frames: Frames = {}
         with self._changed:
-            for session in self._sessions.copy().values():
-                self._close_session(session, frames)
+            self._telling.close_all(frames)
         self._send(frames)
         for link in self._links:
             link.close()
@@ -148,7 +145,7 @@ class RemoteDrafter:
         give_up = started + self.longest_s(draft)
         with self._changed:
             this = self._round = Round()
-            frames = self._ask(rows, gone, draft, this, started, give_up)
+            frames = self._telling.tell(rows, gone, draft, this, started, give_up)
         self._send(frames)
         if not this.places:
             return CandidateTrees.empty(plan.num_decode)
@@ -159,90 +156,6 @@ class RemoteDrafter:
         with self._changed:
             self._learn(this, invalid, started)
         return found if this.answers else CandidateTrees.empty(plan.num_decode)
-
-    def _ask(
-        self, rows: list[Session | None], gone: list[Session], draft: DraftPlan, this: Round, now: float, give_up: float
-    ) -> Frames:
-        """What to send for the rows of a plan, and of sessions that are no more; what is asked for stands in `this`."""
-        frames: Frames = {}
-        for session in gone:
-            self._close_session(session, frames)
-        usable = {link.number: link for link in self._links if link.ready and link.breaker.allows(now)}
-        searched = draft.speculates.tolist() if draft.depth else []
-        for row, session in enumerate(rows):
-            link = None if session is None else self._home(session, usable, frames, now)
-            if session is None or link is None:
-                continue
-            assert link.welcome is not None
-            width = min(draft.width, link.welcome.max_width)
-            searches = row < len(searched) and searched[row] and width
-            depth = min(draft.depth, link.welcome.max_depth) if searches else 0
-            if session.length + depth > link.welcome.max_context:
-                continue
-            messages = frames.setdefault(link.number, [])
-            self._open(session, link, messages)
-            if depth or session.told < session.length:
-                messages.append(self._draft(session, draft, row, depth, width, give_up - now))
-            if depth:
-                name = (session.number, session.epoch, session.round)
-                this.ask(Asked(row, link.number, *name, session.length, depth, width))
-        return frames
-
-    def _home(self, session: Session, usable: dict[int, Link], frames: Frames, now: float) -> Link | None:
-        """The link of a session's service, which is another one if its own cannot be asked; None: nobody can be."""
-        if now < session.refused_until:
-            return None
-        if session.place in usable:
-            return usable[session.place]
-        moves = session.place is not None
-        number = choose(
-            f"{self._hello.target_id} {session.number}",
-            (
-                Place(link.number, link.address, link.load.queue_s, link.load.busy, link.sessions)
-                for link in usable.values()
-                if link.welcome is not None and link.sessions < link.welcome.max_sessions
-                if not moves or link.breaker.state == "closed"
-            ),
-        )
-        if number is None:
-            return None
-        if moves:
-            self._stats.moved += 1
-            self._close_session(session, frames)
-        session.place = number
-        self._sessions[session.number] = session
-        usable[number].sessions += 1
-        return usable[number]
-
-    def _open(self, session: Session, link: Link, messages: list[FromTarget]) -> None:
-        """Open a session anew unless the present stream has it open."""
-        if session.stream == link.generation:
-            return
-        session.epoch += 1
-        session.stream = link.generation
-        session.told = session.length
-        messages.append(Open(session.number, session.epoch, session.tokens(), *session.sampling))
-
-    def _draft(self, session: Session, draft: DraftPlan, row: int, depth: int, width: int, give_up_s: float) -> Draft:
-        """The session's next Draft, with what its service does not have of the text."""
-        session.round += 1
-        base, session.told = session.told, session.length
-        due_s = np.inf if draft.due_s is None or row >= len(draft.due_s) else float(draft.due_s[row])
-        return Draft(
-            session.number, session.epoch, session.round, base, session.tokens(base), depth, width, draft.calibrated,
-            due_s, max(give_up_s, 0.0),
-        )  # fmt: skip
-
-    def _close_session(self, session: Session, frames: Frames) -> None:
-        """Tell its service, if it can be told, that nobody needs the session any more."""
-        if session.place is None:
-            return
-        link = self._links[session.place]
-        link.sessions -= 1
-        if link.ready and session.epoch:
-            frames.setdefault(link.number, []).append(Close(session.number))
-        session.place, session.stream = None, -1
-        self._sessions.pop(session.number, None)
 
     def _wait(self, draft: DraftPlan, this: Round, give_up: float) -> None:
         """Until no tree is waited for any more, or until `give_up`."""
@@ -258,18 +171,9 @@ class RemoteDrafter:
                 if now >= give_up or not this.again:
                     return
                 for asked in this.again:
-                    self._ask_again(asked, draft, this, frames, give_up - now)
+                    self._telling.ask_again(asked, draft, this, frames, give_up - now)
                 this.again = []
             self._send(frames)
-
-    def _ask_again(self, asked: Asked, draft: DraftPlan, this: Round, frames: Frames, give_up_s: float) -> None:
-        session, link = self._sessions.get(asked.session), self._links[asked.place]
-        if session is None or not link.ready:
-            return
-        messages = frames.setdefault(link.number, [])
-        self._open(session, link, messages)
-        messages.append(self._draft(session, draft, asked.row, asked.depth, asked.width, give_up_s))
-        this.ask(replace(asked, epoch=session.epoch, round=session.round))
 
     def _learn(self, this: Round, invalid: list[Asked], started: float) -> None:
         """Count a round, tell the breakers, and note how long rounds take."""
@@ -297,7 +201,8 @@ class RemoteDrafter:
 
     def _send(self, frames: Frames) -> None:
         for number, frame in frames.items():
-            self._links[number].send(frame)
+            if frame:
+                self._links[number].send(frame)
 
     def _deliver(self, link: Link, message: AboutSession | None) -> None:
         """Called by links, with the lock, in threads of their transports."""
@@ -308,9 +213,8 @@ class RemoteDrafter:
             if not this.take(link.number, message, self._clock()):
                 stats.stale += 1
         else:
-            session = self._sessions.get(message.session)
-            present = session is not None and (session.place, session.stream) == (link.number, link.generation)
-            if session is None or not present or message.epoch != session.epoch:
+            session = self._telling.present(link, message.session, message.epoch)
+            if session is None:
                 stats.stale += 1
             elif isinstance(message, Resync):
                 stats.resyncs += 1

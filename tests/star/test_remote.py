@@ -97,6 +97,15 @@ def test_overlapping_tokens_that_agree_are_not_told_twice_and_others_open_the_se
     assert opens(scene)[-1].epoch == 3
 
 
+def test_what_is_known_already_is_not_told_at_all() -> None:
+    scene = Scene.of()
+    scene.propose([Row(0, text(9))])
+    told = len(scene.service.heard)
+    assert scene.propose([Row(0, text(9), 5, speculates=False)], depth=0) == [False]
+    scene.world.sleep(0.01)
+    assert len(scene.service.heard) == told
+
+
 def test_a_text_with_a_gap_is_not_known_and_gets_nothing_until_it_begins_again() -> None:
     scene = Scene.of()
     assert scene.propose([Row(0, text(9), 3)]) == [False]
