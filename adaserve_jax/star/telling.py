@@ -1,4 +1,4 @@
-"""What draft services are told of a target's rows: where each session is, what opens, continues, closes it, and asks of it.
+"""What draft services are told of a target's rows: where each session is, what opens, continues and closes it.
 
 Only puts frames together; `star.remote` sends them, and waits. Its lock holds for all of this.
 """
