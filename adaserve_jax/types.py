@@ -210,7 +210,9 @@ class DraftPlan:
     catch-up with the pending root token. speculates: bool[num_decode]. depth and width bound the beam search
     (depth 0: only catch up). calibrated: whether f is the product of calibrated chances, or of the draft's own
     probabilities. chances: f32[2, D, ranks, bins], from now on in the place of those that the draft was loaded with;
-    None: as before. drafts: i32[R], which of several drafts is each row's; None: the first, for all.
+    None: as before. drafts: i32[R], which of several drafts is each row's; None: the first, for all. due_s:
+    f64[num_decode], seconds from planning until the row's next token is due, 0 where it is late, inf without a target;
+    only where the drafter is remote.
     """
 
     depth: int
@@ -222,6 +224,7 @@ class DraftPlan:
     calibrated: bool = True
     chances: np.ndarray | None = None
     drafts: np.ndarray | None = None
+    due_s: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
