@@ -223,11 +223,21 @@ class Worker:
         elif item[1] is None:
             self._gone(item[0])
         else:
-            self._heard(item[0], item[1])
+            self._try(*item)
             item[0].taken()
         return True
 
     # ---- what comes ----
+
+    def _try(self, stream: Connection, frame: Frame) -> None:
+        """Nothing that a target says ends the service."""
+        try:
+            self._heard(stream, frame)
+        except Exception as error:
+            _log.error("a frame of %d messages failed: %s; its stream ends", len(frame), type(error).__name__)
+            self._stats.nonsense["target"] += 1
+            self._gone(stream)
+            stream.end()
 
     def _heard(self, stream: Connection, frame: Frame) -> None:
         now = self._clock()
