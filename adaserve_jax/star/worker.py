@@ -220,11 +220,13 @@ class Worker:
             return False
         if item is None:
             self._stopping = True
-        elif item[1] is None:
-            self._gone(item[0])
+            return True
+        stream, frame = item
+        if frame is None:
+            self._gone(stream)
         else:
-            self._try(*item)
-            item[0].taken()
+            self._try(stream, frame)
+            stream.taken()
         return True
 
     # ---- what comes ----

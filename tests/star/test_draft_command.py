@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -74,14 +75,15 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
                     Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
         tree = target.receive()
         assert isinstance(tree, Tree) and len(tree.index) == 8
-        assert "adaserve_draft_service_rounds_total 1.0" in httpx.get(f"{found[3]}/metrics").text
+        while "adaserve_draft_service_rounds_total 1.0" not in httpx.get(f"{found[3]}/metrics").text:
+            time.sleep(0.01)  # the numbers are a moment old
         process.send_signal(kind)
         assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
         target.close()
         assert process.wait(HANG_S) == 0
 
 
-def test_an_open_port_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+def test_an_open_port_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="listen must be on loopback without a token"):
         app(["draft", "--listen", "0.0.0.0:7070", "--model", "absent"], standalone_mode=False)
 
