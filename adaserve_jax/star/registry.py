@@ -249,8 +249,8 @@ class Registry:
         return self._ask(target, session, draft, now) if draft.depth else None
 
     def _ask(self, target: Target, session: Session, draft: Draft, now: float) -> FromService | None:
-        waiting = sum(other.asked is not None for other in target.sessions.values())
-        if waiting >= self._quotas.max_waiting:
+        if len(target.sessions) > self._quotas.max_waiting and self._is_waiting_enough(target):
+            waiting = self._quotas.max_waiting
             return self._refusal("quota", f"{waiting} drafts of this target wait, as many as may", draft, RETRY_S)
         deadline_s = now + min(float(draft.due_s), float(draft.give_up_s))
         session.asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
@@ -258,6 +258,10 @@ class Registry:
         self._arrivals += 1
         self.note(session)
         return None
+
+    def _is_waiting_enough(self, target: Target) -> bool:
+        """Whether no more of its Drafts may wait."""
+        return sum(other.asked is not None for other in target.sessions.values()) >= self._quotas.max_waiting
 
     def _not_taken(self, session: Session, heard: Heard, message: Open | Draft) -> FromService | None:
         """Of a message that did not change the text."""

@@ -195,15 +195,16 @@ def test_the_most_urgent_always_gets_room():
 
 
 def test_company_takes_no_room_from_those_that_wait():
-    service = ToyService(pages=3, max_feed=64, core={"batching": True})
-    for number in (1, 2, 3):
-        service.say("a", opened(number, 0, [number] * 4))
+    service = ToyService(pages=4, max_feed=64)
+    service.say("a", *[opened(number, 0, [number] * 4) for number in (1, 2, 5, 6)])
     while service.run()[0]:
         pass
-    service.say("a", opened(4, 0, [4] * 4), draft(4, 0, 0, 4, [], due_s=0.2))
+    service.say("a", *[opened(number, 0, [number] * 4) for number in (3, 4)])
+    service.say("a", draft(4, 0, 0, 4, [], due_s=0.2))
     service.say("a", *[draft(number, 0, 0, 4, [], due_s=0.3) for number in (1, 2, 3)])
-    assert [row[1] for row in service.run()[0]] == [4, 1, 2]  # 4 took the room of 3, the last; 3 takes none of theirs
-    assert service.core.stats.evicted == 1
+    service.say("a", *[draft(number, 0, 0, 4, [], width=3, due_s=0.1 * number) for number in (5, 6)])
+    assert [row[1] for row in service.run()[0]] == [4, 1, 2]  # 4 took the room of 6, the last; 3 takes none of 5
+    assert service.core.stats.evicted == 1 and len(service.room.held) == 4
     assert [row[1] for row in service.run()[0]] == [3]
 
 
