@@ -31,7 +31,7 @@ MOST_UNSENT = 1024
 """Frames for one stream that may wait to be sent; a target that reads none of them is as good as gone."""
 PING_S, PING_TIMEOUT_S = 20.0, 10.0
 """How often a silent connection is asked for a sign of life, and how long it has to give one."""
-HELLO_S = 15.0
+HELLO_S = 30.0
 """In which a new stream has to say who it is."""
 SPARE_THREADS = 8
 """Beside one for each stream: what comes beyond is refused by a thread too."""

@@ -66,11 +66,12 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
         )
         assert found is not None and found[2] == model_hash(folder), ready
         assert httpx.get(f"{found[3]}/health").json()["status"] == "ok"
+        tokenizer, table = Tokenizer.from_folder(folder), read_chances(Path(folder).parent / "calibration.json")
+        text = np.array(tokenizer.encode("def add(a, b):\n    return a +"), np.int32)
+        hello = Hello("t", tokenizer.vocabulary_hash, cells_hash(table))
         target = Target(int(found[1]))
-        table = read_chances(Path(folder).parent / "calibration.json")
-        target.send(Hello("t", Tokenizer.from_folder(folder).vocabulary_hash, cells_hash(table)))
+        target.send(hello)
         target.receive()
-        text = np.array(Tokenizer.from_folder(folder).encode("def add(a, b):\n    return a +"), np.int32)
         target.send(Open(1, 1, text, 0, 0, 0.0, 0, 1.0, 0.0),
                     Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
         tree = target.receive()
