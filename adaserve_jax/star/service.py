@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -97,6 +98,8 @@ def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callab
             if status is not None:
                 status.metrics = service.metrics
                 status.health = lambda: _health(service)
+            gc.collect()
+            gc.freeze()  # what is there now stays: collections need not go through it while targets wait
             with _signals(ended):
                 ready(_line(settings, service, status))
                 ended.wait()
