@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
 GAUGES = frozenset({
     "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
@@ -14,6 +14,10 @@ GAUGES = frozenset({
 """Fields that say how things are; the others count what has happened."""
 LEARNING_GAUGES = frozenset({"version", "held_out_acceptance", "loss", "records", "held_out"})
 """The same of LearningStats."""
+DRAFTER_GAUGES = frozenset({"services"})
+"""The same of DrafterStats."""
+BREAKER_STATES = ("closed", "half_open", "open")
+"""Of a link to a draft service: it is asked, it is tried, it is left alone for a while."""
 
 
 @dataclass
@@ -131,3 +135,49 @@ class LearningStats:
         this engine's."""
         sums = _sums(earlier, self, LEARNING_GAUGES)
         return replace(self, **sums | {"delay_max_s": max(earlier.delay_max_s, self.delay_max_s)})
+
+
+@dataclass
+class ServiceState:
+    """A draft service as a target sees it now. breaker: one of BREAKER_STATES; version: of its draft, "": not known;
+    sessions: of this target there; busy: share of the last seconds that it worked, and queue_s: seconds of work that
+    wait there, both as it said last; reason: why it is not asked, "" where it is."""
+
+    breaker: Literal["closed", "half_open", "open"] = "closed"
+    version: str = ""
+    sessions: int = 0
+    busy: float = 0.0
+    queue_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class DrafterStats:
+    """What became of asking draft services. Counts since the start; services: by address, as of now.
+
+    rounds: steps that asked for trees; trees: those that came in time; late: those that did not; stale: answers to what
+    was asked no more; resyncs: sessions that were sent anew because a service asked for it; refused: sessions and
+    targets that got nothing; lost: streams that ended; breaker_opens; moved: sessions that went to another service.
+    wait_s: seconds of the step loop spent waiting; round_s: sum over rounds of the time until the last tree was there.
+    """
+
+    rounds: int = 0
+    trees: int = 0
+    late: int = 0
+    stale: int = 0
+    resyncs: int = 0
+    refused: int = 0
+    lost: int = 0
+    breaker_opens: int = 0
+    moved: int = 0
+    wait_s: float = 0.0
+    round_s: float = 0.0
+    services: dict[str, ServiceState] = field(default_factory=dict)
+
+    def ended(self) -> DrafterStats:
+        """The counts of an engine that is gone, and with it its links."""
+        return replace(self, services={})
+
+    def after(self, earlier: DrafterStats) -> DrafterStats:
+        """The counts of this engine and of those before it; the services are this engine's."""
+        return replace(self, **_sums(earlier, self, DRAFTER_GAUGES))

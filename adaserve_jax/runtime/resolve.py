@@ -59,7 +59,7 @@ def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
     training_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
-    """swaps: whether the policy has the draft give its memory to pages. training_bytes: what learning keeps and takes
+    """draft: the one of this device. swaps: whether the policy has it give its memory to pages. training_bytes: what learning keeps and takes
     beside what serves. Raises ConfigError when the parts do not fit
     each other; the message says which to change."""
     device = jax.local_devices()[0]
@@ -92,8 +92,8 @@ def resolve(
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if draft is not None else 0,
-        max_width=config.max_width if draft is not None else 0,
+        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if config.speculates else 0,
+        max_width=config.max_width if config.speculates else 0,
     )  # fmt: skip
     attention = choose_attention(
         config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
