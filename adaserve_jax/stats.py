@@ -157,7 +157,8 @@ class DrafterStats:
 
     rounds: steps that asked for trees; trees: those that came in time; late: those that did not; stale: answers to what
     was asked no more; resyncs: sessions that were sent anew because a service asked for it; refused: sessions and
-    targets that got nothing; lost: streams that ended; breaker_opens; moved: sessions that went to another service.
+    targets that got nothing; invalid: answers that make no sense; lost: streams that ended; breaker_opens; moved:
+    sessions that went to another service.
     wait_s: seconds of the step loop spent waiting; round_s: sum over rounds of the time until the last tree was there.
     """
 
@@ -167,6 +168,7 @@ class DrafterStats:
     stale: int = 0
     resyncs: int = 0
     refused: int = 0
+    invalid: int = 0
     lost: int = 0
     breaker_opens: int = 0
     moved: int = 0

@@ -351,8 +351,9 @@ class StepOutcome:
     """What a verification brought. tokens: i32[R, max_depth + 1], the first counts[r] valid; counts: i32[R], 0 for a
     prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
     draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
-    likewise. wait_s: the part of both spent waiting for the device, or for a draft service. bucket: packed length that ran. logprobs: where the
-    edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had no edits.
+    likewise. wait_s: the part of both spent waiting for the device, or a draft service. bucket: packed length that ran.
+    logprobs: where the edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had
+    no edits.
     """
 
     tokens: np.ndarray

@@ -40,7 +40,7 @@ class EngineCore:
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
     drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
-    learns from the texts.
+    learns from the texts. ended: of the drafter, where it keeps something for each row.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
+        ended: Callable[[np.ndarray], None] | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -65,6 +66,7 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
+        self._ended = ended
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -117,6 +119,7 @@ class EngineCore:
         """End all choices of a request that still run. Unknown ids are ignored."""
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
+        self._tell_ended()
         for choice in choices:
             self._constraints.discard(choice)
             if self._learner is not None:
@@ -140,6 +143,7 @@ class EngineCore:
         plan = scheduler.plan(self.clock())
         if plan is None:
             return []
+        self._tell_ended()  # whoever was preempted, before their slots' new requests are heard of
         candidates = CandidateTrees.empty(plan.num_decode)
         if plan.draft is not None:
             candidates = executor.speculate(plan)
@@ -167,8 +171,14 @@ class EngineCore:
             ending = dict.fromkeys([*stuck, *self._constraints.failed])
             chunks += [chunk for request_id in ending for chunk in self._end_stuck(request_id)]
         self._forget_finished(chunks)
+        self._tell_ended()
         swap_if_due(scheduler, executor, self.clock)
         return chunks
+
+    def _tell_ended(self) -> None:
+        """Tell a drafter that keeps something for each row which of them run no more."""
+        if self._ended is not None and len(slots := self.scheduler.take_released()):
+            self._ended(slots)
 
     def _stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
         """`types.StopCheck`: where a grammar or a stop string ends a text."""

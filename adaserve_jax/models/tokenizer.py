@@ -5,6 +5,8 @@ Imports no jax. Never runs code from a checkpoint: remote code is off, and templ
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,12 @@ class Tokenizer:
     def token_of(self) -> dict[int, str]:
         """Every id's token, as the tokenizer spells it."""
         return {token_id: token for token, token_id in self._tokenizer.get_vocab().items()}
+
+    @property
+    def vocabulary_hash(self) -> str:
+        """The same, in 16 hex digits, where two tokenizers mean the same by every id."""
+        listed = json.dumps(sorted(self.token_of().items()))
+        return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
     def backend_json(self) -> str:
         """The tokenizer as the `tokenizers` library writes it. Raises UnsupportedModelError: it is not one of those."""

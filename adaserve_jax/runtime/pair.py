@@ -74,7 +74,8 @@ def _check_same_shape(name: str, other: ModelConfig, first: ModelConfig) -> None
 
 def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
     """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
-    pair, and for a draft service's; None where nothing drafts. Raises CheckpointError: the file is not a table. ConfigError: it could not be written."""
+    pair, and for a draft service's; None where nothing drafts. Raises CheckpointError: the file is not a table.
+    ConfigError: it could not be written."""
     if not config.speculates:
         if config.calibration is not None:
             raise ConfigError("calibration is about a draft, but there is none; load a draft, or leave it out")

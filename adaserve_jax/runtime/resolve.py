@@ -59,9 +59,9 @@ def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
     training_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
-    """draft: the one of this device. swaps: whether the policy has it give its memory to pages. training_bytes: what learning keeps and takes
-    beside what serves. Raises ConfigError when the parts do not fit
-    each other; the message says which to change."""
+    """draft: the one of this device. swaps: whether the policy has it give its memory to pages. training_bytes: what
+    learning keeps and takes beside what serves. Raises ConfigError when the parts do not fit each other; the message
+    says which to change."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     supported = min(model.max_position for model in (target, draft) if model is not None)

@@ -135,8 +135,8 @@ class CostTable:
         return self.grid.catchup_s(tokens, self._or_typical(load, rows)) * self._draft_drift
 
     def forget_draft(self) -> None:
-        """A step brought no draft: what was learned of a draft service's times, waits for what never came perhaps, gives
-        way to the samples, so that it is tried again."""
+        """A step brought no draft: what was learned of a service's times, waits for what never came perhaps, gives way
+        to the samples, so that it is tried again."""
         self._draft_drift += FORGET * (1 - self._draft_drift)
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float, *, drafted: bool = True) -> float:

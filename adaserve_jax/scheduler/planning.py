@@ -217,14 +217,13 @@ class Planner:
             room -= int(counts.sum())
         if self._remote:
             room = len(slots) * self._limits.max_context
-        if decision.depth:
-            if np.count_nonzero(speculates) < num_decode:
-                lagging = room // 2 if chunks else room
-                behind = can_speculate & ~speculates & (lag > 1)
-                for index in behind.nonzero()[0].tolist():
-                    counts[index] = min(int(lag[index]), lagging)
-                    lagging -= int(counts[index])
-                    room -= int(counts[index])
+        if decision.depth and np.count_nonzero(speculates) < num_decode:
+            lagging = room // 2 if chunks else room
+            behind = can_speculate & ~speculates & (lag > 1)
+            for index in behind.nonzero()[0].tolist():
+                counts[index] = min(int(lag[index]), lagging)
+                lagging -= int(counts[index])
+                room -= int(counts[index])
         draft_ctx = self._batch.table.draft_computed[slots]
         if decision.feed_draft and chunks:
             behind = self._batch.table.num_computed[slots] - draft_ctx
@@ -246,7 +245,7 @@ class Planner:
         )
 
     def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
-        """bool[num_decode]: rows that can, whose whole lag fits this step's catch-up, and whose tree's pages are held."""
+        """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
         speculates = can
         if int(lag.sum()) > self._max_catchup:
             order = np.argsort(np.where(speculates, lag, self._max_catchup + 1), kind="stable")
