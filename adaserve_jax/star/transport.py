@@ -7,8 +7,9 @@ from typing import Protocol
 
 from adaserve_jax.star.messages import FromService, FromTarget
 
-Received = Callable[[Sequence[FromService]], None]
-"""received(frame): called in a thread of the transport, one frame after another; must return soon and not raise."""
+Received = Callable[[Sequence[FromService | Exception]], None]
+"""received(frame): called in a thread of the transport, one frame after another; must return soon and not raise. An
+exception stands where a message made no sense."""
 Lost = Callable[[str], None]
 """lost(why): the stream has ended; called once, nothing is received after it. why: for the log, without secrets."""
 

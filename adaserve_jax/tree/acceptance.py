@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.tree.chances import ChanceTable
-
-SMALLEST = 1e-4
+from adaserve_jax.tree.chances import ChanceTable, log_chances
 
 
 class AcceptanceTable(NamedTuple):
@@ -25,11 +23,11 @@ class AcceptanceTable(NamedTuple):
 
     @classmethod
     def of(cls, table: ChanceTable) -> AcceptanceTable:
-        return cls(jnp.asarray(_logs(table.chance)), jnp.asarray(table.edges))
+        return cls(jnp.asarray(log_chances(table.chance)), jnp.asarray(table.edges))
 
     def replaced(self, chance: np.ndarray) -> AcceptanceTable:
         """The same cells with other chances, f32[2, D, ranks, bins]; nothing is compiled."""
-        return self._replace(log_chance=jnp.asarray(_logs(chance)))
+        return self._replace(log_chance=jnp.asarray(log_chances(chance)))
 
     def cell_of(self, feature: jax.Array, coupled: jax.Array, level: jax.Array) -> jax.Array:
         """i32[..., W], the children's cells: index over [D, ranks, bins]. feature: f32[..., W], rank along the last
@@ -45,7 +43,3 @@ class AcceptanceTable(NamedTuple):
     def log_chance_of(self, cell: jax.Array, coupled: jax.Array) -> jax.Array:
         """Log chances f32[..., W] of children in these cells. coupled: bool[...] per parent."""
         return self.log_chance.reshape(2, -1)[coupled.astype(jnp.int32)[..., None], cell]
-
-
-def _logs(chance: np.ndarray) -> np.ndarray:
-    return np.log(np.maximum(chance, SMALLEST)).astype(np.float32)

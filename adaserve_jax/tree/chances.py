@@ -20,6 +20,8 @@ from adaserve_jax.errors import CheckpointError
 VERSION = 1
 MODES = ("greedy", "coupled")
 """The first axis of a table, and the sections of its file."""
+SMALLEST = 1e-4
+"""No child's chance counts as less."""
 _DIGITS = 6
 
 
@@ -41,6 +43,11 @@ class ChanceTable:
     chance: np.ndarray
     edges: np.ndarray
     learned: Learned | None = None
+
+
+def log_chances(chance: np.ndarray) -> np.ndarray:
+    """f32, natural logs of chances in [0, 1], of any shape."""
+    return np.log(np.maximum(chance, SMALLEST)).astype(np.float32)
 
 
 def read_chances(path: Path) -> ChanceTable:
