@@ -13,7 +13,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from importlib.util import find_spec
+from typing import Protocol
 
 import numpy as np
 
@@ -27,9 +28,6 @@ from adaserve_jax.star.messages import Hello, Welcome
 from adaserve_jax.stats import DrafterStats
 from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, StepPlan
-
-if TYPE_CHECKING:
-    from adaserve_jax.star.remote import RemoteDrafter
 
 CONNECT_S = 5.0
 """Seconds that the start waits for a first service to answer."""
@@ -72,28 +70,32 @@ class Drafting:
 
 def check_packages() -> None:
     """Raise ConfigError where what speaks to draft services is not installed."""
-    try:
-        import grpc  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError("drafter needs gRPC: pip install 'adaserve-jax[star]'") from error
+    for package, module in (("grpc", "grpc"), ("protobuf", "google.protobuf")):
+        try:
+            found = find_spec(module) is not None
+        except ModuleNotFoundError:
+            found = False
+        if not found:
+            raise ConfigError(f"drafter needs {package}, which is missing: pip install 'adaserve-jax[star]'")
 
 
 def connect_drafter(
-    config: DrafterConfig, chances: ChanceTable, tokenizer: Tokenizer, samples: CostSamples, limits: Limits
-) -> Drafting:
-    """Greet the services, and wait for a first one to answer, not long; the others, or all, connect meanwhile. samples:
-    of the target. Raises ConfigError."""
-    return ready(build(config, chances, hello_of(config, chances, tokenizer, samples, limits), limits), samples, limits)
+    config: DrafterConfig, chances: ChanceTable, tokenizer: Tokenizer, samples: CostSamples, limits: Limits,
+    vocab_size: int,
+) -> Drafting:  # fmt: skip
+    """Greet the services, and wait for a first one to answer, not long; the others, or all, connect meanwhile. chances,
+    samples: of the target, which has so many token ids."""
+    hello = hello_of(config, chances, tokenizer, samples, limits)
+    return ready(build(config, chances, hello, limits.max_requests, vocab_size), samples, limits)
 
 
-def build(config: DrafterConfig, chances: ChanceTable, hello: Hello, limits: Limits) -> RemoteDrafter:
-    """The drafter; its connections begin."""
-    check_packages()
+def build(config: DrafterConfig, chances: ChanceTable, hello: Hello, max_rows: int, vocab_size: int) -> ServiceDrafter:
+    """The drafter; its connections begin. `check_packages` has found what it needs."""
     from adaserve_jax.star.channel import GrpcTransport
     from adaserve_jax.star.remote import RemoteDrafter
 
     transports = [GrpcTransport(address, config) for address in config.addresses]
-    return RemoteDrafter(transports, config, hello=hello, table=chances, max_rows=limits.max_requests)
+    return RemoteDrafter(transports, config, hello=hello, table=chances, max_rows=max_rows, vocabulary=vocab_size)
 
 
 def hello_of(

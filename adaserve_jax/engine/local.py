@@ -123,8 +123,9 @@ class LocalEngine:
         self._calibration_file = CalibrationFile.of(config, self._calibrator)
         if config.drafter is not None and chances is not None:
             self._drafting = found = drafting.connect_drafter(
-                config.drafter, chances, self._tokenizer, self._samples, self._executor.limits
-            )
+                config.drafter, chances, self._tokenizer, self._samples, self._executor.limits,
+                self._executor.target.config.vocab_size,
+            )  # fmt: skip
             self._executor.drafter, self._samples = found.drafter, found.samples
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
