@@ -194,6 +194,11 @@ def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*edges[1::2], edges[-1]}))
 
 
+def draft_buckets(largest: int, max_rows: int) -> BucketSet:
+    """Catch-up of a draft that has no target beside it: up to `largest` tokens of up to `max_rows` requests."""
+    return BucketSet(_catchup_edges(_geometric((1, 4), largest)), _row_edges(max_rows), None)
+
+
 def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
     """The devices of the target. Several processes give all that they have: every one must hold a part."""
     devices = jax.devices()

@@ -54,10 +54,26 @@ def measure(executor: ModelExecutor, effort: Effort = WARM_UP, progress: Progres
     several passes over all programs, because what disturbs goes on for a while: a size that looks dear is then not
     used, and never corrected.
     """
-    limits = executor.limits
+    timings = Timings(_held(executor.limits, TYPICAL_CONTEXT), context_rows(executor))
+    _time(list(_jobs(executor, timings, effort.all_depths)), executor.limits, effort, progress)
+    return timings
+
+
+def measure_draft(
+    limits: Limits,
+    drafter: LocalDrafter,
+    rows_together: int,
+    effort: Effort = WARM_UP,
+    progress: Progress | None = None,
+) -> Timings:
+    """The same for a draft that has no target beside it. rows_together: as `context_rows` says."""
+    timings = Timings(_held(limits, TYPICAL_CONTEXT), rows_together)
+    _time(list(_draft_jobs(limits, drafter, timings, effort.all_depths)), limits, effort, progress)
+    return timings
+
+
+def _time(jobs: list[_Job], limits: Limits, effort: Effort, progress: Progress | None) -> None:
     contexts = tuple(dict.fromkeys(_held(limits, context) for context in effort.contexts))
-    timings = Timings(_held(limits, TYPICAL_CONTEXT), context_rows(executor))
-    jobs = list(_jobs(executor, timings, effort.all_depths))
     for number in range(effort.passes):
         for done, job in enumerate(jobs, 1):
             for context in contexts:
@@ -68,7 +84,6 @@ def measure(executor: ModelExecutor, effort: Effort = WARM_UP, progress: Progres
                     job.note(context, _seconds(run))
             if progress is not None:
                 progress("timing", number * len(jobs) + done, effort.passes * len(jobs))
-    return timings
 
 
 def run_once(executor: ModelExecutor, progress: Progress | None = None) -> None:
@@ -134,6 +149,11 @@ def _jobs(executor: ModelExecutor, timings: Timings, all_depths: bool) -> Iterat
         yield _Job(verify, into.verify, (bucket.tokens, bucket.rows))
     if drafter is None or (executor.elastic is not None and not executor.elastic.resident):
         return
+    yield from _draft_jobs(limits, drafter, timings, all_depths)
+
+
+def _draft_jobs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_depths: bool) -> Iterator[_Job]:
+    into: Any = timings
     for bucket in drafter.model.buckets.all():
         counts = _split(bucket.tokens, min(bucket.rows, bucket.tokens))
 

@@ -140,13 +140,15 @@ class RemoteDrafter:
 
     def _propose(self, plan: StepPlan, draft: DraftPlan) -> CandidateTrees:
         started = self._clock()
+        with self._changed:
+            rows, gone = self._mirror.follow(plan)
         if draft.chances is not None:
             self._answers.use(draft.chances)
         self._keep()
         give_up = started + self.longest_s(draft)
         with self._changed:
             this = self._round = Round()
-            frames = self._ask(plan, draft, this, started, give_up)
+            frames = self._ask(rows, gone, draft, this, started, give_up)
         self._send(frames)
         if not this.places:
             return CandidateTrees.empty(plan.num_decode)
@@ -158,10 +160,11 @@ class RemoteDrafter:
             self._learn(this, invalid, started)
         return found if this.answers else CandidateTrees.empty(plan.num_decode)
 
-    def _ask(self, plan: StepPlan, draft: DraftPlan, this: Round, now: float, give_up: float) -> Frames:
-        """What to send for a plan; what is asked for stands in `this`."""
+    def _ask(
+        self, rows: list[Session | None], gone: list[Session], draft: DraftPlan, this: Round, now: float, give_up: float
+    ) -> Frames:
+        """What to send for the rows of a plan, and of sessions that are no more; what is asked for stands in `this`."""
         frames: Frames = {}
-        rows, gone = self._mirror.follow(plan)
         for session in gone:
             self._close_session(session, frames)
         usable = {link.number: link for link in self._links if link.ready and link.breaker.allows(now)}

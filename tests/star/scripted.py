@@ -282,11 +282,12 @@ def plan_of(
         np.array([row.known for row in rows], i32), np.array([row.speculates for row in decoding], bool),
         calibrated, chances, due_s=np.array([row.due_s for row in decoding]) if due else None,
     )  # fmt: skip
-    zeros = np.zeros(num, i32)
+    zeros, at = np.zeros(num, i32), len(decoding)
+    slots = np.array([row.slot for row in rows], i32)
+    pages, none = np.zeros((num, 1), i32), np.zeros(0, i32)
     return StepPlan(
-        step, np.array([row.slot for row in rows], i32), len(decoding), zeros[: len(decoding)], zeros,
-        np.zeros((num, 1), i32), sampling, np.zeros(0, i32), zeros[len(decoding) :], zeros[len(decoding) :] > 0, draft, 64,
-    )  # fmt: skip
+        step, slots, at, zeros[:at], zeros, pages, sampling, none, zeros[at:], zeros[at:] > 0, draft, budget=64
+    )
 
 
 def sampling_of(row: Row) -> tuple[float, ...]:
@@ -303,10 +304,13 @@ class Scene:
     drafter: RemoteDrafter
 
     @classmethod
-    def of(cls, services: int = 1, *, max_rows: int = 16, deadline_ms: float = 100.0, connected: bool = True) -> Scene:
+    def of(
+        cls, services: int = 1, *, max_rows: int = 16, deadline_ms: float = 100.0, connected: bool = True,
+        version: str = "",
+    ) -> Scene:  # fmt: skip
         world = World()
         made = [Service(world, f"draft{number}.example:7070") for number in range(services)]
-        config = DrafterConfig(tuple(f"grpc://{service.address}" for service in made), deadline_ms)
+        config = DrafterConfig(tuple(f"grpc://{service.address}" for service in made), deadline_ms, version)
         drafter = RemoteDrafter(
             made, config, hello=HELLO, table=table(), max_rows=max_rows, vocabulary=VOCABULARY, clock=world.clock,
             changed=Changed(world), draw=lambda: 0.0,  # type: ignore[arg-type]
