@@ -35,12 +35,25 @@ class TextCodec(Decodes, Spells, Protocol):
     """What is needed of a tokenizer."""
 
 
+class RemoteRows(Protocol):
+    """What a drafter that is a service is asked and told beside its plans."""
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be asked for trees now."""
+        ...
+
+    def ended(self, slots: np.ndarray) -> None:
+        """As `types.Drafter` has it."""
+        ...
+
+
 class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
     drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
-    learns from the texts. ended: of the drafter, where it keeps something for each row.
+    learns from the texts. remote: the drafter, where it is a service: it may be away, and keeps something for each row.
     """
 
     def __init__(
@@ -55,7 +68,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
-        ended: Callable[[np.ndarray], None] | None = None,
+        remote: RemoteRows | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -66,7 +79,7 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
-        self._ended = ended
+        self._remote = remote
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -140,6 +153,8 @@ class EngineCore:
         """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
         when no token came."""
         scheduler, executor = self.scheduler, self.executor
+        if self._remote is not None:
+            scheduler.draft_is_away = not self._remote.available
         plan = scheduler.plan(self.clock())
         if plan is None:
             return []
@@ -176,9 +191,9 @@ class EngineCore:
         return chunks
 
     def _tell_ended(self) -> None:
-        """Tell a drafter that keeps something for each row which of them run no more."""
-        if self._ended is not None and len(slots := self.scheduler.take_released()):
-            self._ended(slots)
+        """Tell a service that keeps something for each row which of them run no more."""
+        if self._remote is not None and len(slots := self.scheduler.take_released()):
+            self._remote.ended(slots)
 
     def _stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
         """`types.StopCheck`: where a grammar or a stop string ends a text."""

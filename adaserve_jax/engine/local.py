@@ -150,7 +150,7 @@ class LocalEngine:
         return EngineCore(
             executor, scheduler, self._tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
-            learner=self._learner, ended=None if found is None else found.drafter.ended,
+            learner=self._learner, remote=None if found is None else found.drafter,
         )  # fmt: skip
 
     def _constraints(self, config: EngineConfig) -> Constraints:

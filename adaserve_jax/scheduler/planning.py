@@ -88,10 +88,13 @@ class Planner:
         self._residency = residency
         self._several_drafts = several_drafts
         self._remote = remote
+        self.draft_is_away = False
+        """Whether nobody could draft now, where that is another's to say."""
 
     @property
     def _draft_is_here(self) -> bool:
-        return self._residency is None or self._residency.draft_is_here
+        here = self._residency is None or self._residency.draft_is_here
+        return here and not self.draft_is_away
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""

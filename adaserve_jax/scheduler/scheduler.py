@@ -291,6 +291,15 @@ class Scheduler:
         self._stats.commit_s += time.perf_counter() - started
         return updates
 
+    @property
+    def draft_is_away(self) -> bool:
+        """Whether a draft service cannot be asked now, so that plans have no draft. Set between steps."""
+        return self._planner.draft_is_away
+
+    @draft_is_away.setter
+    def draft_is_away(self, away: bool) -> None:
+        self._planner.draft_is_away = away
+
     def take_released(self) -> np.ndarray:
         """Slots whose requests run there no more, i32[n], since this was last asked."""
         released = self._batch.released

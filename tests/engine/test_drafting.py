@@ -57,6 +57,7 @@ class Service:
         self.fed: set[int] = set()
         self.answers = lambda row: True
         self.wait_s = 0.0
+        self.available = True
         self.closed = False
         self.counts = DrafterStats(services={"host:1": ServiceState(version="v1")})
 
@@ -150,6 +151,17 @@ def test_what_an_aborted_request_left_is_given_up(served: tuple[LLM, Service]) -
     assert not service.fed
 
 
+def test_while_no_service_can_be_asked_none_is(served: tuple[LLM, Service]) -> None:
+    llm, service = served
+    llm.set_policy("spec:4")
+    rounds, service.available = service.counts.rounds, False
+    (output,) = llm.generate(PROMPTS[:1], SAMPLING[:1])
+    service.available = True
+    assert service.counts.rounds == rounds and output.metrics.drafted_tokens == 0
+    (again,) = llm.generate(PROMPTS[:1], SAMPLING[:1])
+    assert again.token_ids == output.token_ids and again.metrics.drafted_tokens > 0
+
+
 def test_what_the_engine_says_of_itself(served: tuple[LLM, Service]) -> None:
     llm, service = served
     hello = service.hello
@@ -184,6 +196,7 @@ class Timed:
     def __init__(self, welcome: Welcome | None, rounds_s: list[float | None]) -> None:
         self.welcome, self.rounds_s, self.now = welcome, rounds_s, 0.0
         self.plans: list[StepPlan] = []
+        self.available = True
         self.ended_slots: list[int] = []
         self.wait_s = 0.0
 

@@ -227,6 +227,28 @@ def test_a_controller_learns_of_rows_that_got_a_tree(monkeypatch: pytest.MonkeyP
     assert (told[1].rows, told[1].drafted, told[1].emitted, told[1].decoded) == (0, 0, 0, 4)
 
 
+@pytest.mark.parametrize("policy", ["adaserve", "spec:3", "nightjar"])
+def test_while_no_service_can_be_asked_plans_have_no_draft(policy: str) -> None:
+    """And the first one after has all that the service lacks."""
+    run = run_of(policy=policy, limits={"max_context": 512, "num_pages": 100})
+    service = service_of(run)
+    run.add(request_of("a", tokens=300))
+    drafted(run, 3)
+    service.plans.clear()
+    run.scheduler.draft_is_away = True
+    for _ in range(90):
+        plan, trees = run.step()
+        assert plan.draft is None and trees.num_nodes == 1
+    assert not service.plans
+    run.scheduler.draft_is_away = False
+    drafted(run, 3)
+    fed = service.plans[0].draft
+    assert fed is not None and fed.depth == 0 and len(fed.catchup_tokens) > 80
+    while run.scheduler.has_work:
+        run.step()
+    assert run.text["a"] == expected_text(request_of("a", tokens=300), 512)[0]
+
+
 def test_whose_tree_came() -> None:
     run = run_of()
     run.add(request_of("a", tokens=40))
