@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,15 @@ WELCOME = Welcome(
     level_s={(8, 1): 1e-3, (8, 3): 1e-3}, catchup_s={32: 1e-3},
 )  # fmt: skip
 PROMPTS = [[40, 41, 42], [7] * 20, [9, 300, 5, 6, 80], [11]]
+TEXT = """class Node:
+    def __init__(self, value, left=None, right=None):
+        self.value = value
+        self.left = left
+        self.right = right
+
+    def __repr__(self):
+        return f"Node({self.value!r})"
+"""
 SAMPLING = [SamplingParams(max_tokens=24, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.7, 0.3, 1.0)]
 
 
@@ -45,11 +55,12 @@ class Service:
     answers: of a row, whether its tree comes in time."""
 
     def __init__(self) -> None:
-        config = EngineConfig(**OPTIONS, max_batch_tokens=256)
+        config = EngineConfig(**OPTIONS, max_batch_tokens=128)
         pair = find_pair(config)
         chances = find_chances(config, pair)
         local = load_drafter(pair, resolve(config, pair.target, pair.draft), chances, None)
         assert local is not None
+        local.widths = local.widths[-1:]  # one program is enough
         local.model.compiled = compile_all(local.declare(), None)
         self.local = local
         self.hello: Hello | None = None
@@ -107,10 +118,18 @@ def served() -> Iterator[tuple[LLM, Service]]:
     assert service.closed
 
 
-@pytest.mark.parametrize("policy", ["spec:4", "adaserve", "nightjar"])
-@pytest.mark.parametrize("answers", ["all", "some", "none"])
+@pytest.mark.parametrize(
+    ("answers", "policy"),
+    [
+        ("all", "spec:4"),
+        ("some", "adaserve"),
+        ("none", "nightjar"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in product(("some", "none"), ("spec:4", "specinfer"))),
+        *(pytest.param("all", policy, marks=pytest.mark.slow) for policy in ("adaserve", "nightjar", "ucbspec")),
+    ],
+)
 def test_the_text_is_that_of_plain_decoding(
-    served: tuple[LLM, Service], deterministic: LLM, policy: str, answers: str
+    served: tuple[LLM, Service], deterministic: LLM, answers: str, policy: str
 ) -> None:
     llm, service = served
     deterministic.set_policy("ar")
@@ -120,23 +139,24 @@ def test_the_text_is_that_of_plain_decoding(
     outputs = llm.generate(PROMPTS, SAMPLING)
     assert [output.token_ids for output in outputs] == expected
     drafted = sum(output.metrics.drafted_tokens for output in outputs)
-    assert drafted == 0 if answers == "none" else drafted > 0 or policy != "spec:4"
+    assert (drafted == 0) == (answers == "none") or policy in ("adaserve", "nightjar")
     assert not service.fed
 
 
 def test_a_service_that_answers_as_a_draft_here_would_is_worth_as_much(
     served: tuple[LLM, Service], deterministic: LLM
 ) -> None:
-    """Step by step, and where the prompt's pages are known already, which hold no draft of it."""
+    """Also where the prompt's pages are known already, which hold no draft of it. Its programs are of another size,
+    so that near-ties of the draft may fall otherwise."""
     llm, service = served
     service.answers = lambda row: True
-    prompt, counts = list(range(20, 70)), []
+    prompt, accepted = llm.tokenizer.encode(TEXT)[:50], []
     for engine in (deterministic, llm):
         engine.set_policy("spec:4")
         metrics = [engine.generate([prompt], SAMPLING[:1], cache_salt="same")[0].metrics for _ in range(2)]
-        counts.append([(each.verify_steps, each.accepted_tokens) for each in metrics])
+        accepted += [each.accepted_tokens for each in metrics]
         assert metrics[1].cached_tokens == 48
-    assert counts[0] == counts[1] and counts[0][0][1] > 0
+    assert min(accepted) > 5 and max(accepted) - min(accepted) <= 3
 
 
 def test_what_an_aborted_request_left_is_given_up(served: tuple[LLM, Service]) -> None:

@@ -190,7 +190,7 @@ def test_a_service_that_is_left_alone_does_not_make_drafts_look_cheap() -> None:
     service.answers, service.took_s = (lambda row: False), 0.0
     drafted(run, 1)
     assert cost.level_s(1)[0] == pytest.approx(known, rel=0.02)
-    drafted(run, 400)
+    drafted(run, 200)
     assert cost.level_s(1)[0] > 0.7 * known  # back towards what was measured at the start
     assert run.scheduler._acceptance.expected()[0, 0] > 0.5 * chance
 
@@ -206,8 +206,8 @@ def test_waiting_in_vain_costs_what_it_took_and_is_forgotten_in_time() -> None:
     waited = cost.level_s(1)[0]
     assert waited > 1.5 * known
     service.took_s = 0.0
-    drafted(run, 1000)
-    assert cost.level_s(1)[0] < 0.5 * waited
+    drafted(run, 400)
+    assert cost.level_s(1)[0] < 0.7 * waited
 
 
 def test_a_controller_learns_of_rows_that_got_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
