@@ -14,6 +14,7 @@ from adaserve_jax.cli.bench import bench
 from adaserve_jax.cli.config import config
 from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.distill import distill
+from adaserve_jax.cli.draft import draft
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
@@ -57,6 +58,7 @@ app.command()(report)
 app.command()(grow)
 app.command()(convert)
 app.command()(distill)
+app.command()(draft)
 app.command()(follow)
 app.command()(perplexity)
 app.command("version")(show_version)

@@ -34,9 +34,10 @@ def log_f_of(cell: np.ndarray, parent: np.ndarray, log_chance: np.ndarray, coupl
 def along_paths(gain: np.ndarray, parent: np.ndarray) -> np.ndarray:
     """f32[R, D, W], sums of `gain` from the first level down to each node, added in that order; -inf below what is
     absent. gain: f32[R, D, W], -inf where absent; parent: as in `log_f_of`."""
-    depth, width = gain.shape[1:]
+    rows, depth, width = gain.shape
     sums = gain.copy()
+    flat = sums.reshape(-1)
+    above = np.maximum(parent, 0) + np.arange(0, rows * depth * width, depth * width)[:, None, None]
     for level in range(1, depth):
-        rank = np.maximum(parent[:, level] - (level - 1) * width, 0)
-        sums[:, level] += np.take_along_axis(sums[:, level - 1], rank, axis=1)
+        sums[:, level] += flat[above[:, level]]
     return sums

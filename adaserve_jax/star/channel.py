@@ -9,11 +9,11 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
 
+from adaserve_jax.certificates import read_file
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import FromTarget, Refused
@@ -60,18 +60,18 @@ class GrpcTransport:
         if config.drafter_ca is None:
             return grpc.insecure_channel(self.address, _OPTIONS)
         names = ("drafter_ca", "drafter_key", "drafter_cert")
-        authority, key, certificate = (_read(name, getattr(config, name)) for name in names)
+        paths = [(name, getattr(config, name)) for name in names]
+        authority, key, certificate = (None if path is None else read_file(name, path) for name, path in paths)
         credentials = grpc.ssl_channel_credentials(authority, key, certificate)
         return grpc.secure_channel(self.address, credentials, _OPTIONS)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call says of who calls."""
-        data = _read("drafter_token_file", self._config.drafter_token_file)
-        if data is None:
+        path = self._config.drafter_token_file
+        if path is None:
             return ()
-        token = data.decode("ascii", "replace").strip()
+        token = read_file("drafter_token_file", path).decode("ascii", "replace").strip()
         if not token or not token.isascii() or not token.isprintable():
-            path = self._config.drafter_token_file
             raise ConfigError(f"drafter_token_file must hold one line of printable ASCII, and {path} does not")
         return (("authorization", f"Bearer {token}"),)
 
@@ -173,15 +173,6 @@ def _parts(frame: Sequence[FromTarget]) -> list[bytes]:
         return [data]
     half = len(frame) // 2
     return _parts(frame[:half]) + _parts(frame[half:])
-
-
-def _read(name: str, path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name} must be a file that can be read, got {path} ({error.strerror})") from error
 
 
 def _why(error: grpc.RpcError) -> str:

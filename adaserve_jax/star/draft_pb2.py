@@ -4,58 +4,63 @@
 # source: draft.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
-_runtime_version.ValidateProtobufRuntimeVersion(_runtime_version.Domain.PUBLIC, 6, 31, 1, "", "draft.proto")
+_runtime_version.ValidateProtobufRuntimeVersion(
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'draft.proto'
+)
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x0b\x64raft.proto\x12\x10\x61\x64\x61serve.star.v1"=\n\x0bTargetFrame\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.adaserve.star.v1.FromTarget"?\n\x0cServiceFrame\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.adaserve.star.v1.FromService"\xba\x01\n\nFromTarget\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.adaserve.star.v1.HelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.adaserve.star.v1.OpenH\x00\x12(\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x17.adaserve.star.v1.DraftH\x00\x12(\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x17.adaserve.star.v1.CloseH\x00\x42\x06\n\x04kind"\xed\x01\n\x0b\x46romService\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.adaserve.star.v1.WelcomeH\x00\x12,\n\x07refused\x18\x02 \x01(\x0b\x32\x19.adaserve.star.v1.RefusedH\x00\x12&\n\x04tree\x18\x03 \x01(\x0b\x32\x16.adaserve.star.v1.TreeH\x00\x12*\n\x06resync\x18\x04 \x01(\x0b\x32\x18.adaserve.star.v1.ResyncH\x00\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x16.adaserve.star.v1.LoadH\x00\x42\x06\n\x04kind"\x9b\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x03 \x01(\t\x12\x12\n\ncells_hash\x18\x04 \x01(\t\x12\x15\n\rdraft_version\x18\x05 \x01(\t\x12\x10\n\x08verify_s\x18\x06 \x01(\x01\x12\x0f\n\x07plain_s\x18\x07 \x01(\x01"9\n\tLevelTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01".\n\x0b\x43\x61tchupTime\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01"\x84\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rdraft_version\x18\x02 \x01(\t\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x11\n\tmax_width\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x30\n\x0blevel_times\x18\x08 \x03(\x0b\x32\x1b.adaserve.star.v1.LevelTime\x12\x34\n\rcatchup_times\x18\t \x03(\x0b\x32\x1d.adaserve.star.v1.CatchupTime"_\n\x07Refused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01"\x96\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02"\xa8\x01\n\x05\x44raft\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\x05\x12\r\n\x05\x64\x65pth\x18\x06 \x01(\r\x12\r\n\x05width\x18\x07 \x01(\r\x12\x12\n\ncalibrated\x18\x08 \x01(\x08\x12\r\n\x05\x64ue_s\x18\t \x01(\x01\x12\x11\n\tgive_up_s\x18\n \x01(\x01"\x18\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04"\xc3\x01\n\x04Tree\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\r\n\x05index\x18\x06 \x03(\x05\x12\r\n\x05token\x18\x07 \x03(\x05\x12\x0e\n\x06parent\x18\x08 \x03(\x05\x12\x0c\n\x04\x63\x65ll\x18\t \x03(\x05\x12\r\n\x05log_q\x18\n \x03(\x02\x12\x0f\n\x07queue_s\x18\x0b \x01(\x01\x12\x11\n\tservice_s\x18\x0c \x01(\x01"(\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04"H\n\x04Load\x12\x0c\n\x04\x62usy\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07targets\x18\x04 \x01(\r2Z\n\x0c\x44raftService\x12J\n\x05Serve\x12\x1d.adaserve.star.v1.TargetFrame\x1a\x1e.adaserve.star.v1.ServiceFrame(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0b\x64raft.proto\x12\x10\x61\x64\x61serve.star.v1\"=\n\x0bTargetFrame\x12.\n\x08messages\x18\x01 \x03(\x0b\x32\x1c.adaserve.star.v1.FromTarget\"?\n\x0cServiceFrame\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.adaserve.star.v1.FromService\"\xba\x01\n\nFromTarget\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.adaserve.star.v1.HelloH\x00\x12&\n\x04open\x18\x02 \x01(\x0b\x32\x16.adaserve.star.v1.OpenH\x00\x12(\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x17.adaserve.star.v1.DraftH\x00\x12(\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x17.adaserve.star.v1.CloseH\x00\x42\x06\n\x04kind\"\xed\x01\n\x0b\x46romService\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.adaserve.star.v1.WelcomeH\x00\x12,\n\x07refused\x18\x02 \x01(\x0b\x32\x19.adaserve.star.v1.RefusedH\x00\x12&\n\x04tree\x18\x03 \x01(\x0b\x32\x16.adaserve.star.v1.TreeH\x00\x12*\n\x06resync\x18\x04 \x01(\x0b\x32\x18.adaserve.star.v1.ResyncH\x00\x12&\n\x04load\x18\x05 \x01(\x0b\x32\x16.adaserve.star.v1.LoadH\x00\x42\x06\n\x04kind\"\x9b\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\ttarget_id\x18\x02 \x01(\t\x12\x17\n\x0fvocabulary_hash\x18\x03 \x01(\t\x12\x12\n\ncells_hash\x18\x04 \x01(\t\x12\x15\n\rdraft_version\x18\x05 \x01(\t\x12\x10\n\x08verify_s\x18\x06 \x01(\x01\x12\x0f\n\x07plain_s\x18\x07 \x01(\x01\"9\n\tLevelTime\x12\x0c\n\x04rows\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\".\n\x0b\x43\x61tchupTime\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\x84\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rdraft_version\x18\x02 \x01(\t\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x11\n\tmax_width\x18\x04 \x01(\r\x12\x13\n\x0bmax_context\x18\x05 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x06 \x01(\r\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x30\n\x0blevel_times\x18\x08 \x03(\x0b\x32\x1b.adaserve.star.v1.LevelTime\x12\x34\n\rcatchup_times\x18\t \x03(\x0b\x32\x1d.adaserve.star.v1.CatchupTime\"_\n\x07Refused\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01\"\x96\x01\n\x04Open\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x03(\x05\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\x05\x12\x13\n\x0btemperature\x18\x06 \x01(\x02\x12\r\n\x05top_k\x18\x07 \x01(\x05\x12\r\n\x05top_p\x18\x08 \x01(\x02\x12\r\n\x05min_p\x18\t \x01(\x02\"\xa8\x01\n\x05\x44raft\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\x05\x12\r\n\x05\x64\x65pth\x18\x06 \x01(\r\x12\r\n\x05width\x18\x07 \x01(\r\x12\x12\n\ncalibrated\x18\x08 \x01(\x08\x12\r\n\x05\x64ue_s\x18\t \x01(\x01\x12\x11\n\tgive_up_s\x18\n \x01(\x01\"\x18\n\x05\x43lose\x12\x0f\n\x07session\x18\x01 \x01(\x04\"\x96\x01\n\x04Tree\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\r\n\x05width\x18\x05 \x01(\r\x12\r\n\x05nodes\x18\x06 \x01(\x0c\x12\r\n\x05log_q\x18\x07 \x01(\x0c\x12\x0f\n\x07queue_s\x18\x08 \x01(\x01\x12\x11\n\tservice_s\x18\t \x01(\x01\"(\n\x06Resync\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"H\n\x04Load\x12\x0c\n\x04\x62usy\x18\x01 \x01(\x01\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x10\n\x08sessions\x18\x03 \x01(\r\x12\x0f\n\x07targets\x18\x04 \x01(\r2Z\n\x0c\x44raftService\x12J\n\x05Serve\x12\x1d.adaserve.star.v1.TargetFrame\x1a\x1e.adaserve.star.v1.ServiceFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "draft_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_TARGETFRAME"]._serialized_start = 33
-    _globals["_TARGETFRAME"]._serialized_end = 94
-    _globals["_SERVICEFRAME"]._serialized_start = 96
-    _globals["_SERVICEFRAME"]._serialized_end = 159
-    _globals["_FROMTARGET"]._serialized_start = 162
-    _globals["_FROMTARGET"]._serialized_end = 348
-    _globals["_FROMSERVICE"]._serialized_start = 351
-    _globals["_FROMSERVICE"]._serialized_end = 588
-    _globals["_HELLO"]._serialized_start = 591
-    _globals["_HELLO"]._serialized_end = 746
-    _globals["_LEVELTIME"]._serialized_start = 748
-    _globals["_LEVELTIME"]._serialized_end = 805
-    _globals["_CATCHUPTIME"]._serialized_start = 807
-    _globals["_CATCHUPTIME"]._serialized_end = 853
-    _globals["_WELCOME"]._serialized_start = 856
-    _globals["_WELCOME"]._serialized_end = 1116
-    _globals["_REFUSED"]._serialized_start = 1118
-    _globals["_REFUSED"]._serialized_end = 1213
-    _globals["_OPEN"]._serialized_start = 1216
-    _globals["_OPEN"]._serialized_end = 1366
-    _globals["_DRAFT"]._serialized_start = 1369
-    _globals["_DRAFT"]._serialized_end = 1537
-    _globals["_CLOSE"]._serialized_start = 1539
-    _globals["_CLOSE"]._serialized_end = 1563
-    _globals["_TREE"]._serialized_start = 1566
-    _globals["_TREE"]._serialized_end = 1761
-    _globals["_RESYNC"]._serialized_start = 1763
-    _globals["_RESYNC"]._serialized_end = 1803
-    _globals["_LOAD"]._serialized_start = 1805
-    _globals["_LOAD"]._serialized_end = 1877
-    _globals["_DRAFTSERVICE"]._serialized_start = 1879
-    _globals["_DRAFTSERVICE"]._serialized_end = 1969
+  DESCRIPTOR._loaded_options = None
+  _globals['_TARGETFRAME']._serialized_start=33
+  _globals['_TARGETFRAME']._serialized_end=94
+  _globals['_SERVICEFRAME']._serialized_start=96
+  _globals['_SERVICEFRAME']._serialized_end=159
+  _globals['_FROMTARGET']._serialized_start=162
+  _globals['_FROMTARGET']._serialized_end=348
+  _globals['_FROMSERVICE']._serialized_start=351
+  _globals['_FROMSERVICE']._serialized_end=588
+  _globals['_HELLO']._serialized_start=591
+  _globals['_HELLO']._serialized_end=746
+  _globals['_LEVELTIME']._serialized_start=748
+  _globals['_LEVELTIME']._serialized_end=805
+  _globals['_CATCHUPTIME']._serialized_start=807
+  _globals['_CATCHUPTIME']._serialized_end=853
+  _globals['_WELCOME']._serialized_start=856
+  _globals['_WELCOME']._serialized_end=1116
+  _globals['_REFUSED']._serialized_start=1118
+  _globals['_REFUSED']._serialized_end=1213
+  _globals['_OPEN']._serialized_start=1216
+  _globals['_OPEN']._serialized_end=1366
+  _globals['_DRAFT']._serialized_start=1369
+  _globals['_DRAFT']._serialized_end=1537
+  _globals['_CLOSE']._serialized_start=1539
+  _globals['_CLOSE']._serialized_end=1563
+  _globals['_TREE']._serialized_start=1566
+  _globals['_TREE']._serialized_end=1716
+  _globals['_RESYNC']._serialized_start=1718
+  _globals['_RESYNC']._serialized_end=1758
+  _globals['_LOAD']._serialized_start=1760
+  _globals['_LOAD']._serialized_end=1832
+  _globals['_DRAFTSERVICE']._serialized_start=1834
+  _globals['_DRAFTSERVICE']._serialized_end=1924
 # @@protoc_insertion_point(module_scope)

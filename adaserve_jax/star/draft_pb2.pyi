@@ -169,16 +169,13 @@ class Close(_message.Message):
     def __init__(self, session: _Optional[int] = ...) -> None: ...
 
 class Tree(_message.Message):
-    __slots__ = ("session", "epoch", "round", "length", "width", "index", "token", "parent", "cell", "log_q", "queue_s", "service_s")
+    __slots__ = ("session", "epoch", "round", "length", "width", "nodes", "log_q", "queue_s", "service_s")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
-    PARENT_FIELD_NUMBER: _ClassVar[int]
-    CELL_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     LOG_Q_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     SERVICE_S_FIELD_NUMBER: _ClassVar[int]
@@ -187,14 +184,11 @@ class Tree(_message.Message):
     round: int
     length: int
     width: int
-    index: _containers.RepeatedScalarFieldContainer[int]
-    token: _containers.RepeatedScalarFieldContainer[int]
-    parent: _containers.RepeatedScalarFieldContainer[int]
-    cell: _containers.RepeatedScalarFieldContainer[int]
-    log_q: _containers.RepeatedScalarFieldContainer[float]
+    nodes: bytes
+    log_q: bytes
     queue_s: float
     service_s: float
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., length: _Optional[int] = ..., width: _Optional[int] = ..., index: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., parent: _Optional[_Iterable[int]] = ..., cell: _Optional[_Iterable[int]] = ..., log_q: _Optional[_Iterable[float]] = ..., queue_s: _Optional[float] = ..., service_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., length: _Optional[int] = ..., width: _Optional[int] = ..., nodes: _Optional[bytes] = ..., log_q: _Optional[bytes] = ..., queue_s: _Optional[float] = ..., service_s: _Optional[float] = ...) -> None: ...
 
 class Resync(_message.Message):
     __slots__ = ("session", "epoch")

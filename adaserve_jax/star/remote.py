@@ -183,10 +183,11 @@ class RemoteDrafter:
             if session is None or link is None:
                 continue
             assert link.welcome is not None
-            depth = min(draft.depth, link.welcome.max_depth) if row < len(searched) and searched[row] else 0
+            width = min(draft.width, link.welcome.max_width)
+            searches = row < len(searched) and searched[row] and width
+            depth = min(draft.depth, link.welcome.max_depth) if searches else 0
             if session.length + depth > link.welcome.max_context:
                 continue
-            width = min(draft.width, link.welcome.max_width)
             messages = frames.setdefault(link.number, [])
             self._open(session, link, messages)
             if depth or session.told < session.length:
@@ -217,7 +218,7 @@ class RemoteDrafter:
         if moves:
             self._stats.moved += 1
             self._close_session(session, frames)
-        session.place, session.stream = number, -1
+        session.place = number
         self._sessions[session.number] = session
         usable[number].sessions += 1
         return usable[number]

@@ -172,11 +172,8 @@ def _refused(to: pb.FromService, m: Refused) -> None:
 def _tree(to: pb.FromService, m: Tree) -> None:
     tree = to.tree
     _copy_tree(tree, m)
-    tree.index.extend(m.index.tolist())
-    tree.token.extend(m.token.tolist())
-    tree.parent.extend(m.parent.tolist())
-    tree.cell.extend(m.cell.tolist())
-    tree.log_q.extend(m.log_q.tolist())
+    tree.nodes = b"".join([part.astype("<i4", copy=False).tobytes() for part in (m.index, m.token, m.parent, m.cell)])
+    tree.log_q = m.log_q.astype("<f4", copy=False).tobytes()
 
 
 def _resync(to: pb.FromService, m: Resync) -> None:
@@ -238,20 +235,25 @@ class _Check:
         count = len(values)
         if count > caps.tokens:
             raise self.fail("tokens", f"at most {caps.tokens} tokens", count)
-        tokens = np.fromiter(values[:], np.int32, count)
-        if count and not (tokens.min() >= 0 and tokens.max() < caps.vocabulary):
+        said = values[:]
+        if count and not (min(said) >= 0 and max(said) < caps.vocabulary):
             raise self.fail("tokens", f"ids from 0 to {caps.vocabulary - 1}", "others")
-        return tokens
+        return np.fromiter(said, np.int32, count)
 
 
 def _read_hello(m: pb.Hello, caps: Caps) -> Hello:
     check = _Check("Hello")
     if not m.target_id:
         raise check.fail("target_id", "a name", "an empty text")
-    names = ("target_id", "vocabulary_hash", "cells_hash", "draft_version")
-    texts = {name: check.text(name, getattr(m, name), caps) for name in names}
-    times = {name: check.seconds(name, getattr(m, name)) for name in ("verify_s", "plain_s")}
-    return Hello(**texts, **times, protocol_version=m.protocol_version)
+    return Hello(
+        target_id=check.text("target_id", m.target_id, caps),
+        vocabulary_hash=check.text("vocabulary_hash", m.vocabulary_hash, caps),
+        cells_hash=check.text("cells_hash", m.cells_hash, caps),
+        draft_version=check.text("draft_version", m.draft_version, caps),
+        protocol_version=m.protocol_version,
+        verify_s=check.seconds("verify_s", m.verify_s),
+        plain_s=check.seconds("plain_s", m.plain_s),
+    )
 
 
 def _read_open(m: pb.Open, caps: Caps) -> Open:
@@ -316,24 +318,22 @@ def _read_tree(m: pb.Tree, caps: Caps) -> Tree:
     check = _Check("Tree", session, epoch)
     check.named()
     check.within("width", width, 1, caps.width)
-    nodes, most = len(m.index), caps.depth * width
-    check.within("index", nodes, 0, most)
-    index, token, parent, cell, log_q = m.index[:], m.token[:], m.parent[:], m.cell[:], m.log_q[:]
-    for name, values in (("token", token), ("parent", parent), ("cell", cell), ("log_q", log_q)):
-        if len(values) != nodes:
-            raise check.fail(name, f"as long as index, {nodes}", len(values))
+    said, log_q = m.nodes, m.log_q
+    nodes, most = len(log_q) // 4, caps.depth * width
+    check.within("log_q", nodes, 0, most)
+    if len(log_q) != 4 * nodes or len(said) != 16 * nodes:
+        raise check.fail("nodes", f"4 integers for each of {len(log_q) / 4:g} nodes", f"{len(said)} bytes")
+    arrays = np.frombuffer(said, "<i4").reshape(4, nodes)
+    index, token, parent, cell = arrays
+    chances = np.frombuffer(log_q, "<f4")
     if nodes:
-        _check_nodes(check, index, token, parent, cell, log_q, caps, most)
-    arrays = np.fromiter(index + token + parent + cell, np.int32, 4 * nodes).reshape(4, nodes)
-    queue_s, service_s = check.seconds("queue_s", m.queue_s), check.seconds("service_s", m.service_s)
-    chances = np.fromiter(log_q, np.float32, nodes)
-    return Tree(session, epoch, m.round, m.length, width, *arrays, chances, queue_s, service_s)
+        _check_nodes(check, arrays.tolist(), chances.tolist(), caps, most)
+    times = check.seconds("queue_s", m.queue_s), check.seconds("service_s", m.service_s)
+    return Tree(session, epoch, m.round, m.length, width, index, token, parent, cell, chances, *times)
 
 
-def _check_nodes(
-    check: _Check, index: list[int], token: list[int], parent: list[int], cell: list[int], log_q: list[float],
-    caps: Caps, most: int,
-) -> None:  # fmt: skip
+def _check_nodes(check: _Check, columns: list[list[int]], log_q: list[float], caps: Caps, most: int) -> None:
+    index, token, parent, cell = columns
     if index[0] < 0 or index[-1] >= most or index != sorted(set(index)):
         raise check.fail("index", f"rising, from 0 to {most - 1}", "others")
     if min(parent) < -1 or not all(map(operator.lt, parent, index)):
@@ -342,7 +342,8 @@ def _check_nodes(
         raise check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
     if min(cell) < -1:
         raise check.fail("cell", "at least -1", min(cell))
-    if not all(map((0.0).__ge__, log_q)):  # a NaN is at most nothing
+    # Of a NaN nothing is true, and a sum with one is one.
+    if not (max(log_q) <= 0 and sum(log_q) <= 0):
         raise check.fail("log_q", "numbers of at most 0", "others")
 
 

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -302,23 +303,30 @@ class Scene:
     world: World
     services: list[Service]
     drafter: RemoteDrafter
+    oracle: Callable[..., tuple[Any, ...]]
 
     @classmethod
     def of(
         cls, services: int = 1, *, max_rows: int = 16, deadline_ms: float = 100.0, connected: bool = True,
-        version: str = "",
+        version: str = "", make: type[Service] = Service, chances: ChanceTable | None = None,
+        oracle: Callable[..., tuple[Any, ...]] | None = None,
     ) -> Scene:  # fmt: skip
         world = World()
-        made = [Service(world, f"draft{number}.example:7070") for number in range(services)]
+        made = [make(world, f"draft{number}.example:7070") for number in range(services)]
         config = DrafterConfig(tuple(f"grpc://{service.address}" for service in made), deadline_ms, version)
         drafter = RemoteDrafter(
-            made, config, hello=HELLO, table=table(), max_rows=max_rows, vocabulary=VOCABULARY, clock=world.clock,
-            changed=Changed(world), draw=lambda: 0.0,  # type: ignore[arg-type]
+            made, config, hello=HELLO, table=chances or table(), max_rows=max_rows, vocabulary=VOCABULARY,
+            clock=world.clock, changed=Changed(world), draw=lambda: 0.0,  # type: ignore[arg-type]
         )  # fmt: skip
         if connected:
             assert drafter.connect(1.0) is not None
             world.sleep(0.1)
-        return cls(world, made, drafter)
+        return cls(
+            world,
+            made,
+            drafter,
+            oracle or (lambda text, sampling, draft: toy(text, sampling, draft.depth, draft.width)),
+        )
 
     @property
     def service(self) -> Service:
@@ -347,10 +355,10 @@ class Scene:
             return False
         assert row.speculates and draft.depth
         text = np.asarray(row.text, np.int32)[: row.end]
-        index, token, parent, cell, log_q = toy(text, sampling_of(row), draft.depth, draft.width)
-        assert columns.tolist() == index.tolist()
+        index, token, parent, cell, log_q = map(list, self.oracle(text, sampling_of(row), draft))
+        assert columns.tolist() == index
         for name, expected in (("token", token), ("parent", parent), ("cell", cell), ("log_q", log_q)):
-            assert getattr(found, name)[at, columns].tolist() == expected.tolist(), name
+            assert getattr(found, name)[at, columns].tolist() == expected, name
         return True
 
 

@@ -80,7 +80,8 @@ def test_a_tree_that_comes_twice_is_taken_once() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epoch": 0}, {"epoch": 2}, {"round": 0}, {"round": 2}, {"length": 9}, {"session": 99}, {"session": 0}, {"width": 3},
+        {"epoch": 0}, {"epoch": 2}, {"round": 0}, {"round": 2}, {"length": 9}, {"session": 99}, {"session": 0},
+        {"width": 3},
     ],
 )  # fmt: skip
 def test_a_tree_of_another_epoch_round_text_or_session_is_dropped(changes: dict[str, int]) -> None:

@@ -125,10 +125,10 @@ def test_nonsense_of_a_target_is_told_by_field_and_costs_one_message(message: An
         (tree(session=0), "Tree.session"),
         (tree(width=0), "Tree.width"),
         (tree(width=5), "Tree.width"),
-        (tree(token=ints(5, 6)), "Tree.token"),
-        (tree(parent=ints()), "Tree.parent"),
-        (tree(cell=ints(1, 2, 3, 4)), "Tree.cell"),
-        (tree(log_q=np.zeros(2, np.float32)), "Tree.log_q"),
+        (tree(token=ints(5, 6)), "Tree.nodes"),
+        (tree(cell=ints(1, 2, 3, 4)), "Tree.nodes"),
+        (tree(log_q=np.zeros(2, np.float32)), "Tree.nodes"),
+        (tree(log_q=np.zeros(21, np.float32)), "Tree.log_q"),
         (tree(index=ints(0, 2, 1)), "Tree.index"),
         (tree(index=ints(0, 1, 1)), "Tree.index"),
         (tree(index=ints(-1, 1, 2)), "Tree.index"),
@@ -164,6 +164,19 @@ def test_nonsense_of_a_service_is_told_by_field_and_costs_one_message(message: A
 def test_a_long_explanation_is_cut():
     (read,) = wire.read_service_frame(wire.service_frame([Refused("full", "why" * 1000)]))
     assert isinstance(read, Refused) and len(read.message) == Caps().text
+
+
+def test_numbers_of_other_sizes_are_sent_as_they_should_be():
+    odd = tree(index=np.arange(3), log_q=np.array([-0.5, -0.25, 0.0]))
+    (read,) = wire.read_service_frame(wire.service_frame([odd]))
+    same(read, tree())
+
+
+def test_a_cut_array_is_told():
+    frame = pb.ServiceFrame.FromString(wire.service_frame([tree()]))
+    frame.messages[0].tree.log_q = b"12345"
+    (error,) = wire.read_service_frame(frame.SerializeToString())
+    assert "Tree.nodes must be 4 integers for each of 1.25 nodes, got 48 bytes" in str(error)
 
 
 def test_errors_tell_no_tokens():

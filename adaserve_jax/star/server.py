@@ -1,0 +1,202 @@
+"""The gRPC side of a draft service: one thread per stream reads frames for the worker, another writes its answers.
+
+Whatever comes in at the port costs its own stream at most. No text, no token id and no secret gets into a log.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import grpc
+
+from adaserve_jax.certificates import read_file
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.star.limits import Allowance
+from adaserve_jax.star.messages import FromService, Refused
+from adaserve_jax.star.security import AUTHORIZATION, Audit, Tokens, check_secured
+from adaserve_jax.star.settings import DraftServiceSettings, host_port
+from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, Caps, WireError, read_target_frame, service_frame
+from adaserve_jax.star.worker import Connection, Frame
+
+MOST_UNTAKEN = 64
+"""Frames of one stream that may wait for the worker; then nothing more of it is read."""
+MOST_UNSENT = 1024
+"""Frames for one stream that may wait to be sent; a target that reads none of them is as good as gone."""
+PING_S, PING_TIMEOUT_S = 20.0, 10.0
+"""How often a silent connection is asked for a sign of life, and how long it has to give one."""
+SPARE_THREADS = 8
+"""Beside one for each stream: what comes beyond is refused by a thread too."""
+_log = logging.getLogger(__name__)
+
+
+class Hears(Protocol):
+    """What a server hands over to (`star.worker.Worker`)."""
+
+    def heard(self, stream: Connection, frame: Frame) -> None: ...
+    def lost(self, stream: Connection) -> None: ...
+
+
+class DraftServer:
+    """Listens for targets. Raises ConfigError: the address is not to be had, or not to be had so openly."""
+
+    def __init__(self, settings: DraftServiceSettings, worker: Hears, caps: Caps, audit: Audit | None = None) -> None:
+        check_secured(settings)
+        self.audit = audit or Audit()
+        self._settings = settings
+        self._worker = worker
+        self._caps = caps
+        self._tokens = None if settings.token_file is None else Tokens.from_file(settings.token_file)
+        most = settings.max_targets + SPARE_THREADS
+        self._server = grpc.server(
+            ThreadPoolExecutor(most, "draft-stream"),
+            handlers=[_Handlers(self)],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=most,
+        )
+        self.port = self._bind()
+
+    def _bind(self) -> int:
+        settings = self._settings
+        host, port = host_port("listen", settings.listen)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if settings.tls_cert is None or settings.tls_key is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, _credentials(settings))
+        except RuntimeError:
+            bound = 0
+        if not bound:
+            raise ConfigError(f"cannot listen on {settings.listen}; choose another address with --listen")
+        return bound
+
+    def start(self) -> None:
+        self._server.start()
+
+    def stop(self, grace_s: float) -> threading.Event:
+        """Take no more streams; those that stand have so long to end. Returns at once what is set when all have."""
+        return self._server.stop(grace_s)
+
+    # ---- one stream ----
+
+    def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """The method: frames in, frames out."""
+        peer = _peer_of(context)
+        identity = self._identify(context)
+        if identity is None:
+            self.audit.refuse("unauthenticated")
+            yield service_frame([Refused("unauthenticated", "this draft service asks for a token that it knows")])
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token that is known")
+        why = self.audit.open(peer, self._settings.max_targets, self._settings.max_streams_per_peer)
+        if why:
+            self.audit.refuse("streams")
+            yield service_frame([Refused("full", why, retry_after_s=1.0)])
+            return
+        stream = _Stream(identity, context)
+        try:
+            threading.Thread(target=self._read, args=(stream, requests), name="draft-reader", daemon=True).start()
+            yield from stream.outgoing()
+        finally:
+            self.audit.close(peer)
+            stream.end()
+            self._worker.lost(stream)
+
+    def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
+        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read so long."""
+        now, rate = time.monotonic, self._settings.max_messages_per_s
+        allowance = Allowance(rate, max(1, int(rate)), now())
+        try:
+            for data in requests:
+                while wait_s := allowance.take(now()):
+                    time.sleep(wait_s)
+                frame = read_target_frame(data, self._caps)
+                stream.untaken.acquire()
+                self._worker.heard(stream, frame)
+        except WireError as error:
+            self.audit.refuse("garbage")
+            stream.send([Refused(error.code, str(error))])
+        except Exception as error:  # gRPC raises bare exceptions where a stream breaks
+            _log.debug("a stream ended: %s", type(error).__name__)
+        finally:
+            stream.end()
+
+    def _identify(self, context: grpc.ServicerContext) -> str | None:
+        """Who the peer is: its token, its certificate's name, or anybody. None: it should have said."""
+        if self._tokens is not None:
+            given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
+            return self._tokens.identify(given if isinstance(given, str) else "")
+        names: Any = context.peer_identities() if self._settings.tls_client_ca is not None else None
+        return "certificate-" + b",".join(sorted(names)).decode("utf-8", "replace") if names else "anybody"
+
+
+class _Stream:
+    """Implements `worker.Connection`."""
+
+    def __init__(self, identity: str, context: grpc.ServicerContext) -> None:
+        self.identity = identity
+        self.untaken = threading.Semaphore(MOST_UNTAKEN)
+        self._unsent: queue.SimpleQueue[Sequence[FromService] | None] = queue.SimpleQueue()
+        self._ended = False
+        context.add_callback(self.end)
+
+    def send(self, frame: Sequence[FromService]) -> None:
+        if self._unsent.qsize() >= MOST_UNSENT:
+            self.end()
+        if not self._ended:
+            self._unsent.put(frame)
+
+    def taken(self) -> None:
+        self.untaken.release()
+
+    def end(self) -> None:
+        self._ended = True
+        self._unsent.put(None)
+
+    def outgoing(self) -> Iterator[bytes]:
+        """Frames as bytes, until the stream ends."""
+        while (frame := self._unsent.get()) is not None:
+            yield service_frame(frame)
+
+
+class _Handlers(grpc.GenericRpcHandler):
+    """The one method, whose frames come and go as bytes."""
+
+    def __init__(self, server: DraftServer) -> None:
+        self._handler = grpc.stream_stream_rpc_method_handler(server.serve)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return self._handler if handler_call_details.method == METHOD else None
+
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", int(PING_S * 1e3)),
+    ("grpc.keepalive_timeout_ms", int(PING_TIMEOUT_S * 1e3)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+
+
+def _credentials(settings: DraftServiceSettings) -> grpc.ServerCredentials:
+    assert settings.tls_cert is not None and settings.tls_key is not None
+    pair = read_file("tls_key", settings.tls_key), read_file("tls_cert", settings.tls_cert)
+    if settings.tls_client_ca is None:
+        return grpc.ssl_server_credentials([pair])
+    authorities = read_file("tls_client_ca", settings.tls_client_ca)
+    return grpc.ssl_server_credentials([pair], authorities, require_client_auth=True)
+
+
+def _peer_of(context: grpc.ServicerContext) -> str:
+    """The peer's address without its port."""
+    return context.peer().rpartition(":")[0]

@@ -1,0 +1,317 @@
+"""The one thread of a draft service that owns core and device: takes frames in, runs batches, hands answers out.
+
+Connections put frames into its inbox from threads of their own, also while the device computes. Knows no gRPC.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from adaserve_jax.star.core import DraftCore
+from adaserve_jax.star.counters import CoreStats
+from adaserve_jax.star.dispatch import Batch
+from adaserve_jax.star.messages import LOAD_EVERY_S, Close, FromService, FromTarget, Hello, Load, Refused
+from adaserve_jax.star.wire import WireError
+from adaserve_jax.types import CandidateTrees
+
+BUSY_WINDOW_S = 2.0
+"""Load.busy is of the last so many seconds."""
+EXPIRE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.2
+"""How often the snapshot is replaced, at least."""
+MOST_FAILURES = 3
+"""Of batches one after another, until the service ends."""
+MOST_FRAMES = 256
+"""Taken in between two batches at most, so that a flood does not keep the device waiting."""
+ROWS_EDGES = (1, 2, 4, 8, 16, 32, 64)
+_log = logging.getLogger(__name__)
+Frame = Sequence[FromTarget | WireError]
+
+
+class Connection(Protocol):
+    """One stream of a target, as the worker sees it. identity: who its peer is, by token or certificate."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def send(self, frame: Sequence[FromService]) -> None:
+        """Hand a frame over; returns at once, never raises, and drops it where the stream has ended."""
+        ...
+
+    def taken(self) -> None:
+        """One frame of it has been taken in."""
+        ...
+
+    def end(self) -> None:
+        """Send what was handed over, then end the stream. Safe to call twice."""
+        ...
+
+
+class Device(Protocol):
+    """What runs batches (`star.model.DraftModel`)."""
+
+    def run(self, batch: Batch) -> CandidateTrees | None: ...
+
+
+@dataclass
+class WorkerStats:
+    """What the loop saw since it began, beside `CoreStats`. idle_s, service_s: seconds without and with a batch on the
+    device; searches, search_s: batches that searched, and their seconds; rows: batches that searched by the least of
+    ROWS_EDGES that holds their rows; rows_searched: of all of them; frames: taken in; nonsense: messages that made no
+    sense, by whose they were (session, target)."""
+
+    idle_s: float = 0.0
+    service_s: float = 0.0
+    searches: int = 0
+    search_s: float = 0.0
+    rows: Counter[float] = field(default_factory=Counter)
+    rows_searched: int = 0
+    frames: int = 0
+    nonsense: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Of a running service, as it was between two batches."""
+
+    load: Load
+    core: CoreStats
+    worker: WorkerStats
+    waiting: int
+    holding: int
+
+
+class BusyMeter:
+    """Which share of the last `window_s` seconds the device worked."""
+
+    def __init__(self, window_s: float, now: float) -> None:
+        self._window_s, self._since = window_s, now
+        self._batches: deque[tuple[float, float]] = deque()
+        self._sum_s = 0.0
+
+    def add(self, started_s: float, ended_s: float) -> None:
+        self._batches.append((ended_s, ended_s - started_s))
+        self._sum_s += ended_s - started_s
+
+    def share(self, now: float) -> float:
+        """In [0, 1]."""
+        while self._batches and self._batches[0][0] <= now - self._window_s:
+            self._sum_s -= self._batches.popleft()[1]
+        watched_s = min(self._window_s, now - self._since)
+        return min(1.0, max(0.0, self._sum_s) / watched_s) if watched_s > 0 else 0.0
+
+
+class Worker:
+    """Runs a core on a device. on_death: called from the thread when it ends because the device fails on and on."""
+
+    def __init__(
+        self, core: DraftCore, device: Device, *, on_death: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._core, self._device, self._on_death, self._clock = core, device, on_death, clock
+        self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Connection] = {}  # by target
+        self._targets: dict[Connection, str] = {}
+        self._load_sent_s: dict[str, float] = {}
+        self._stats = WorkerStats()
+        self._stopping = False
+        self._failures = 0
+        now = clock()
+        self._busy = BusyMeter(BUSY_WINDOW_S, now)
+        self._expired_s = self._looked_s = now
+        self.snapshot = self._snapshot(now)
+        """The newest; replaced, never changed."""
+        self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def heard(self, stream: Connection, frame: Frame) -> None:
+        """A frame has come. Any thread; returns at once."""
+        self._inbox.put((stream, frame))
+
+    def lost(self, stream: Connection) -> None:
+        """The stream has ended. Any thread; nothing is heard of it afterwards."""
+        self._inbox.put((stream, None))
+
+    def stop(self, timeout_s: float) -> bool:
+        """Tell all targets that the service ends, and end once the batch on the device is done; whether it has."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- the loop ----
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception:
+            _log.exception("the draft service ends")
+            self._on_death()
+        finally:
+            self._say_goodbye()
+
+    def _turn(self) -> None:
+        """Take in what has come, run one batch, or wait for something to come."""
+        taken = 0
+        while taken < MOST_FRAMES and self._take(block_s=None):
+            taken += 1
+        now = self._clock()
+        if now - self._expired_s >= EXPIRE_EVERY_S:
+            self._core.expire(now)
+            self._expired_s = now
+        batch = None if self._stopping else self._core.next_batch(now)
+        if batch is not None:
+            self._serve(batch)
+        elif not self._stopping:
+            self._take(block_s=LOOK_EVERY_S)
+            self._stats.idle_s += self._clock() - now
+        if now - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now
+            self.snapshot = self._snapshot(now)
+
+    def _serve(self, batch: Batch) -> None:
+        found, error = None, None
+        try:
+            found = self._device.run(batch)
+        except Exception as raised:
+            error = raised
+        now = self._clock()
+        self._note(batch, now)
+        answers = self._core.done(batch, found, now) if error is None else self._core.failed(batch, now)
+        for target_id, frame in answers:
+            self._send(target_id, frame, now)
+        if error is None:
+            self._failures = 0
+            return
+        self._failures += 1
+        _log.error("a batch of %d rows failed: %s", len(batch.rows), type(error).__name__, exc_info=error)
+        if self._failures == MOST_FAILURES:
+            raise error
+
+    def _note(self, batch: Batch, now: float) -> None:
+        taken_s, stats = now - batch.started_s, self._stats
+        self._busy.add(batch.started_s, now)
+        stats.service_s += taken_s
+        if batch.depth:
+            stats.searches += 1
+            stats.search_s += taken_s
+            stats.rows_searched += len(batch.rows)
+            stats.rows[next((edge for edge in ROWS_EDGES if edge >= len(batch.rows)), math.inf)] += 1
+
+    def _take(self, block_s: float | None) -> bool:
+        """Take in one frame; False where none came. block_s: how long to wait for it; None: not at all."""
+        try:
+            item = self._inbox.get(block=block_s is not None, timeout=block_s)
+        except queue.Empty:
+            return False
+        if item is None:
+            self._stopping = True
+        elif item[1] is None:
+            self._gone(item[0])
+        else:
+            self._heard(item[0], item[1])
+            item[0].taken()
+        return True
+
+    # ---- what comes ----
+
+    def _heard(self, stream: Connection, frame: Frame) -> None:
+        now = self._clock()
+        self._stats.frames += 1
+        target_id = self._targets.get(stream)
+        if target_id is None:
+            target_id = self._greeted(stream, frame, now)
+            if target_id is None:
+                return
+        errors = [each for each in frame if isinstance(each, WireError)]
+        said = [_named(each, stream) for each in frame if not isinstance(each, WireError)]
+        # What makes no sense ends its session, after what made sense before it.
+        replies = self._core.receive(target_id, [*said, *(Close(each.session) for each in errors)], now)
+        for error in errors:
+            self._stats.nonsense["session" if error.session else "target"] += 1
+            self._core.stats.refused[error.code] += 1
+            replies.append(Refused(error.code, str(error), error.session, error.epoch))
+        if replies:
+            self._send(target_id, replies, now)
+        if any(isinstance(reply, Refused) and reply.session == 0 for reply in replies):
+            self._gone(stream)  # it gets nothing as it is
+            stream.end()
+
+    def _greeted(self, stream: Connection, frame: Frame, now: float) -> str | None:
+        """The first frame of a stream begins with Hello: its target's id here. Another stream of the same target is
+        half dead, or the target would not have come again."""
+        hello = frame[0] if frame else None
+        if not isinstance(hello, Hello):
+            self._stats.nonsense["target"] += 1
+            why = str(hello) if isinstance(hello, WireError) else "the first message of a stream must be Hello"
+            stream.send([Refused("invalid", why)])
+            stream.end()
+            return None
+        target_id = _named(hello, stream).target_id
+        before = self._streams.get(target_id)
+        if before is not None:
+            self._gone(before)
+            before.end()
+        self._streams[target_id] = stream
+        self._targets[stream] = target_id
+        return target_id
+
+    def _gone(self, stream: Connection) -> None:
+        target_id = self._targets.pop(stream, None)
+        if target_id is not None:
+            del self._streams[target_id]
+            self._load_sent_s.pop(target_id, None)
+            self._core.gone(target_id, self._clock())
+
+    # ---- what goes ----
+
+    def _send(self, target_id: str, frame: list[FromService], now: float) -> None:
+        stream = self._streams.get(target_id)
+        if stream is None:
+            return
+        if now - self._load_sent_s.get(target_id, -math.inf) >= LOAD_EVERY_S:
+            self._load_sent_s[target_id] = now
+            frame = [*frame, self._load(now)]
+        stream.send(frame)
+
+    def _load(self, now: float) -> Load:
+        core = self._core
+        return Load(self._busy.share(now), core.backlog_s(), core.num_sessions, len(self._streams))
+
+    def _say_goodbye(self) -> None:
+        for target_id, frame in self._core.stop():
+            stream = self._streams.get(target_id)
+            if stream is not None:
+                stream.send(frame)
+        for stream in list(self._targets):
+            stream.end()
+
+    def _snapshot(self, now: float) -> Snapshot:
+        core, stats = self._core, self._stats
+        copied = replace(core.stats, refused=Counter(core.stats.refused), target_rounds=Counter())
+        ours = replace(stats, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
+        return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
+
+
+M = TypeVar("M", bound=FromTarget)
+
+
+def _named(message: M, stream: Connection) -> M:
+    """Targets with other credentials are others, whatever they call themselves."""
+    if isinstance(message, Hello):
+        return replace(message, target_id=f"{stream.identity}/{message.target_id}")
+    return message

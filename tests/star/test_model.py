@@ -1,0 +1,220 @@
+"""The draft alone: its trees are those of a local drafter, however sessions are fed, and nothing compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.timing import Effort
+from adaserve_jax.star.dispatch import Batch, BatchRow
+from adaserve_jax.star.model import DraftModel, load
+from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.settings import DraftServiceSettings
+from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
+from tests.models.checkpoints import write_checkpoint
+
+QUICK = Effort((16,), passes=1, repeats=1, repeats_beyond=0, all_depths=False)
+SIZES = {
+    "max_sessions": 8, "max_batch": 4, "max_batch_tokens": 16, "max_context": 128, "page_size": 16, "num_pages": 24,
+    "max_depth": 4, "max_width": 3,
+}  # fmt: skip
+LENGTHS = (61, 25, 90, 9)
+SAMPLINGS = (
+    Sampling(7, 0, 0.0, 0, 1.0, 0.0),
+    Sampling(2**63 + 5, 1, 1.0, 0, 1.0, 0.0),
+    Sampling(9, 2, 0.7, 20, 1.0, 0.0),
+    Sampling(9, 0, 1.3, 0, 0.9, 0.02),
+)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> DraftServiceSettings:
+    folder = write_checkpoint(tmp_path_factory.mktemp("models") / "draft", num_hidden_layers=1)
+    return DraftServiceSettings(model=str(folder), **SIZES)
+
+
+@pytest.fixture(scope="module")
+def model(settings: DraftServiceSettings) -> Iterator[DraftModel]:
+    model = load(settings, effort=QUICK)
+    yield model
+    assert model.compiles_after_ready == 0
+    model.close()
+
+
+@pytest.fixture(autouse=True)
+def all_pages_free(model: DraftModel) -> Iterator[None]:
+    yield
+    model.pool.check_integrity()
+    assert model.pool.num_used == 0
+
+
+class Local:
+    """A local drafter of the same checkpoint, alone, with pages of its own: for each tree it is fed the whole text. It
+    runs the same programs."""
+
+    def __init__(self, model: DraftModel, folder: Path) -> None:
+        config, ours = ModelConfig.from_folder(folder), model.drafter.model
+        device = DeviceModel(
+            "draft", config, load_params(folder, config), ours.programs, ours.buckets,
+            num_pages=24, page_size=16, dtype=jnp.dtype(jnp.float32),
+        )  # fmt: skip
+        device.compiled = dict(ours.compiled)
+        self.drafter = LocalDrafter(device, AcceptanceTable.of(model.table), max_depth=4, widths=model.drafter.widths)
+
+    def tree(self, text: np.ndarray, sampling: Sampling, depth: int, width: int, calibrated: bool) -> CandidateTrees:
+        found = CandidateTrees.empty(1)
+        for start in range(0, len(text), 16):
+            chunk, last = text[start : start + 16], start + 16 >= len(text)
+            draft = DraftPlan(
+                depth if last else 0, width, chunk, np.array([len(chunk)], np.int32), np.array([start], np.int32),
+                np.ones(1, bool), calibrated,
+            )  # fmt: skip
+            found = self.drafter.propose(self._plan(draft, sampling))
+        return found
+
+    def _plan(self, draft: DraftPlan, sampling: Sampling) -> StepPlan:
+        said = RowSampling(
+            np.array([sampling.seed], np.uint64), np.array([sampling.choice]), np.array([sampling.temperature]),
+            np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]),
+        )  # fmt: skip
+        zeros, none, pages = np.zeros(1, np.int32), np.zeros(0, np.int32), np.arange(8, dtype=np.int32)[None]
+        return StepPlan(0, zeros, 1, zeros, zeros, pages, said, none, none, none.astype(bool), draft, 0)
+
+
+@pytest.fixture(scope="module")
+def local(model: DraftModel, settings: DraftServiceSettings) -> Local:
+    return Local(model, Path(settings.model))
+
+
+def check(found: CandidateTrees | None, at: int, depth: int, expected: CandidateTrees) -> None:
+    """Row `at`, whose own depth may be less than the batch's; levels do not depend on those below them."""
+    assert found is not None and expected.log_f.shape[1]
+    columns = np.flatnonzero(found.depth <= depth)
+    there = np.flatnonzero(expected.log_f[0] > -np.inf)
+    np.testing.assert_array_equal(np.flatnonzero(found.log_f[at, columns] > -np.inf), there)
+    for name in ("token", "parent", "cell"):
+        np.testing.assert_array_equal(getattr(found, name)[at, there], getattr(expected, name)[0, there], name)
+    for name in ("log_q", "log_f"):
+        np.testing.assert_allclose(getattr(found, name)[at, there], getattr(expected, name)[0, there], atol=1e-4)
+
+
+def batch_of(rows: list[BatchRow], width: int, calibrated: bool = True) -> Batch:
+    return Batch(tuple(rows), max(row.depth for row in rows), width, calibrated, 0.0)
+
+
+def row_of(key: int, start: int, tokens: np.ndarray, depth: int) -> BatchRow:
+    return BatchRow("target", key, 0, 1, key, start, tokens, depth, SAMPLINGS[key])
+
+
+def texts() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, 300, length).astype(np.int32) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_interleaved_sessions_have_the_trees_of_a_local_drafter(model: DraftModel, local: Local, calibrated: bool):
+    """Fed in chunks of other sizes, in batches of other rows, at other depths; one loses its KV between and is fed
+    anew, on other pages."""
+    rng = np.random.default_rng(int(calibrated))
+    held = [0] * 4
+    for turn, width in enumerate((3, 1, 2, 3)):
+        ends = [max(2, length * (turn + 1) // 4) for length in LENGTHS]
+        if turn == 2:
+            model.release(2)
+            held[2] = 0
+        while any(end - at > 4 for end, at in zip(ends, held, strict=True)):  # all but the end, two together
+            rows = []
+            for key in rng.permutation(4)[:2].tolist():
+                upto = min(ends[key] - 1, held[key] + int(rng.integers(1, 9)))
+                if upto > held[key]:
+                    assert model.reserve(key, upto)
+                    rows.append(row_of(key, held[key], texts()[key][held[key] : upto], 0))
+                    held[key] = upto
+            if rows:
+                assert model.run(batch_of(rows, 1)) is None
+        depths, order, rows = rng.permutation([1, 2, 3, 4]).tolist(), rng.permutation(4).tolist(), []
+        for key in order:
+            assert model.reserve(key, ends[key])
+            start = min(held[key], ends[key] - 1)
+            rows.append(row_of(key, start, texts()[key][start : ends[key]], depths[key]))
+            held[key] = ends[key]
+        found = model.run(batch_of(rows, width, calibrated))
+        for at, key in enumerate(order):
+            expected = local.tree(texts()[key][: ends[key]], SAMPLINGS[key], depths[key], width, calibrated)
+            check(found, at, depths[key], expected)
+    for key in range(4):
+        model.release(key)
+
+
+def test_what_is_asked_again_is_found_again(model: DraftModel, local: Local):
+    """The last token is fed a second time, on the slot that it has."""
+    text = texts()[1][:14]
+    assert model.reserve(3, 14)
+    first = model.run(batch_of([row_of(3, 0, text, 3)], 2))
+    again = model.run(batch_of([row_of(3, 13, text[13:], 3)], 2))
+    for found in (first, again):
+        check(found, 0, 3, local.tree(text, SAMPLINGS[3], 3, 2, True))
+    model.release(3)
+
+
+def test_rows_that_are_only_fed_get_no_tree_beside_one_that_does(model: DraftModel, local: Local):
+    first, second, *_ = texts()
+    assert model.reserve(0, 8) and model.reserve(1, 6)
+    found = model.run(batch_of([row_of(0, 0, first[:8], 0), row_of(1, 0, second[:6], 2)], 2))
+    assert found is not None and (found.log_f[0] == -np.inf).all()
+    check(found, 1, 2, local.tree(second[:6], SAMPLINGS[1], 2, 2, True))
+    model.release(0)
+    model.release(1)
+
+
+def test_pages_are_reserved_whole_or_not_at_all_and_return(model: DraftModel):
+    assert model.capacity == 16 * 24
+    assert model.reserve(1, 16 * 20) and model.pool.num_used == 20
+    assert model.reserve(1, 16 * 20 - 15) and model.pool.num_used == 20, "it has those already"
+    assert not model.reserve(2, 16 * 5) and model.pool.num_used == 20
+    assert model.reserve(2, 16 * 4) and model.pool.num_used == 24
+    model.release(1)
+    model.release(1)
+    assert model.pool.num_used == 4
+    model.release(2)
+
+
+def test_it_says_what_it_is_and_how_long_it_takes(model: DraftModel, settings: DraftServiceSettings):
+    assert model.version == model_hash(Path(settings.model))
+    assert model.vocabulary_hash == Tokenizer.from_folder(settings.model).vocabulary_hash
+    assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 4) for width in (1, 3)}
+    assert set(model.samples.catchup_s) == set(model.limits.token_edges)
+    assert all(seconds > 0 for seconds in (*model.samples.draft_level_s.values(), *model.samples.catchup_s.values()))
+
+
+def test_vocabularies_are_told_apart(tmp_path: Path, settings: DraftServiceSettings):
+    demo = [Tokenizer.from_folder(resolve_folder("demo", role)).vocabulary_hash for role in ("target", "draft")]
+    assert demo[0] == demo[1] != Tokenizer.from_folder(settings.model).vocabulary_hash
+    assert len(demo[0]) == 16 and set(demo[0]) <= set("0123456789abcdef")
+
+
+def test_sizes_that_cannot_be_are_said_before_loading(settings: DraftServiceSettings):
+    cases = {
+        "max_context must be at most 256, which the draft supports, got 99999": {"max_context": 99999},
+        "max_batch_tokens (2) must be at least max_batch (4)": {"max_batch_tokens": 2},
+        "num_pages must be at least 8, which one request of max_context needs, got 2": {"num_pages": 2},
+        "lower num_pages, max_context or max_sessions": {"num_pages": 10**9},
+    }
+    for message, changed in cases.items():
+        with pytest.raises(ConfigError) as raised:
+            load(replace(settings, **changed))
+        assert message in str(raised.value)

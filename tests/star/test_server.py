@@ -1,0 +1,273 @@
+"""The service over real sockets, with a toy for its device: every stream gets its own answers, whatever others do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.star import draft_pb2 as pb
+from adaserve_jax.star.limits import Quotas
+from adaserve_jax.star.messages import Close, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.server import DraftServer
+from adaserve_jax.star.settings import DraftServiceSettings
+from adaserve_jax.star.wire import MAX_FRAME_BYTES, Caps
+from tests.star.streams import HANG_S, Target, toy_service
+from tests.star.toys import PLAIN, ToyDevice, columns_of, draft, hello, opened, toy_columns
+
+TEXT = [1, 2, 3, 4, 5]
+
+
+def is_right(tree: Any, text: list[int], depth: int = 2, width: int = 2) -> bool:
+    return isinstance(tree, Tree) and columns_of(tree) == toy_columns(text, PLAIN, depth, width, True)
+
+
+def rounds(target: Target, session: int, first: int = 1, count: int = 3) -> None:
+    """Open a session and draft some rounds in it, each of which must come out right."""
+    target.send(opened(session, 1, TEXT), draft(session, 1, first, len(TEXT), [], give_up_s=HANG_S))
+    text = list(TEXT)
+    assert is_right(target.receive(), text)
+    for number in range(first + 1, first + count):
+        new = [number % 7, session % 7]
+        target.send(draft(session, 1, number, len(text), new, give_up_s=HANG_S))
+        text += new
+        tree = target.receive()
+        assert is_right(tree, text) and (tree.session, tree.round, tree.length) == (session, number, len(text))
+        assert tree.queue_s >= 0 and tree.service_s > 0
+
+
+def test_targets_have_their_own_trees_at_the_same_time():
+    with toy_service() as service, service.target("a") as a, service.target("b") as b:
+        failures: list[BaseException] = []
+
+        def draft_on(target: Target) -> None:
+            try:
+                for session in range(1, 6):
+                    rounds(target, session)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=draft_on, args=(target,)) for target in (a, b)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(HANG_S)
+        assert not failures
+        a.send(*map(Close, range(1, 6)), hello("a"))
+        assert isinstance(a.receive(), Welcome)
+        assert service.core.num_sessions == 5, "of b"
+
+
+def test_what_comes_while_the_device_works_is_taken_in_and_answered_after():
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Held(ToyDevice):
+        def run(self, batch):
+            begun.set()
+            assert go_on.wait(HANG_S)
+            return super().run(batch)
+
+    with toy_service(device=Held) as service, service.target("a") as a, service.target("b") as b:
+        a.send(opened(1, 1, TEXT), draft(1, 1, 1, 5, [], give_up_s=HANG_S))
+        assert begun.wait(HANG_S)
+        for session in (1, 2, 3):
+            b.send(opened(session, 1, TEXT), draft(session, 1, 1, 5, [], give_up_s=HANG_S))
+        while service.worker._inbox.qsize() < 3:
+            threading.Event().wait(0.001)
+        go_on.set()
+        assert is_right(a.receive(), TEXT)
+        assert all(is_right(b.receive(), TEXT) for _ in range(3))
+
+
+def test_answers_bring_the_load_now_and_then():
+    with toy_service() as service, service.target(None) as target:
+        target.send(hello("a"))
+        target.send(opened(1, 1, TEXT), draft(1, 1, 1, 5, [], give_up_s=HANG_S))
+        found = pb.ServiceFrame()
+        while not any(each.WhichOneof("kind") == "tree" for each in found.messages):
+            found.MergeFromString(next(target.call))
+        loads = [each.load for each in found.messages if each.WhichOneof("kind") == "load"]
+        assert len(loads) >= 1 and loads[0].targets == 1 and 0 <= loads[0].busy <= 1
+
+
+# ---- ends ----
+
+
+def test_at_the_end_all_targets_are_told():
+    with contextlib.ExitStack() as held:
+        service = held.enter_context(toy_service())
+        targets = [held.enter_context(service.target(name)) for name in "abc"]
+        silent = held.enter_context(service.target(None))
+        assert service.worker.stop(HANG_S)
+        for target in targets:
+            refused = [each for each in target.rest() if isinstance(each, Refused)]
+            assert [(each.code, each.session) for each in refused] == [("shutting_down", 0)]
+        silent.close()
+
+
+def test_a_target_that_comes_back_goes_on_with_what_is_held():
+    with toy_service() as service, service.target("a") as first:
+        rounds(first, 1)
+        with service.target("a") as second:  # the first stream is taken for dead
+            assert first.rest() == []
+            assert service.core.num_sessions == 1
+            second.send(opened(1, 2, [*TEXT, 9]), draft(1, 2, 9, 6, [], give_up_s=HANG_S))
+            assert is_right(second.receive(), [*TEXT, 9])
+    assert service.room.held, "its lease goes on"
+
+
+def test_a_stream_that_breaks_leaves_its_sessions_to_their_leases():
+    with toy_service() as service, service.target("b") as other:
+        with service.target("a") as target:
+            rounds(target, 1)
+        while len(service.core.targets) > 1:
+            threading.Event().wait(0.001)
+        rounds(other, 1)
+        assert service.core.num_sessions == 2
+
+
+def test_a_device_that_fails_answers_empty_trees_and_ends_the_service_if_it_goes_on():
+    class Failing:
+        def run(self, batch):
+            raise RuntimeError("no device")
+
+    with toy_service(device=lambda *_: Failing()) as service, service.target("a") as target:
+        for number in (1, 2, 3):
+            target.send(opened(number, 1, TEXT), draft(number, 1, 1, 5, [], give_up_s=HANG_S))
+            tree = target.receive()
+            assert isinstance(tree, Tree) and len(tree.index) == 0
+        assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
+        service.worker._thread.join(HANG_S)
+        assert service.dead == [True] and not service.worker.alive
+
+
+# ---- what must not harm others ----
+
+
+def raw(port: int, data: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANG_S) as junk, contextlib.suppress(OSError):
+        junk.sendall(data)
+        junk.shutdown(socket.SHUT_WR)
+        while junk.recv(4096):
+            pass
+
+
+def spoilt(port: int, *frames: Any) -> list[Any]:
+    """Send these on a stream of their own; what is answered until it ends."""
+    target = Target(port)
+    try:
+        for frame in frames:
+            target.send(*frame) if isinstance(frame, tuple) else target.send(frame)
+        return [each for each in target.rest() if type(each).__name__ != "Load"]
+    finally:
+        target.close()
+
+
+def test_garbage_never_harms_others():
+    with toy_service() as service, service.target("good") as good:
+        rounds(good, 1)
+        port, rng = service.port, np.random.default_rng(0)
+        raw(port, rng.bytes(5000))
+        raw(port, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        raw(port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.bytes(2000))
+        rounds(good, 2)
+        (junk,) = spoilt(port, b"\xff\xff\xff junk")
+        assert junk.code == "invalid" and "protobuf" in junk.message
+        (kindless,) = spoilt(port, pb.TargetFrame(messages=[pb.FromTarget()]).SerializeToString())
+        assert kindless.code == "invalid"
+        assert spoilt(port, bytes(MAX_FRAME_BYTES + 1)) == []
+        (early,) = spoilt(port, (opened(1, 1, TEXT),))
+        assert early.code == "invalid" and "Hello" in early.message
+        (nameless,) = spoilt(port, (hello(""),))
+        assert nameless.code == "invalid" and "target_id" in nameless.message
+        (other,) = spoilt(port, (hello("x", vocabulary_hash="other"),))
+        assert other.code == "vocabulary"
+        with pytest.raises(grpc.RpcError) as raised, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            channel.unary_unary("/adaserve.star.v1.DraftService/Other")(b"", timeout=HANG_S)
+        assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+        rounds(good, 3)
+        assert service.server.audit.refused() == {"garbage": 2}
+        assert service.worker.alive
+
+
+def test_nonsense_costs_its_own_session():
+    with toy_service() as service, service.target("a") as target:
+        rounds(target, 1)
+        rounds(target, 2)
+        bad = draft(1, 1, 9, 9, [1], give_up_s=float("nan"))
+        target.send(bad, draft(2, 1, 9, len(TEXT) + 4, [3], give_up_s=HANG_S))
+        answers = sorted((target.receive() for _ in range(2)), key=lambda each: each.session)
+        assert (answers[0].code, answers[0].session) == ("invalid", 1)
+        assert is_right(answers[1], [*TEXT, 2, 2, 3, 2, 3])
+        target.send(draft(1, 1, 10, 9, [1], give_up_s=HANG_S))
+        assert target.receive() == Resync(1, 1), "the session has ended"
+        target.send(opened(0, 1, TEXT))
+        assert (refused := target.receive()).code == "invalid" and refused.session == 0
+        assert target.rest() == [], "who speaks of no session gets nothing more"
+
+
+def test_a_flood_is_refused_and_others_go_on():
+    quotas = Quotas(messages_per_s=1e-3, messages_at_once=8)
+    with toy_service(quotas=quotas) as service, service.target("flood") as flood, service.target("good") as good:
+        for number in range(50):
+            flood.send(opened(1, number, TEXT))
+        codes = {(flood.receive()).code for _ in range(42)}
+        assert codes == {"rate"}
+        rounds(good, 1, count=3)
+
+
+def test_no_more_streams_than_there_may_be():
+    with toy_service(max_targets=2, max_streams_per_peer=2) as service, service.target("a"), service.target("b"):
+        (refused,) = spoilt(service.port, (hello("c"),))
+        assert refused.code == "full" and "2 targets are connected" in refused.message
+    with toy_service(max_streams_per_peer=1) as service, service.target("a"):
+        (refused,) = spoilt(service.port, (hello("b"),))
+        assert "1 connections of this peer are open" in refused.message
+        assert service.server.audit.refused() == {"streams": 1}
+    while service.server.audit.streams:
+        threading.Event().wait(0.001)
+
+
+def test_logs_tell_nothing_of_texts_and_secrets(caplog: pytest.LogCaptureFixture, tmp_path):
+    secret, text = "0123456789abcdef-secret", [61, 62, 63, 64]
+    file = tmp_path / "tokens"
+    file.write_text(secret + "\n")
+    with caplog.at_level(logging.DEBUG), toy_service(token_file=str(file)) as service:
+        with service.target("a", token=secret) as target:
+            target.send(opened(1, 1, text), draft(1, 1, 1, 4, [200], give_up_s=HANG_S))
+            assert "200" not in (said := target.receive().message) and "61" not in said
+        spoilt(service.port, b"junk")
+        (refused,) = spoilt(service.port, (hello("b"),))
+        assert secret not in refused.message
+    ours = "\n".join(record.getMessage() for record in caplog.records if record.name.startswith("adaserve"))
+    assert secret not in ours and "61" not in ours and "62, 63" not in ours
+
+
+def test_a_port_that_is_taken_is_said():
+    class Nobody:
+        def heard(self, stream, frame): ...
+        def lost(self, stream): ...
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"cannot listen on {address}; choose another address with --listen"):
+            DraftServer(DraftServiceSettings(listen=address), Nobody(), Caps())
+
+
+def test_frames_of_one_step_are_one_batch():
+    with toy_service() as service, service.target("a") as target:
+        sessions = range(1, 5)
+        target.send(*(opened(session, 1, TEXT[:3]) for session in sessions),
+                    *(draft(session, 1, 1, 3, [], give_up_s=HANG_S) for session in sessions))  # fmt: skip
+        trees = [target.receive() for _ in sessions]
+        assert all(is_right(tree, TEXT[:3]) for tree in trees)
+        assert service.core.stats.batches == 1
