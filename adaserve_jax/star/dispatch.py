@@ -154,7 +154,7 @@ class Dispatcher:
                 continue
             if rows and now + self._takes_s(rows, need, deepest, width) > latest:
                 continue
-            if not self._keeper.reserve(session, session.length, {row.key for row in rows}, by_force=not rows):
+            if not self._keeper.reserve(session, session.length, by_force=not rows):
                 continue
             depth, width, calibrated = deepest, draft.width, bool(draft.calibrated)
             left, give_up_s = left - need, latest
@@ -179,8 +179,7 @@ class Dispatcher:
         left = self._max_feed
         for session in ordered:
             count = min(session.lag, left)
-            end, spared = session.computed + count, {row.key for row in rows}
-            if not count or not self._keeper.reserve(session, end, spared, by_force=not rows):
+            if not count or not self._keeper.reserve(session, session.computed + count, by_force=not rows):
                 continue
             rows.append(_row(session, session.computed, count, 0))
             self._serve(session)

@@ -70,26 +70,31 @@ class Rounds:
 def rounds(targets: int, service_s: ServiceTime, back_s: float, tokens: float, *, max_rows: int = 1) -> Rounds:
     """What `targets` targets get of one draft that takes up to max_rows requests at once (1: the paper's).
 
-    back_s: Z. tokens: of one round, `emitted`. The device takes all that wait when it is free; requests that were
-    drafted together come back together. So targets form groups, and groups merge when two wait at once: in the end g
-    groups of about N / g take turns, g the fewest that leave no idle time, else as many as there are targets. Then
-    T = max(sum over groups of S(n), Z + S(n) of the largest). With max_rows = 1 that is eq. 8 to 10.
+    back_s: Z. tokens: of one round, `emitted`. The device takes all that wait when it is free, and requests that were
+    drafted together come back together. So targets form groups, and groups that wait at once become one: in the end g
+    groups of about N / g take turns, g the fewest that leave no idle time, else every target for itself. Then T = max(
+    sum over the groups of S(n), Z + S(n) of the largest). Groups above max_rows: batches are full, N / max_rows in a
+    round. With max_rows = 1 this is eq. 8 to 10. Batched, a loop may settle at one group more or fewer, as its phases
+    fall.
     """
-    sizes = _groups(targets, service_s, back_s, max_rows)
-    services = [service_s(size) for size in sizes]
-    busy_s = sum(services)
+    sizes = _groups(targets, service_s, back_s)
+    if sizes[0] <= max_rows:
+        services, batches = [service_s(size) for size in sizes], float(len(sizes))
+        busy_s = sum(services)
+    else:
+        sizes, services, batches = [max_rows], [service_s(max_rows)], targets / max_rows
+        busy_s = batches * services[0]
     round_s = max(busy_s, back_s + services[0])
-    # What a request of each group spends outside Z and its own draft is its wait.
-    wait_s = sum(size * (round_s - back_s - took) for size, took in zip(sizes, services, strict=True)) / targets
+    served_s = sum(size * took for size, took in zip(sizes, services, strict=True)) / sum(sizes)
     rate = targets / round_s
     return Rounds(
         targets=targets,
-        batch=targets / len(sizes),
+        batch=targets / batches,
         round_s=round_s,
         throughput_tps=tokens * rate,
         per_target_tps=tokens / round_s,
-        wait_s=wait_s,
-        idle_s=(round_s - busy_s) / len(sizes),
+        wait_s=round_s - back_s - served_s,
+        idle_s=(round_s - busy_s) / batches,
         rounds_per_s=rate,
         target_rounds_per_s=1.0 / round_s,
         load=busy_s / round_s,
@@ -125,12 +130,12 @@ def measured(times_s: Mapping[int, float]) -> ServiceTime:
     return service_s
 
 
-def _groups(targets: int, service_s: ServiceTime, back_s: float, max_rows: int) -> list[int]:
-    """Sizes of the groups, largest first."""
-    least = -(-targets // max_rows)
-    for count in range(least, targets + 1):
+def _groups(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
+    """Sizes of the groups, largest first, where a batch has no limit."""
+    for count in range(1, targets):
         size, larger = divmod(targets, count)
         sizes = [size + 1] * larger + [size] * (count - larger)
-        if sum(service_s(each) for each in sizes[1:]) >= back_s:
+        services = [service_s(each) for each in sizes]
+        if sum(services[1:]) >= back_s:
             return sizes
     return [1] * targets

@@ -164,6 +164,11 @@ def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
     return problem
 
 
+def is_id(value: object) -> bool:
+    """Whether it can be the number of a session or an epoch."""
+    return _is_integer(value, 0, MAX_ID)
+
+
 def _problem_of_ids(message: Open | Draft) -> str:
     for name, least in (("session", 1), ("epoch", 0)):
         if not _is_integer(getattr(message, name), least, MAX_ID):

@@ -13,6 +13,7 @@ from adaserve_jax.star.limits import (
     Allowance,
     DraftLimits,
     Quotas,
+    is_id,
     problem_of_draft,
     problem_of_hello,
     problem_of_open,
@@ -279,12 +280,12 @@ class Registry:
         """Ends the session that the message names; where it names none, nobody is answered."""
         self._end_number(target, message.session)
         refusal = self._refusal("invalid", problem, message)
-        is_named = isinstance(message.session, int) and message.session > 0 and isinstance(message.epoch, int)
-        return refusal if is_named else None
+        return refusal if refusal.session else None
 
     def _refusal(self, code: str, why: str, of: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:
         self._stats.refused[code] += 1
-        return Refused(code, why, of.session if of else 0, of.epoch if of else 0, retry_after_s)
+        session, epoch = (of.session, of.epoch) if of is not None else (0, 0)
+        return Refused(code, why, session if is_id(session) else 0, epoch if is_id(epoch) else 0, retry_after_s)
 
     def _end_number(self, target: Target, number: object) -> None:
         session = target.sessions.get(number) if isinstance(number, int) else None

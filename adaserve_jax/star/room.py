@@ -42,10 +42,10 @@ class Keeper:
     def __len__(self) -> int:
         return len(self._held)
 
-    def reserve(self, session: Session, tokens: int, spared: set[int], *, by_force: bool) -> bool:
-        """Room for the first `tokens` tokens of a session. spared: keys of others that keep theirs."""
+    def reserve(self, session: Session, tokens: int, *, by_force: bool) -> bool:
+        """Room for the first `tokens` tokens of a session."""
         while not self._room.reserve(session.key, tokens):
-            victim = self._victim(session, spared, by_force)
+            victim = self._victim(session, by_force)
             if victim is None:
                 return False
             victim.unfed()
@@ -67,10 +67,8 @@ class Keeper:
         if session.closed:
             self._give_back(session)
 
-    def _victim(self, session: Session, spared: set[int], by_force: bool) -> Session | None:
-        others = [
-            held for key, held in self._held.items() if not held.flying and key not in spared and held is not session
-        ]
+    def _victim(self, session: Session, by_force: bool) -> Session | None:
+        others = [held for held in self._held.values() if not held.flying and held is not session]
         idle = (held for held in others if held.asked is None and not held.feed)
         fed = (held for held in others if held.asked is None and held.feed)
         victim = next(idle, None)

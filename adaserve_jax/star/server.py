@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ MOST_UNSENT = 1024
 """Frames for one stream that may wait to be sent; a target that reads none of them is as good as gone."""
 PING_S, PING_TIMEOUT_S = 20.0, 10.0
 """How often a silent connection is asked for a sign of life, and how long it has to give one."""
+HELLO_S = 15.0
+"""In which a new stream has to say who it is."""
 SPARE_THREADS = 8
 """Beside one for each stream: what comes beyond is refused by a thread too."""
 _log = logging.getLogger(__name__)
@@ -73,7 +76,7 @@ class DraftServer:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise ConfigError(f"cannot listen on {settings.listen}; choose another address with --listen")
+            raise _taken(settings.listen)
         return bound
 
     def start(self) -> None:
@@ -159,9 +162,14 @@ class _Stream:
         self._unsent.put(None)
 
     def outgoing(self) -> Iterator[bytes]:
-        """Frames as bytes, until the stream ends."""
-        while (frame := self._unsent.get()) is not None:
+        """Frames as bytes, until the stream ends; at once where no answer to a Hello comes, since none was said."""
+        try:
+            frame = self._unsent.get(timeout=HELLO_S)
+        except queue.Empty:
+            return
+        while frame is not None:
             yield service_frame(frame)
+            frame = self._unsent.get()
 
 
 class _Handlers(grpc.GenericRpcHandler):
@@ -186,6 +194,21 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
+
+
+def check_free(settings: DraftServiceSettings) -> None:
+    """Raise ConfigError where the address is not to be had, before minutes of loading."""
+    host, port = host_port("listen", settings.listen)
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            raise _taken(settings.listen) from None
+
+
+def _taken(address: str) -> ConfigError:
+    return ConfigError(f"cannot listen on {address}; choose another address with --listen")
 
 
 def _credentials(settings: DraftServiceSettings) -> grpc.ServerCredentials:

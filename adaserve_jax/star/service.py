@@ -16,7 +16,7 @@ from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.metrics import ServiceCollector, exposition
 from adaserve_jax.star.model import DraftModel, load
 from adaserve_jax.star.security import Audit, check_secured
-from adaserve_jax.star.server import DraftServer
+from adaserve_jax.star.server import DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
 from adaserve_jax.star.wire import Caps
 from adaserve_jax.star.worker import Worker
@@ -88,6 +88,7 @@ def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callab
     """Serve until SIGTERM or SIGINT and return 0; DEAD_STATUS when the device's end was the reason. ready: told in a
     line where and what. From the main thread. Raises ConfigError, CheckpointError."""
     check_secured(settings)
+    check_free(settings)
     with _status(settings) as status:
         model = load(settings, progress)
         ended = threading.Event()

@@ -220,14 +220,26 @@ class Worker:
             return False
         if item is None:
             self._stopping = True
-        elif item[1] is None:
-            self._gone(item[0])
+            return True
+        stream, frame = item
+        if frame is None:
+            self._gone(stream)
         else:
-            self._heard(item[0], item[1])
-            item[0].taken()
+            self._try(stream, frame)
+            stream.taken()
         return True
 
     # ---- what comes ----
+
+    def _try(self, stream: Connection, frame: Frame) -> None:
+        """Nothing that a target says ends the service."""
+        try:
+            self._heard(stream, frame)
+        except Exception as error:
+            _log.error("a frame of %d messages failed: %s; its stream ends", len(frame), type(error).__name__)
+            self._stats.nonsense["target"] += 1
+            self._gone(stream)
+            stream.end()
 
     def _heard(self, stream: Connection, frame: Frame) -> None:
         now = self._clock()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
@@ -19,13 +22,20 @@ from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.timing import Effort
+from adaserve_jax.star.cells import cells_hash
 from adaserve_jax.star.dispatch import Batch, BatchRow
+from adaserve_jax.star.http import StatusServer
+from adaserve_jax.star.messages import Close, Draft, Hello, Open
+from adaserve_jax.star.metrics import PREFIX
 from adaserve_jax.star.model import DraftModel, load
+from adaserve_jax.star.service import DraftService
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
+from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
+from tests.star.streams import HANG_S, Target
 
 QUICK = Effort((16,), passes=1, repeats=1, repeats_beyond=0, all_depths=False)
 SIZES = {
@@ -218,3 +228,95 @@ def test_sizes_that_cannot_be_are_said_before_loading(settings: DraftServiceSett
         with pytest.raises(ConfigError) as raised:
             load(replace(settings, **changed))
         assert message in str(raised.value)
+
+
+# ---- behind the port ----
+
+
+@pytest.fixture(scope="module")
+def service(settings: DraftServiceSettings, model: DraftModel) -> Iterator[DraftService]:
+    service = DraftService(replace(settings, listen="127.0.0.1:0", http=""), model)
+    yield service
+    service.close()
+
+
+def hello(model: DraftModel, name: str = "target") -> Hello:
+    return Hello(name, model.vocabulary_hash, cells_hash(model.table), model.version)
+
+
+def test_over_the_wire_trees_are_those_of_a_local_drafter(service: DraftService, model: DraftModel, local: Local):
+    """Sessions with sampling of their own, as long as several chunks, drafted for together; the prompt comes first."""
+    target = Target(service.port)
+    target.send(hello(model))
+    welcome = target.receive()
+    assert (welcome.max_depth, welcome.max_width, welcome.max_context) == (4, 3, 128)
+    assert welcome.level_s == model.samples.draft_level_s and welcome.catchup_s == model.samples.catchup_s
+    for key, text in enumerate(texts()):
+        target.send(Open(key + 1, 1, text[:-5], **vars(SAMPLINGS[key])))
+    for turn, (depth, width) in enumerate(((4, 3), (2, 1), (3, 2)), 1):
+        drafts = [
+            Draft(key + 1, 1, turn, len(text) - 6 + turn, text[-6 + turn : -5 + turn], depth, width, True, 1.0, HANG_S)
+            for key, text in enumerate(texts())
+        ]
+        target.send(*drafts)
+        for tree in [target.receive() for _ in drafts]:
+            key = tree.session - 1
+            text = texts()[key][: len(texts()[key]) - 5 + turn]
+            assert tree.length == len(text) and tree.round == turn
+            expected = local.tree(text, SAMPLINGS[key], depth, width, True)
+            assert expected.cell is not None and expected.log_q is not None
+            there = np.flatnonzero(expected.log_f[0] > -np.inf)
+            np.testing.assert_array_equal(tree.index, there)
+            for name in ("token", "parent", "cell"):
+                np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name)[0, there], name)
+            np.testing.assert_allclose(tree.log_q, expected.log_q[0, there], atol=1e-4)
+    target.send(*(Close(key + 1) for key in range(4)), hello(model))
+    assert target.receive() == welcome
+    target.close()
+
+
+def test_what_does_not_fit_is_refused(service: DraftService, model: DraftModel):
+    target = Target(service.port)
+    target.send(hello(model))
+    target.receive()
+    plain = vars(SAMPLINGS[0])
+    target.send(
+        Open(1, 1, np.zeros(125, np.int32), **plain),
+        Draft(1, 1, 1, 125, np.zeros(0, np.int32), 4, 3, True, 1.0, 1.0),
+        Open(2, 1, np.array([model.vocabulary], np.int32), **plain),
+    )
+    refused = {(each := target.receive()).session: each.code for _ in range(2)}
+    assert refused == {1: "too_long", 2: "invalid"}
+    target.close()
+    other = Target(service.port)
+    other.send(replace(hello(model), cells_hash="others"))
+    assert other.receive().code == "cells"
+    other.close()
+
+
+def test_metrics_say_what_the_documents_say(service: DraftService, model: DraftModel):
+    families = {family.name: family for family in text_string_to_metric_families(service.metrics().decode())}
+    documented = (ROOT / "docs" / "star.md").read_text()
+    assert [name for name in families if f"`{name}" not in documented] == []
+    named = set(re.findall(r"^\| `(adaserve_draft_service_\w+?)(?:_total)?`", documented, re.MULTILINE))
+    assert named == set(families)
+    value = {name: sum(sample.value for sample in family.samples) for name, family in families.items()}
+    assert value[PREFIX + "kv_pages"] == 24 and value[PREFIX + "compiles_after_ready"] == 0
+    assert value[PREFIX + "load"] >= 0 and value[PREFIX + "streams_opened"] >= 0
+
+
+def test_health_is_answered_from_the_start():
+    status = StatusServer("127.0.0.1:0", lambda: (False, {"status": "starting"}))
+    url = f"http://127.0.0.1:{status.port}"
+    with httpx.Client() as client:
+        assert client.get(f"{url}/metrics").status_code == 404
+        answer = client.get(f"{url}/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "starting"})
+        status.health, status.metrics = lambda: (True, {"status": "ok"}), lambda: b"nothing 1\n"
+        assert client.get(f"{url}/health?x=1").status_code == 200
+        assert client.get(f"{url}/metrics").text == "nothing 1\n"
+        assert client.head(f"{url}/metrics").text == "" and client.get(f"{url}/").status_code == 404
+        assert client.post(f"{url}/health").status_code == 501
+    with pytest.raises(ConfigError, match="choose another address with --http"):
+        StatusServer(f"127.0.0.1:{status.port}", status.health)
+    status.close()

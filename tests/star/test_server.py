@@ -16,7 +16,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.limits import Quotas
 from adaserve_jax.star.messages import Close, Refused, Resync, Tree, Welcome
-from adaserve_jax.star.server import DraftServer
+from adaserve_jax.star.server import DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, Caps
 from tests.star.streams import HANG_S, Target, toy_service
@@ -235,6 +235,14 @@ def test_no_more_streams_than_there_may_be():
         threading.Event().wait(0.001)
 
 
+def test_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("adaserve_jax.star.server.HELLO_S", 0.05)
+    with toy_service() as service, service.target(None) as silent:
+        assert silent.rest() == []
+        while service.server.audit.streams:
+            threading.Event().wait(0.001)
+
+
 def test_logs_tell_nothing_of_texts_and_secrets(caplog: pytest.LogCaptureFixture, tmp_path):
     secret, text = "0123456789abcdef-secret", [61, 62, 63, 64]
     file = tmp_path / "tokens"
@@ -259,8 +267,10 @@ def test_a_port_that_is_taken_is_said():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"cannot listen on {address}; choose another address with --listen"):
-            DraftServer(DraftServiceSettings(listen=address), Nobody(), Caps())
+        settings = DraftServiceSettings(listen=address)
+        for begin in (check_free, lambda settings: DraftServer(settings, Nobody(), Caps())):
+            with pytest.raises(ConfigError, match=f"cannot listen on {address}; choose another address with --listen"):
+                begin(settings)
 
 
 def test_frames_of_one_step_are_one_batch():

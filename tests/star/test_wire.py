@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from adaserve_jax.star import wire
 from adaserve_jax.star.messages import Close, Draft, Hello, Load, Open, Refused, Resync, Tree, Welcome
 from adaserve_jax.star.wire import Caps, WireError
 
+STAR = Path(wire.__file__).parent
 INF, NAN = float("inf"), float("nan")
 
 
@@ -219,3 +224,12 @@ def test_a_spoilt_frame_raises_nothing_else(side: str, data: st.DataObject):
         spoilt[data.draw(st.integers(0, len(spoilt) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(WireError):
         assert isinstance(read(bytes(spoilt)), list)
+
+
+@pytest.mark.parametrize("name", ["draft_pb2.py", "draft_pb2.pyi"])
+def test_the_generated_code_is_of_this_protocol(name: str, tmp_path: Path):
+    if importlib.util.find_spec("grpc_tools") is None:
+        pytest.skip("grpcio-tools is not installed; `make test` installs it")
+    command = ["-m", "grpc_tools.protoc", f"-I{STAR}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    subprocess.run([sys.executable, *command, str(STAR / "draft.proto")], check=True, timeout=60)
+    assert (tmp_path / name).read_text() == (STAR / name).read_text()

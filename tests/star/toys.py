@@ -18,6 +18,7 @@ from adaserve_jax.types import CandidateTrees
 
 VOCABULARY = 97
 PLAIN = Sampling(seed=1, choice=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+SAMPLED = Sampling(seed=2**64 - 1, choice=3, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
 Columns = tuple[list[int], list[int], list[int], list[int], list[float]]
 """index, token, parent, cell, log_q of a tree."""
 

@@ -1,0 +1,96 @@
+"""`adaserve draft` as a process: ready, used, ended by a signal; and what it says when it cannot start."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from adaserve_jax.cli.app import app
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.star.cells import cells_hash
+from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree
+from adaserve_jax.tree.chances import read_chances
+from tests.conftest import ROOT
+from tests.star.streams import HANG_S, Target
+
+SMALL = (
+    "--max-sessions",
+    "4",
+    "--max-batch",
+    "4",
+    "--max-batch-tokens",
+    "16",
+    "--max-context",
+    "128",
+    "--max-width",
+    "2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
+def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signals):
+    command = [
+        sys.executable,
+        "-m",
+        "adaserve_jax.cli",
+        "draft",
+        "--listen",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        *SMALL,
+    ]
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process,
+        contextlib.ExitStack() as held,
+    ):
+        held.callback(process.kill)
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        folder = resolve_folder("demo", "draft")
+        found = re.fullmatch(
+            r"ready: grpc://127.0.0.1:(\d+) drafts with demo, draft version (\w+), metrics on (\S+)/metrics\n", ready
+        )
+        assert found is not None and found[2] == model_hash(folder), ready
+        assert httpx.get(f"{found[3]}/health").json()["status"] == "ok"
+        target = Target(int(found[1]))
+        table = read_chances(Path(folder).parent / "calibration.json")
+        target.send(Hello("t", Tokenizer.from_folder(folder).vocabulary_hash, cells_hash(table)))
+        target.receive()
+        text = np.array(Tokenizer.from_folder(folder).encode("def add(a, b):\n    return a +"), np.int32)
+        target.send(Open(1, 1, text, 0, 0, 0.0, 0, 1.0, 0.0),
+                    Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
+        tree = target.receive()
+        assert isinstance(tree, Tree) and len(tree.index) == 8
+        while "adaserve_draft_service_rounds_total 1.0" not in httpx.get(f"{found[3]}/metrics").text:
+            time.sleep(0.01)  # the numbers are a moment old
+        process.send_signal(kind)
+        assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
+        target.close()
+        assert process.wait(HANG_S) == 0
+
+
+def test_an_open_port_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="listen must be on loopback without a token"):
+        app(["draft", "--listen", "0.0.0.0:7070", "--model", "absent"], standalone_mode=False)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    for name in ("server", "service"):
+        monkeypatch.delitem(sys.modules, f"adaserve_jax.star.{name}", raising=False)
+    with pytest.raises(ConfigError, match=r"needs the package 'grpc'.*pip install 'adaserve-jax\[star\]'"):
+        app(["draft"], standalone_mode=False)

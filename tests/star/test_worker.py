@@ -1,0 +1,148 @@
+"""The loop on a clock that the test turns: what it measures, and that nothing a target says ends it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from adaserve_jax.star.core import DraftCore
+from adaserve_jax.star.messages import Load, Refused, Tree
+from adaserve_jax.star.worker import BusyMeter, Worker
+from tests.star.streams import HANG_S
+from tests.star.toys import ToyDevice, ToyRoom, draft, hello, limits, opened
+
+
+class Stream:
+    """Keeps what it is sent."""
+
+    def __init__(self, identity: str = "anybody") -> None:
+        self.identity = identity
+        self.sent: list[Any] = []
+        self.frames = 0
+        self.ended = threading.Event()
+        self.news = threading.Condition()
+
+    def send(self, frame) -> None:
+        with self.news:
+            self.sent += frame
+            self.frames += 1
+            self.news.notify_all()
+
+    def taken(self) -> None:
+        pass
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def wait(self, frames: int) -> list[Any]:
+        """What was sent, once so many frames were."""
+        with self.news:
+            assert self.news.wait_for(lambda: self.frames >= frames, HANG_S)
+            return list(self.sent)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_busy_share_is_of_the_last_seconds():
+    meter = BusyMeter(2.0, 10.0)
+    assert meter.share(10.0) == 0.0
+    meter.add(10.0, 10.25)
+    assert meter.share(10.5) == 0.5, "of the half second that there is"
+    meter.add(10.5, 11.5)
+    assert meter.share(12.0) == 0.625
+    assert meter.share(12.25) == 0.5, "the first is over"
+    assert meter.share(13.5) == 0.0 and meter.share(20.0) == 0.0
+
+
+class Timed(ToyDevice):
+    """Every batch takes a quarter of a second of the clock."""
+
+    clock: Clock
+
+    def run(self, batch):
+        self.clock.now += 0.25
+        return super().run(batch)
+
+
+def begun() -> tuple[Worker, DraftCore, Clock]:
+    bounds, room, clock = limits(), ToyRoom(), Clock()
+    device = Timed(room, bounds)
+    device.clock = clock
+    core = DraftCore(bounds, room)
+    worker = Worker(core, device, clock=clock)
+    worker.start()
+    return worker, core, clock
+
+
+def test_what_the_loop_measures():
+    worker, core, _ = begun()
+    stream = Stream()
+    worker.heard(
+        stream, [hello("a"), opened(1, 1, [1, 2]), opened(2, 1, [3]), draft(1, 1, 1, 2, []), draft(2, 1, 1, 1, [])]
+    )
+    welcome, load, *answers = stream.wait(2)
+    assert load == Load(0.0, 0.0, 2, 1), "nothing ran yet"
+    trees = [each for each in answers if isinstance(each, Tree)]
+    assert [(tree.session, tree.queue_s, tree.service_s) for tree in trees] == [(1, 0.0, 0.25), (2, 0.0, 0.25)]
+    assert answers[-1] == Load(1.0, 0.0, 2, 1), "a quarter second later, all of it busy"
+    assert worker.stop(HANG_S)
+    seen = worker._snapshot(101.0)
+    assert (seen.worker.searches, seen.worker.search_s, seen.worker.rows_searched) == (1, 0.25, 2)
+    assert seen.worker.rows == {2: 1} and seen.core.rounds == 2 and seen.worker.frames == 1
+    assert (welcome.max_depth, core.num_sessions, seen.waiting, seen.holding) == (4, 2, 0, 2)
+
+
+def test_the_load_is_told_every_quarter_second_at_most():
+    worker, _, clock = begun()
+    stream = Stream()
+    worker.heard(stream, [hello("a")])
+    stream.wait(1)
+    for frames, later_s in enumerate((0.1, 0.1, 0.1), 2):
+        clock.now += later_s
+        worker.heard(stream, [hello("a")])
+        stream.wait(frames)
+    assert [type(each).__name__ for each in stream.sent] == ["Welcome", "Load", "Welcome", "Welcome", "Welcome", "Load"]
+    assert worker.stop(HANG_S)
+
+
+def test_nothing_that_is_said_ends_the_loop(monkeypatch):
+    worker, core, _ = begun()
+    good, bad = Stream(), Stream()
+    worker.heard(bad, [hello("bad")])
+    bad.wait(1)
+    receive = core.receive
+
+    def broken(target_id, messages, now):
+        if target_id.endswith("bad"):
+            raise ValueError("of a bug")
+        return receive(target_id, messages, now)
+
+    monkeypatch.setattr(core, "receive", broken)
+    worker.heard(bad, [opened(1, 1, [1])])
+    worker.heard(good, [hello("good"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])])
+    assert any(isinstance(each, Tree) for each in good.wait(2))
+    assert bad.ended.is_set() and not good.ended.is_set()
+    assert worker.stop(HANG_S)
+    assert good.ended.is_set() and [each.code for each in good.sent if isinstance(each, Refused)] == ["shutting_down"]
+
+
+def test_the_same_name_with_other_credentials_is_another_target():
+    worker, core, _ = begun()
+    one, other = Stream("token-1"), Stream("token-2")
+    for stream, session in ((one, 1), (other, 1)):
+        worker.heard(stream, [hello("a"), opened(session, 1, [1, 2, 3]), draft(session, 1, 1, 3, [])])
+        stream.wait(2)
+    assert core.targets == ["token-1/a", "token-2/a"] and core.num_sessions == 2
+    worker.lost(one)
+    worker.heard(other, [draft(1, 1, 2, 3, [4])])
+    trees = [each for each in other.wait(3) if isinstance(each, Tree)]
+    assert [tree.length for tree in trees] == [3, 4] and core.targets == ["token-2/a"]
+    assert np.isfinite(trees[-1].log_q).all()
+    assert worker.stop(HANG_S)
