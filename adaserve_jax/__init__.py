@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.types import SLO, SamplingParams
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from adaserve_jax.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SLO", "EngineConfig", "LearnConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SLO", "DrafterConfig", "EngineConfig", "LearnConfig", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

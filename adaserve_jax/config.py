@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 
@@ -51,7 +52,8 @@ LEAST_CONTEXT = 8
 class EngineConfig:
     """What an engine is built from.
 
-    Each field's help text is in FIELD_HELP; 0 or None means "auto" where the text says so.
+    Each field's help text is in FIELD_HELP; 0 or None means "auto" where the text says so. With a `drafter` there is no
+    draft here: `draft`, which may be left at its default, becomes None.
     """
 
     target: str = "demo"
@@ -93,6 +95,7 @@ class EngineConfig:
     drafts: tuple[str, ...] = ()
     route: str = "tag"
     learning: LearnConfig | None = field(default=None, metadata={"file_only": True})
+    drafter: DrafterConfig | None = field(default=None, metadata={"file_only": True})
 
     def __post_init__(self) -> None:
         for name in ("target", "draft", "profile", "calibration", "compile_cache", "coordinator"):
@@ -117,6 +120,7 @@ class EngineConfig:
             ok = isinstance(edges, (tuple, list)) and all(_is_integer(edge, 1) for edge in edges)
             self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(edges))
+        self._check_drafter()
         drafts = isinstance(self.drafts, (tuple, list)) and all(_is_named_folder(draft) for draft in self.drafts)
         self._check(drafts and (not self.drafts or self.draft is not None), "drafts", "NAME=FOLDER, beside a draft")
         object.__setattr__(self, "drafts", tuple(self.drafts))
@@ -131,6 +135,31 @@ class EngineConfig:
         self._check(self.attention in ATTENTION, "attention", f"one of {', '.join(ATTENTION)}")
         self._check_processes()
 
+    def _check_drafter(self) -> None:
+        """Raise ConfigError for what needs a draft on this device where a draft service is asked instead."""
+        self._check(self.drafter is None or isinstance(self.drafter, DrafterConfig), "drafter", "a DrafterConfig")
+        if self.drafter is None:
+            return
+        if self.draft not in (None, EngineConfig.draft):
+            raise ConfigError(
+                f"draft must be left out with a drafter, whose service has the draft, got {self.draft!r}; give it to "
+                "`adaserve draft --model`, or leave out the drafter"
+            )
+        object.__setattr__(self, "draft", None)
+        if self.elastic == "on":
+            raise ConfigError("elastic must be off or auto with a drafter, got 'on': no draft here has memory to give")
+        if self.drafts:
+            raise ConfigError(
+                f"drafts must be left out with a drafter, got {len(self.drafts)}; a draft service has one draft"
+            )
+        if self.learning is not None:
+            raise ConfigError("learning needs a draft of this engine; leave out the drafter, or the learning")
+        if self.num_processes > 1:
+            raise ConfigError(
+                f"drafter needs num_processes to be 1, got {self.num_processes}; leave out the drafter, or hold the "
+                "target in one process"
+            )
+
     def _check_learning(self) -> None:
         self._check(self.learning is None or isinstance(self.learning, LearnConfig), "learning", "a LearnConfig")
         if self.learning is not None and self.draft is None:
@@ -144,6 +173,11 @@ class EngineConfig:
         if self.draft is None:
             return ()
         return (DEFAULT_DRAFT, *(named.partition("=")[0] for named in self.drafts))
+
+    @property
+    def speculates(self) -> bool:
+        """Whether anything drafts: a draft here, or a draft service."""
+        return self.draft is not None or self.drafter is not None
 
     def _check_processes(self) -> None:
         if self.num_processes == 1:
@@ -226,4 +260,5 @@ FIELD_HELP: dict[str, str] = {
     "route": "by what a request gets one of several drafts: tag (what the request says), language, or topic; a tag "
     "that names a draft always goes first",
     "learning": "whether and how drafts learn from what is served; none: they do not",
+    "drafter": "draft services that draft for this engine, instead of a draft here; none: none is asked",
 }

@@ -226,6 +226,12 @@ class DraftPlan:
     drafts: np.ndarray | None = None
     due_s: np.ndarray | None = None
 
+    @property
+    def waited_tokens(self) -> int:
+        """Catch-up tokens that the step waits for: a service is fed those of rows that do not speculate meanwhile."""
+        counts = self.catchup_counts
+        return int(counts.sum() if self.due_s is None else counts[: len(self.speculates)][self.speculates].sum())
+
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
@@ -345,8 +351,9 @@ class StepOutcome:
     """What a verification brought. tokens: i32[R, max_depth + 1], the first counts[r] valid; counts: i32[R], 0 for a
     prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
     draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
-    likewise. wait_s: the part of both spent waiting for the device. bucket: packed length that ran. logprobs: where the
-    edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had no edits.
+    likewise. wait_s: the part of both spent waiting for the device, or a draft service. bucket: packed length that ran.
+    logprobs: where the edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had
+    no edits.
     """
 
     tokens: np.ndarray
@@ -433,10 +440,17 @@ class Executor(Protocol):
 class Drafter(Protocol):
     """Proposes candidate trees. The local one runs on this device; a remote one speaks to a draft service.
 
+    One that keeps something for each row by its slot may have `ended(slots: i32[n])`, which is called between two
+    proposals with slots whose requests run no more; a row that begins (draft_ctx 0) may come in its place in the next.
     A plan says all that a draft model of its own needs. What else a drafter may build on (the target's hidden states,
     its weights) lies on the device and is the executor's: it gives them to the drafter when it makes it, and they never
     pass through here.
     """
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the last call waited, for the device or for a service."""
+        ...
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         """Catch up, then beam-search each speculating row. A drafter that fails returns no candidates."""

@@ -156,6 +156,33 @@ ROWS: dict[str, list[Panel]] = {
              (by_server("learning_delay_seconds_total"), "{{instance}} while requests waited")], SHARE,
         ),
     ],
+    "Draft services": [
+        (
+            "Trees", "timeseries", "short", 8,
+            [(rate(f"drafter_{name}_total"), text)
+             for name, text in (("trees", "in time"), ("late", "late"), ("refused", "refused"))], {},
+        ),
+        (
+            "Mean round, and wait of a round", "timeseries", "s", 8,
+            [(f"{rate(f'drafter_{name}_seconds_total')} / {rate('drafter_rounds_total')}", name)
+             for name in ("round", "wait")], {"min": 0},
+        ),
+        (
+            "Services left alone or tried", "timeseries", "short", 8,
+            [(f'sum by (service, state) (adaserve_drafter_breaker{{{ON}, state!="closed"}})',
+              "{{service}} {{state}}")], {"min": 0},
+        ),
+        (
+            "Share of the time that services work", "timeseries", "percentunit", 8,
+            [(gauge("drafter_busy", "max", "service"), "{{service}}")], SHARE,
+        ),
+        ("Sessions", "timeseries", "short", 8, [(gauge("drafter_sessions", by="service"), "{{service}}")], STACKED),
+        (
+            "Streams lost, sessions sent anew and moved", "timeseries", "short", 8,
+            [(rate(f"drafter_{name}_total"), text)
+             for name, text in (("lost", "lost"), ("resyncs", "anew"), ("moved", "moved"))], {},
+        ),
+    ],
     "Memory": [
         (
             "KV pages", "timeseries", "short", 8,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from adaserve_jax import EngineConfig
+from adaserve_jax import DrafterConfig, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig, LearnOptions
+from adaserve_jax.scheduler.policy_names import policy_of
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ from adaserve_jax.learn_config import LearnConfig, LearnOptions
         ("drafts", (("a=b", "a=c"), ("default=b",)), "of different names, none of them default"),
         ("route", ("mood", None), "one of tag, language, topic"),
         ("learning", ({"learn_every": 3}, True), "a LearnConfig"),
+        ("drafter", ({"drafter": "grpc://h:1"}, "grpc://h:1"), "a DrafterConfig"),
         ("coordinator", (7, "host:7000"), "(a name or a path|none while num_processes is 1)"),
     ],
 )
@@ -61,6 +64,39 @@ def test_what_learns_is_a_draft_in_one_process() -> None:
         EngineConfig(draft=None, learning=LearnConfig())
     with pytest.raises(ConfigError, match=r"^learning needs num_processes to be 1, got 2$"):
         EngineConfig(learning=LearnConfig(), num_processes=2, coordinator="host:7000")
+
+
+DRAFTER = DrafterConfig(("grpc://host:7070",))
+
+
+def test_a_drafter_stands_in_the_place_of_a_draft() -> None:
+    for given in ("demo", None):
+        config = EngineConfig(draft=given, drafter=DRAFTER)
+        assert (config.draft, config.draft_names, config.speculates) == (None, (), True)
+        assert dataclasses.replace(config, policy="ar").drafter == DRAFTER
+    assert policy_of(EngineConfig(drafter=DRAFTER, policy="spec:6")).needs_draft
+    assert EngineConfig().speculates and not EngineConfig(draft=None).speculates
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"draft": "a/b"},
+            r"^draft must be left out with a drafter, .*, got 'a/b'; give it to `adaserve draft",
+        ),
+        ({"elastic": "on"}, r"^elastic must be off or auto with a drafter, got 'on': "),
+        ({"drafts": ("code=a",)}, r"^drafts must be left out with a drafter, got 1; a draft service has one draft$"),
+        (
+            {"learning": LearnConfig()},
+            r"^learning needs a draft of this engine; leave out the drafter, or ",
+        ),
+        ({"num_processes": 2, "coordinator": "h:7000"}, r"^drafter needs num_processes to be 1, got 2; leave out "),
+    ],
+)
+def test_what_needs_a_draft_here_is_refused_with_a_drafter(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(drafter=DRAFTER, **options)
 
 
 def test_drafts_have_names_in_order() -> None:

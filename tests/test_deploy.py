@@ -17,7 +17,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice
-from adaserve_jax.stats import LearningStats, StepStats
+from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.server.scripted import ScriptedEngine
@@ -43,7 +43,8 @@ def exposed() -> dict[str, dict[str, set[str]]]:
         loss={"default": 0.5}, updates=by_draft, refused=by_draft, rolled_back=by_draft, records=by_draft,
         held_out=by_draft, left_out={"opt_out": 1},
     )  # fmt: skip
-    engine.stats = lambda: EngineStats(stats, learning=learning)
+    drafter = DrafterStats(services={"host:1": ServiceState()})
+    engine.stats = lambda: EngineStats(stats, learning=learning, drafter=drafter)
     metrics = ServerMetrics(engine)
     done = RequestMetrics(0.0, 0.0, 1.0, 2.0, output_tokens=2, tpot_slo_s=1.0, ttft_slo_s=1.0)
     choice = EndedChoice("r", 0, "stop", None, "", "default", 0.0, 1.0, 1.0, done)

@@ -34,8 +34,10 @@ from adaserve_jax.cli.bench_requests import (
 from adaserve_jax.cli.bench_url import UrlOptions
 from adaserve_jax.cli.options import comma_list, grouped, takes
 from adaserve_jax.cli.points import print_rows, say, say_what_is_next
-from adaserve_jax.cli.terminal import open_bench_engine, with_learning
+from adaserve_jax.cli.terminal import open_bench_engine, with_drafter, with_learning
 from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import OPTION_HELP, LearnOptions
 from adaserve_jax.results.schema import ResultRow
@@ -51,10 +53,12 @@ NOT_OF_THE_RUN = ("policy", "seed", "compile_cache")
 
 @takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
 @takes("learn_options", LearnOptions, OPTION_HELP)
+@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
 @grouped("remote", UrlOptions)
 def bench(
     config: EngineConfig,
     learn_options: LearnOptions,
+    drafter_options: DrafterOptions,
     remote: UrlOptions,
     policies: Annotated[
         str,
@@ -142,10 +146,10 @@ def bench(
     )
     if remote.url is None:
         remote.check_unused()
-        config = with_learning(config, learn_options)
+        config = with_drafter(with_learning(config, learn_options), drafter_options)
         engine, about = _Lazy(lambda: _open(config, given)), _about(config)
     else:
-        _check_for_url(given, config, learn_options)
+        _check_for_url(given, config, learn_options, drafter_options)
         engine, about = _Lazy(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
     rows, interrupted = [], False
     try:
@@ -192,7 +196,7 @@ def _about(config: EngineConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if name not in NOT_OF_THE_RUN}
 
 
-def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions) -> None:
+def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | DrafterOptions) -> None:
     """Raise ConfigError for what only an engine of this process can do."""
     changed = [f.name for given in options for f in fields(given) if getattr(given, f.name) != f.default]
     if changed:

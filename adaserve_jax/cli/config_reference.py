@@ -72,6 +72,8 @@ ABOUT = {
     "learn": "Whether and how drafts learn from what is served; also options of `adaserve serve` and `adaserve bench`. "
     "Without `learn = true` the others have no effect. What is kept of requests, and where, is in "
     "[security.md](security.md).",
+    "drafter": "Which draft services draft, instead of a draft of this engine; also options of `adaserve serve`, "
+    "`generate` and `bench`. Without `drafter` the others have no effect. [star.md](star.md) says more.",
     "server": "How the HTTP server behaves; also options of `adaserve serve`. [http.md](http.md) says more.",
     "classes": "A class of targets, one table for each. With any of them the default of `slo_classes` is gone; those "
     "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "

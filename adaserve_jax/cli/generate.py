@@ -10,15 +10,19 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.terminal import notes, open_llm
+from adaserve_jax.cli.terminal import notes, open_llm, with_drafter
 from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 
 
 @takes("config", EngineConfig, FIELD_HELP, without=("seed",))
+@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
 def generate(
     config: EngineConfig,
+    drafter_options: DrafterOptions,
     prompt: Annotated[str, typer.Argument(help="text to continue")],
     max_tokens: Annotated[int, typer.Option(help="most tokens to generate")] = 128,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 1.0,
@@ -34,7 +38,7 @@ def generate(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=chosen_seed
     )
     slo = SLO(tpot_ms=slo_tpot_ms, ttft_ms=slo_ttft_ms)
-    with open_llm(config) as llm:
+    with open_llm(with_drafter(config, drafter_options)) as llm:
         metrics = show(llm.stream(prompt, sampling, slo=slo))
     if metrics is not None:
         notes().print(f"{summary(metrics)}, seed {chosen_seed}", style="dim", highlight=False, soft_wrap=True)

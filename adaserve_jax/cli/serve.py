@@ -10,8 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.cli.options import ENV_PREFIX, option_value, takes
-from adaserve_jax.cli.terminal import with_learning
+from adaserve_jax.cli.terminal import with_drafter, with_learning
 from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import OPTION_HELP, LearnOptions
 from adaserve_jax.server.config_file import ConfigFile, read_config
@@ -47,10 +49,12 @@ def _check_key(settings: ServerSettings) -> None:
 
 @takes("config", EngineConfig, FIELD_HELP)
 @takes("learn_options", LearnOptions, OPTION_HELP)
+@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
 @takes("settings", ServerSettings, SERVER_HELP)
 def serve(
     config: EngineConfig,
     learn_options: LearnOptions,
+    drafter_options: DrafterOptions,
     settings: ServerSettings,
     in_process: Annotated[bool, typer.Option(help="run the engine in a thread of the server, for debugging")] = False,
     config_file: Annotated[
@@ -68,7 +72,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until SIGTERM or Ctrl-C."""
     _check_key(settings)
-    config = with_learning(config, learn_options)
+    config = with_drafter(with_learning(config, learn_options), drafter_options)
     file: Any = config_file  # what the callback made of the path
     if file is not None:
         settings = replace(settings, classes=file.server.classes, keys=file.server.keys)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.types import Progress as ProgressCall
 
@@ -30,6 +31,14 @@ def with_learning(config: EngineConfig, options: LearnOptions) -> EngineConfig:
     for name in options.unused()[:1]:
         notes().print(f"--{name.replace('_', '-')} has no effect without --learn", style="dim", highlight=False)
     return replace(config, learning=options.chosen())
+
+
+def with_drafter(config: EngineConfig, options: DrafterOptions) -> EngineConfig:
+    """`config` with what the options say of draft services; says on stderr when they say something that has no effect.
+    Raises ConfigError where there can be none."""
+    for name in options.unused()[:1]:
+        notes().print(f"--{name.replace('_', '-')} has no effect without --drafter", style="dim", highlight=False)
+    return replace(config, drafter=options.chosen())
 
 
 def open_llm(config: EngineConfig) -> LLM:

@@ -7,12 +7,12 @@ between processes and tests can build them by hand.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from adaserve_jax.errors import RequestError
 from adaserve_jax.models.generation_defaults import GenerationDefaults
-from adaserve_jax.stats import LearningStats, StepStats
+from adaserve_jax.stats import DrafterStats, LearningStats, StepStats
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
@@ -97,7 +97,8 @@ class EngineStats:
     """A snapshot for metrics and health.
 
     step_age_s: seconds since the last completed step, 0 when idle. restarts: how often an engine that ended was
-    replaced. back_in_s: while it is being replaced, about how many seconds that still takes; else None.
+    replaced. back_in_s: while it is being replaced, about how many seconds that still takes; else None. drafter: of the
+    draft services that are asked; None where none is.
     """
 
     scheduler: StepStats
@@ -106,6 +107,22 @@ class EngineStats:
     restarts: int = 0
     back_in_s: float | None = None
     learning: LearningStats = field(default_factory=LearningStats)
+    drafter: DrafterStats | None = None
+
+    def ended(self) -> EngineStats:
+        """The counts of an engine that is gone."""
+        drafter = None if self.drafter is None else self.drafter.ended()
+        return replace(self, scheduler=self.scheduler.ended(), learning=self.learning.ended(), drafter=drafter)
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """The counts of this engine and of those before it; what is as of now is this engine's."""
+        drafter = self.drafter or earlier.drafter
+        if self.drafter is not None and earlier.drafter is not None:
+            drafter = self.drafter.after(earlier.drafter)
+        return replace(
+            self, scheduler=self.scheduler.after(earlier.scheduler), learning=self.learning.after(earlier.learning),
+            compiles_after_ready=self.compiles_after_ready + earlier.compiles_after_ready, drafter=drafter,
+        )  # fmt: skip
 
 
 Sink = Callable[[OutputChunk], None]

@@ -35,12 +35,25 @@ class TextCodec(Decodes, Spells, Protocol):
     """What is needed of a tokenizer."""
 
 
+class RemoteRows(Protocol):
+    """What a drafter that is a service is asked and told beside its plans."""
+
+    @property
+    def available(self) -> bool:
+        """Whether it may be asked for trees now."""
+        ...
+
+    def ended(self, slots: np.ndarray) -> None:
+        """As `types.Drafter` has it."""
+        ...
+
+
 class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
     drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
-    learns from the texts.
+    learns from the texts. remote: the drafter, where it is a service: it may be away, and keeps something for each row.
     """
 
     def __init__(
@@ -55,6 +68,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
+        remote: RemoteRows | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -65,6 +79,7 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
+        self._remote = remote
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -117,6 +132,7 @@ class EngineCore:
         """End all choices of a request that still run. Unknown ids are ignored."""
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
+        self._tell_ended()
         for choice in choices:
             self._constraints.discard(choice)
             if self._learner is not None:
@@ -137,9 +153,12 @@ class EngineCore:
         """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
         when no token came."""
         scheduler, executor = self.scheduler, self.executor
+        if self._remote is not None:
+            scheduler.draft_is_away = not self._remote.available
         plan = scheduler.plan(self.clock())
         if plan is None:
             return []
+        self._tell_ended()  # whoever was preempted, before their slots' new requests are heard of
         candidates = CandidateTrees.empty(plan.num_decode)
         if plan.draft is not None:
             candidates = executor.speculate(plan)
@@ -167,8 +186,14 @@ class EngineCore:
             ending = dict.fromkeys([*stuck, *self._constraints.failed])
             chunks += [chunk for request_id in ending for chunk in self._end_stuck(request_id)]
         self._forget_finished(chunks)
+        self._tell_ended()
         swap_if_due(scheduler, executor, self.clock)
         return chunks
+
+    def _tell_ended(self) -> None:
+        """Tell a service that keeps something for each row which of them run no more."""
+        if self._remote is not None and len(slots := self.scheduler.take_released()):
+            self._remote.ended(slots)
 
     def _stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
         """`types.StopCheck`: where a grammar or a stop string ends a text."""

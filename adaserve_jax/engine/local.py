@@ -20,6 +20,7 @@ from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
+from adaserve_jax.engine import drafting
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
@@ -42,6 +43,8 @@ REST_S = 0.01
 """Seconds between two looks at a draft that comes back while nobody asks for anything."""
 YIELD_S = 0.0005
 """Seconds between two pieces of training then, in which whoever waits for the lock gets it."""
+REMOTE = "remote"
+"""What `EngineInfo.draft` says where draft services are asked."""
 Observe = Callable[[Executor], Executor]
 
 
@@ -62,6 +65,7 @@ class LocalEngine:
         self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
         self._info: EngineInfo | None = None
+        self._drafting: drafting.Drafting | None = None
         self._last_step_s = time.monotonic()
 
     @property
@@ -98,12 +102,14 @@ class LocalEngine:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
         config = self._config
         policy = policy_of(config)  # before minutes of compiling
+        if config.drafter is not None:
+            drafting.check_packages()
         room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
         self._executor = load_executor(config, self._progress, swaps=policy.elastic, **room)
         try:
             self._get_ready()
         except BaseException:
-            self._executor.close()
+            self._close_executor()
             raise
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -115,6 +121,12 @@ class LocalEngine:
         chances = self._executor.chances
         self._calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self._calibration_file = CalibrationFile.of(config, self._calibrator)
+        if config.drafter is not None and chances is not None:
+            self._drafting = found = drafting.connect_drafter(
+                config.drafter, chances, self._tokenizer, self._samples, self._executor.limits,
+                self._executor.target.config.vocab_size,
+            )  # fmt: skip
+            self._executor.drafter, self._samples = found.drafter, found.samples
         self._baseline_s = measure_baseline(self._executor, config, self._samples, self._tokenizer)
         self._eos_ids = (*self._executor.target.config.eos_token_ids, *self._tokenizer.eos_token_ids)
         self._grammars, self._no_grammars = self._load_grammars()
@@ -131,12 +143,14 @@ class LocalEngine:
             return None, str(error)
 
     def _build_core(self, config: EngineConfig) -> EngineCore:
-        scheduler = build_scheduler(config, self._executor.limits, self._samples, self._calibrator)
+        found = self._drafting
+        limits = self._executor.limits if found is None else found.limits
+        scheduler = build_scheduler(config, limits, self._samples, self._calibrator)
         executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
             executor, scheduler, self._tokenizer,
             eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self._constraints(config),
-            learner=self._learner,
+            learner=self._learner, remote=None if found is None else found.drafter,
         )  # fmt: skip
 
     def _constraints(self, config: EngineConfig) -> Constraints:
@@ -150,7 +164,7 @@ class LocalEngine:
     def _describe(self, config: EngineConfig) -> EngineInfo:
         return EngineInfo(
             target=config.target,
-            draft=config.draft,
+            draft=config.draft if config.drafter is None else REMOTE,
             policy=config.policy,
             device=device_name(config.tp),
             jax_version=jax.__version__,
@@ -209,8 +223,9 @@ class LocalEngine:
                 code="invalid_value",
             )
         if request.draft_tag and self._router is None:
+            has = "has no draft" if self._drafting is None else "asks a draft service, which has one draft"
             raise RequestError(
-                f"draft_tag must be absent: this engine has no draft; got {request.draft_tag!r}", param="draft_tag"
+                f"draft_tag must be absent: this engine {has}; got {request.draft_tag!r}", param="draft_tag"
             )
         if request.draft_tag and self._router is not None:
             self._router.index(request.draft_tag)
@@ -244,6 +259,7 @@ class LocalEngine:
             compiles_after_ready=self._executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
             learning=LearningStats() if self._learner is None else self._learner.stats(),
+            drafter=None if self._drafting is None else self._drafting.drafter.stats(),
         )
 
     @property
@@ -266,6 +282,11 @@ class LocalEngine:
             self._calibration_file.save()
         if self._learner is not None:
             self._learner.close()
+        self._close_executor()
+
+    def _close_executor(self) -> None:
+        if self._drafting is not None:
+            self._drafting.drafter.close()
         self._executor.close()
 
     # ---- the engine thread ----

@@ -284,7 +284,7 @@ class ProcessEngine:
         with self._lock:
             self._error = error
             before = self._stats
-            self._stats = replace(before, scheduler=before.scheduler.ended(), learning=before.learning.ended())
+            self._stats = before.ended()
             request_ids, fault = list(self._open), wire.to_fault(error)
         for request_id in request_ids:
             self._fail(request_id, fault)

@@ -207,8 +207,4 @@ class SupervisedEngine:
 
 def _after(own: EngineStats, earlier: EngineStats | None) -> EngineStats:
     """`own` with the counts of the engines before, if there are any."""
-    if earlier is None:
-        return own
-    compiles = own.compiles_after_ready + earlier.compiles_after_ready
-    scheduler, learning = own.scheduler.after(earlier.scheduler), own.learning.after(earlier.learning)
-    return replace(own, scheduler=scheduler, compiles_after_ready=compiles, learning=learning)
+    return own if earlier is None else own.after(earlier)

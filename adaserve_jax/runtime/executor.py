@@ -55,7 +55,8 @@ from adaserve_jax.types import (
 
 
 class ModelExecutor:
-    """Implements `types.Executor` with one target and at most one drafter. One step at a time.
+    """Implements `types.Executor` with one target and at most one drafter, which may be set once it is there. One step
+    at a time.
 
     draft_names: of the drafts between which that drafter chooses, the first of them first.
     """
@@ -142,7 +143,7 @@ class ModelExecutor:
 
     def speculate(self, plan: StepPlan) -> CandidateTrees:
         if self.drafter is None:
-            raise ConfigError("this engine was built without a draft; plan steps with draft=None")
+            raise ConfigError("this engine has no drafter; plan steps with draft=None")
         if self.elastic is not None and not self.elastic.resident:
             raise IntegrityError(f"step {plan.step} has a draft, which is not on the device")
         if self._capture is not None:
@@ -151,8 +152,7 @@ class ModelExecutor:
         with self._counter:
             candidates = self.drafter.propose(plan)
         self._draft_s = time.perf_counter() - started
-        if self.local_drafter is not None and self.drafter is self.local_drafter:
-            self._draft_wait_s = self.local_drafter.wait_s
+        self._draft_wait_s = self.drafter.wait_s
         return candidates
 
     def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:

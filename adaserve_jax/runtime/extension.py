@@ -15,7 +15,7 @@ def extension_pages(config: EngineConfig, limits: Limits, sizes: Sizes, attentio
     limits: without an extension. swaps: whether the policy has the draft give its memory to pages. Raises ConfigError:
     elastic is "on" where it cannot be.
     """
-    has_draft = limits.max_depth > 0
+    has_draft = limits.max_depth > 0 and config.drafter is None
     if not has_draft or config.elastic == "off" or (config.elastic == "auto" and not (swaps and _runs_short(limits))):
         reason, pages = "" if has_draft else "there is no draft", 0
     else:

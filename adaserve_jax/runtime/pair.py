@@ -74,8 +74,9 @@ def _check_same_shape(name: str, other: ModelConfig, first: ModelConfig) -> None
 
 def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
     """What was learned before, or else the pair's own table, or the embedded pair's, which is a fair start for any
-    pair. Raises CheckpointError: the file is not a table. ConfigError: it could not be written."""
-    if pair.draft_folder is None:
+    pair, and for a draft service's; None where nothing drafts. Raises CheckpointError: the file is not a table.
+    ConfigError: it could not be written."""
+    if not config.speculates:
         if config.calibration is not None:
             raise ConfigError("calibration is about a draft, but there is none; load a draft, or leave it out")
         return None
@@ -85,5 +86,7 @@ def find_chances(config: EngineConfig, pair: Pair) -> ChanceTable | None:
             raise ConfigError(f"calibration: cannot write into {learned.absolute().parent}; choose another file")
         if learned.exists():
             return read_chances(learned)
-    own = pair.draft_folder / CALIBRATION_FILE
-    return read_chances(own if own.exists() else resolve_folder("demo", "draft").parent / CALIBRATION_FILE)
+    own = None if pair.draft_folder is None else pair.draft_folder / CALIBRATION_FILE
+    if own is not None and own.exists():
+        return read_chances(own)
+    return read_chances(resolve_folder("demo", "draft").parent / CALIBRATION_FILE)

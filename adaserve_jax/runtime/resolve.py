@@ -59,9 +59,9 @@ def resolve(
     config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
     training_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
-    """swaps: whether the policy has the draft give its memory to pages. training_bytes: what learning keeps and takes
-    beside what serves. Raises ConfigError when the parts do not fit
-    each other; the message says which to change."""
+    """draft: the one of this device. swaps: whether the policy has it give its memory to pages. training_bytes: what
+    learning keeps and takes beside what serves. Raises ConfigError when the parts do not fit each other; the message
+    says which to change."""
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     supported = min(model.max_position for model in (target, draft) if model is not None)
@@ -90,10 +90,11 @@ def resolve(
     sizes = sizes_of(config, target, draft, dtype, placement, verify, memory, training_bytes)
     pages = config.num_pages or _auto_pages(config, sizes, memory, on_cpu)
     config = replace(config, max_tree_tokens=max_tree, max_batch_tokens=edges[-1], num_pages=pages)
+    speculates = draft is not None or config.drafter is not None
     limits = Limits(
         max_requests=config.max_requests, token_edges=edges, max_tree_tokens=max_tree, max_context=config.max_context,
-        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if draft is not None else 0,
-        max_width=config.max_width if draft is not None else 0,
+        page_size=config.page_size, num_pages=pages, max_depth=config.max_depth if speculates else 0,
+        max_width=config.max_width if speculates else 0,
     )  # fmt: skip
     attention = choose_attention(
         config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform

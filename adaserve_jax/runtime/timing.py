@@ -165,15 +165,15 @@ def _draft_jobs(limits: Limits, drafter: LocalDrafter, timings: Timings, all_dep
     for rows, width, depth in itertools.product(drafter.model.buckets.row_edges, drafter.widths, depths):
 
         def search(context: int, rows: int = rows, width: int = width, depth: int = depth) -> Callable[[], object]:
-            draft = _draft_plan(np.ones(rows, np.int32), context, depth, width)
-            return partial(drafter.propose, _decode_plan(limits, rows, context, draft))
+            draft = draft_plan(np.ones(rows, np.int32), context, depth, width)
+            return partial(drafter.propose, decode_plan(limits, rows, context, draft))
 
         yield _Job(search, into.search, (rows, width, depth))
 
 
 def catch_up_once(limits: Limits, drafter: LocalDrafter, counts: np.ndarray, context: int) -> None:
     """Feed the draft counts[r] tokens, i32[R], of each row behind `context` others, on page 0."""
-    drafter.propose(_decode_plan(limits, len(counts), context, _draft_plan(counts, context)))
+    drafter.propose(decode_plan(limits, len(counts), context, draft_plan(counts, context)))
     jax.block_until_ready(drafter.model.pools)
 
 
@@ -193,12 +193,12 @@ def _held(limits: Limits, context: int) -> int:
     return max(0, min(context, limits.max_context - limits.max_tokens - limits.max_depth - 1))
 
 
-def _draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1) -> DraftPlan:
+def draft_plan(counts: np.ndarray, context: int, depth: int = 0, width: int = 1) -> DraftPlan:
     held = np.full(len(counts), context, np.int32)
     return DraftPlan(depth, width, np.zeros(counts.sum(), np.int32), counts, held, np.ones(len(counts), bool))
 
 
-def _decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
+def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None = None, prefill: int = 0) -> StepPlan:
     """`rows` sampling requests with so much context, the last of them a prefill chunk where `prefill` > 0."""
     sampling = RowSampling(
         seed=np.arange(rows, dtype=np.uint64), choice=np.zeros(rows, np.int32), temperature=np.ones(rows, np.float32),
@@ -218,9 +218,9 @@ def _verify_step(limits: Limits, bucket: Bucket, context: int) -> tuple[StepPlan
     """A step that fills the bucket: as many tree tokens as may be sampled, a prefill chunk for the rest."""
     rows = min(bucket.rows, bucket.tokens)
     if bucket.tokens <= limits.max_tree_tokens:
-        return _decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows))
+        return decode_plan(limits, rows, context), _stars(_split(bucket.tokens, rows))
     nodes = limits.max_tree_tokens - 1 if rows > 1 else 0
-    plan = _decode_plan(limits, rows, context, prefill=bucket.tokens - nodes)
+    plan = decode_plan(limits, rows, context, prefill=bucket.tokens - nodes)
     return plan, _stars(_split(nodes, rows - 1) if nodes else np.zeros(0, np.int32))
 
 

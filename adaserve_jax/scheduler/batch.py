@@ -22,17 +22,23 @@ from adaserve_jax.types import Limits
 class Batch:
     """The running requests, in order of admission, and those that wait for a slot."""
 
-    def __init__(self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False):
-        """prefix_cache: whether pages of requests that ended are kept for those that begin alike."""
+    def __init__(
+        self, limits: Limits, ordering: Ordering, *, gives_up: bool = False, prefix_cache: bool = False,
+        holds_draft: bool = True,
+    ):  # fmt: skip
+        """prefix_cache: whether pages of requests that ended are kept for those that begin alike. holds_draft: whether
+        pages hold the draft's KV too."""
         self.limits = limits
         self.pool = PagePool(limits.num_pages, limits.page_size, limits.extension_pages)
         self.table = SlotTable(limits, gives_up=gives_up)
-        self.prefixes = Prefixes(self.pool, self.table) if prefix_cache else None
+        self.prefixes = Prefixes(self.pool, self.table, holds_draft=holds_draft) if prefix_cache else None
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
         self.running: list[RequestState] = []
         self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
         self.preemptions = 0
+        self.released: set[int] = set()
+        """Slots that were given back, since somebody last took note and emptied it."""
         self.turned_away = False
         """Whether pages alone kept the next request from running in the last plan, or took them from one that ran."""
         self.capacity = min(limits.max_requests, limits.max_tree_tokens, limits.max_tokens)
@@ -144,6 +150,7 @@ class Batch:
     def release(self, state: RequestState) -> None:
         """Return the slot and the pages of a running request."""
         self.pool.free(self.table.pages(state))
+        self.released.add(state.slot)
         self.table.release(state)
         row = self.running.index(state)
         del self.running[row]

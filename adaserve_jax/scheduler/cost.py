@@ -24,6 +24,8 @@ FIRST_STEPS = 4
 first, so that an engine on a machine busier than when it was timed does not plan long by times that are gone."""
 FRESH_STEPS = 200
 """Steps after which an entry's own average counts for half, and the drift ratio for the other half."""
+FORGET = 0.005
+"""Share of the drift of draft times that is taken back by each step in which no draft came, where it was told so."""
 OUTLIER = 4.0
 """A measurement further than this factor from the prediction is taken at this factor."""
 
@@ -132,13 +134,19 @@ class CostTable:
         rows = min(tokens, self.grid.row_buckets[-1])
         return self.grid.catchup_s(tokens, self._or_typical(load, rows)) * self._draft_drift
 
-    def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float) -> float:
-        """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit. Returns
-        seconds as they were predicted of what was run, 0 where nothing was.
+    def forget_draft(self) -> None:
+        """A step brought no draft: what was learned of a service's times, waits for what never came perhaps, gives way
+        to the samples, so that it is tried again."""
+        self._draft_drift += FORGET * (1 - self._draft_drift)
+
+    def observe(self, plan: StepPlan, outcome: StepOutcome, step_s: float, *, drafted: bool = True) -> float:
+        """Learn from one step, and log how well it was predicted; step_s: seconds from its plan to its commit. drafted:
+        whether any candidates came. Returns seconds as they were predicted of what was run, 0 where nothing was.
 
         A call of the draft that only catches up is not waited for, so that its time says nothing. Nor does that of a
         verification with edits, of which one does not see what the second program takes: what the step took beside its
-        draft and the verification predicted is learned as an overhead of its own.
+        draft and the verification predicted is learned as an overhead of its own. A call of the draft that brought
+        nothing teaches how long it was waited for, and never that drafts are quick.
         """
         self._steps += 1
         self._edits = outcome.edited is not None
@@ -147,7 +155,7 @@ class CostTable:
         self._typical_context += DRIFT_RATE * (load / self.grid.groups(rows) - self._typical_context)
         drafting = plan.draft is not None and plan.draft.depth > 0
         overhead_predicted_s = self.overhead_s(drafting)
-        draft_predicted_s = self._observe_draft(plan, outcome.draft_s, load) if drafting else 0.0
+        draft_predicted_s = self._observe_draft(plan, outcome.draft_s, load, drafted) if drafting else 0.0
         predicted_s, verify_s = 0.0, outcome.verify_s
         if outcome.verify_s > 0 and outcome.bucket <= self._edges[-1]:
             edge = bisect_left(self._edges, outcome.bucket)
@@ -167,15 +175,17 @@ class CostTable:
         self._overhead_s[self._edits, drafting] += DRIFT_RATE * (overhead_s - overhead_predicted_s)
         return predicted_s
 
-    def _observe_draft(self, plan: StepPlan, seconds: float, load: float) -> float:
+    def _observe_draft(self, plan: StepPlan, seconds: float, load: float, drafted: bool) -> float:
         """Seconds as they were predicted."""
         draft = plan.draft
         assert draft is not None
         row = bucket_of(self.grid.level_rows, plan.num_rows)
         before = self._draft_ratios.of(row, self._draft_drift, self._steps)
-        catchup_s = self.grid.catchup_s(int(draft.catchup_counts.sum()), load)
+        catchup_s = self.grid.catchup_s(draft.waited_tokens, load)
         levels_s = draft.depth * self.grid.level_of(plan.num_rows, draft.width, load)
         predicted = catchup_s * self._draft_drift + levels_s * before
+        if not drafted and seconds <= predicted:
+            return predicted
         self.served.draft_s += seconds
         self.served.draft_sampled_s += catchup_s + levels_s
         if seconds > 0 and predicted > 0:

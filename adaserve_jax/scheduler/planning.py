@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,10 @@ class Pace:
         """f64[R], tokens per second, as of `now`."""
         return need_rate(now - self.first_token_s, self.tpot_slo_s, self.num_decoded, self.horizon)
 
+    def due_s(self, now: float) -> np.ndarray:
+        """f64[R], seconds from `now` until each row's next token is due; 0 where it is late, inf without a target."""
+        return np.maximum(self.first_token_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
@@ -59,15 +63,17 @@ class PlannedStep:
 class Planner:
     """Plans one step after another.
 
-    max_catchup: most tokens that the draft is fed in a step. max_prefill: most prefill tokens of a step. horizon: h,
+    max_catchup: most tokens that the draft is fed in a step, or that a step waits for where the draft is remote, which
+    is fed any number of them while the target goes on. max_prefill: most prefill tokens of a step. horizon: h,
     tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
     residency: where the draft is; None: here, always. several_drafts: whether plans say which draft is each row's.
+    remote: whether a draft service drafts.
     """
 
     def __init__(
         self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
         uses_draft: bool, calibrated: bool = True, calibrator: Calibrator | None = None,
-        residency: Residency | None = None, several_drafts: bool = False,
+        residency: Residency | None = None, several_drafts: bool = False, remote: bool = False,
     ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
@@ -81,10 +87,14 @@ class Planner:
         self._calibrator = calibrator
         self._residency = residency
         self._several_drafts = several_drafts
+        self._remote = remote
+        self.draft_is_away = False
+        """Whether nobody could draft now, where that is another's to say."""
 
     @property
     def _draft_is_here(self) -> bool:
-        return self._residency is None or self._residency.draft_is_here
+        here = self._residency is None or self._residency.draft_is_here
+        return here and not self.draft_is_away
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""
@@ -97,11 +107,14 @@ class Planner:
         pace, remaining, lag = self._measure(decode, now)
         # a row whose draft lags by more than one step can catch up decodes plainly until it has
         drafts = self._uses_draft and self._draft_is_here
-        can_speculate = remaining > 1 + (lag - 1) // self._max_catchup if drafts else np.zeros(len(lag), bool)
+        catching_up = (lag - 1) // self._max_catchup
+        if self._remote:
+            catching_up = np.minimum(catching_up, 1)
+        can_speculate = remaining > 1 + catching_up if drafts else np.zeros(len(lag), bool)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
-            draft_lag=lag,
+            draft_lag=np.minimum(lag, self._limits.max_depth + 1) if self._remote else lag,
             can_speculate=can_speculate,
             num_prefill=len(prefill),
             prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
@@ -119,7 +132,9 @@ class Planner:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
         scheduled_s = batch.table.first_scheduled_s[slots]
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        draft = self._plan_draft(decision, slots, load, chunks) if drafts else None
+        draft = self._plan_draft(decision, slots, load.can_speculate, lag, chunks) if drafts else None
+        if draft is not None and self._remote:
+            draft = replace(draft, due_s=pace.due_s(now))
         plan = self._assemble(step, slots, chunks, draft, decision)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
 
@@ -188,9 +203,11 @@ class Planner:
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
 
-    def _plan_draft(self, decision: Decision, slots: np.ndarray, load: Load, chunks: list[int]) -> DraftPlan | None:
+    def _plan_draft(
+        self, decision: Decision, slots: np.ndarray, can_speculate: np.ndarray, lag: np.ndarray, chunks: list[int]
+    ) -> DraftPlan | None:
         """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
-        with half of what is left when prompts wait too; then the prefill chunks."""
+        with half of what is left when prompts wait too; then the prefill chunks. lag: i64[num_decode]."""
         if not (decision.depth or decision.feed_draft):
             return None
         num_decode = len(slots) - len(chunks)
@@ -198,16 +215,18 @@ class Planner:
         speculates = np.zeros(num_decode, bool)
         room = self._max_catchup
         if decision.depth:
-            speculates = self._speculating(slots[:num_decode], load, decision.depth)
-            np.multiply(load.draft_lag, speculates, out=counts[:num_decode])
+            speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
+            np.multiply(lag, speculates, out=counts[:num_decode])
             room -= int(counts.sum())
-            if np.count_nonzero(speculates) < num_decode:
-                lagging = room // 2 if chunks else room
-                behind = load.can_speculate & ~speculates & (load.draft_lag > 1)
-                for index in behind.nonzero()[0].tolist():
-                    counts[index] = min(int(load.draft_lag[index]), lagging)
-                    lagging -= int(counts[index])
-                    room -= int(counts[index])
+        if self._remote:
+            room = len(slots) * self._limits.max_context
+        if decision.depth and np.count_nonzero(speculates) < num_decode:
+            lagging = room // 2 if chunks else room
+            behind = can_speculate & ~speculates & (lag > 1)
+            for index in behind.nonzero()[0].tolist():
+                counts[index] = min(int(lag[index]), lagging)
+                lagging -= int(counts[index])
+                room -= int(counts[index])
         draft_ctx = self._batch.table.draft_computed[slots]
         if decision.feed_draft and chunks:
             behind = self._batch.table.num_computed[slots] - draft_ctx
@@ -228,13 +247,13 @@ class Planner:
             drafts=self._batch.table.draft[slots] if self._several_drafts else None,
         )
 
-    def _speculating(self, slots: np.ndarray, load: Load, depth: int) -> np.ndarray:
-        """bool[num_decode]: rows whose whole lag fits this step's catch-up and whose tree's pages are held."""
-        speculates = load.can_speculate
-        if int(load.draft_lag.sum()) > self._max_catchup:
-            order = np.argsort(np.where(speculates, load.draft_lag, self._max_catchup + 1), kind="stable")
-            fits = speculates[order] & (np.cumsum(load.draft_lag[order]) <= self._max_catchup)
-            speculates = np.zeros(load.num_decode, bool)
+    def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
+        """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
+        speculates = can
+        if int(lag.sum()) > self._max_catchup:
+            order = np.argsort(np.where(speculates, lag, self._max_catchup + 1), kind="stable")
+            fits = speculates[order] & (np.cumsum(lag[order]) <= self._max_catchup)
+            speculates = np.zeros(len(lag), bool)
             speculates[order] = fits
         table = self._batch.table
         # the deepest node that selection may take is emitted beside one more token

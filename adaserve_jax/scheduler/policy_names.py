@@ -20,7 +20,7 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
 
 def policy_of(config: EngineConfig) -> Policy:
     """The policy of a configuration, before anything is loaded. Raises ConfigError as `find_policy` does."""
-    return find_policy(config.policy, config.max_depth if config.draft is not None else 0)[0]
+    return find_policy(config.policy, config.max_depth if config.speculates else 0)[0]
 
 
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:

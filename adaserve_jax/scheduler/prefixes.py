@@ -20,10 +20,12 @@ class Prefixes:
     A request only ever shares full pages, which nobody's target writes again.
     """
 
-    def __init__(self, pool: PagePool, table: SlotTable):
+    def __init__(self, pool: PagePool, table: SlotTable, *, holds_draft: bool = True):
+        """holds_draft: whether pages hold the draft's KV too; a draft service keeps its own, by request."""
         self.queried_tokens = 0
         self.hit_tokens = 0
         self._cache = PrefixCache(pool)
+        self._holds_draft = holds_draft
         self._table = table
         self._page_size = pool.page_size
         self._computed = table.counts[COMPUTED]
@@ -44,7 +46,7 @@ class Prefixes:
     def start(self, state: RequestState, shared: np.ndarray) -> None:
         """A request has its slot, and its first pages are those that `find` returned: what they hold is computed."""
         num_tokens = len(shared) * self._page_size
-        drafted = self._cache.draft_prefix(shared) * self._page_size
+        drafted = self._cache.draft_prefix(shared) * self._page_size if self._holds_draft else 0
         if not state.preemptions:
             state.cached_tokens = num_tokens
             self.queried_tokens += state.num_tokens

@@ -20,10 +20,11 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Feedback
+from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
+from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
@@ -77,9 +78,11 @@ class Scheduler:
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
+        self._remote = config.drafter is not None
         self._batch = Batch(
-            limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache
-        )
+            limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
+            holds_draft=not self._remote,
+        )  # fmt: skip
         self._stats = StepStats(pages_total=limits.num_pages)
         self.swapping: Swapping | None = None
         """Of the draft and KV pages; None where the draft stays."""
@@ -97,6 +100,7 @@ class Scheduler:
             calibrator=calibrator,
             residency=None if self.swapping is None else self.swapping.residency,
             several_drafts=bool(config.drafts),
+            remote=self._remote,
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -287,6 +291,22 @@ class Scheduler:
         self._stats.commit_s += time.perf_counter() - started
         return updates
 
+    @property
+    def draft_is_away(self) -> bool:
+        """Whether a draft service cannot be asked now, so that plans have no draft. Set between steps."""
+        return self._planner.draft_is_away
+
+    @draft_is_away.setter
+    def draft_is_away(self, away: bool) -> None:
+        self._planner.draft_is_away = away
+
+    def take_released(self) -> np.ndarray:
+        """Slots whose requests run there no more, i32[n], since this was last asked."""
+        released = self._batch.released
+        slots = np.array(sorted(released), np.int32)
+        released.clear()
+        return slots
+
     def is_loaded(self, now: float) -> bool:
         """Whether there is, or was lately, so much to do that nothing else should be."""
         return self._spare.is_loaded(now)
@@ -310,28 +330,30 @@ class Scheduler:
     @property
     def _draft_is_here(self) -> bool:
         here = self.swapping is None or self.swapping.residency.draft_is_here
-        return here and self._limits.max_depth > 0
+        return here and self._limits.max_depth > 0 and not self._remote
 
     def _learn(
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
         outcome: StepOutcome, now: float,
     ) -> None:  # fmt: skip
         plan = planned.plan
-        predicted_s = self._cost.observe(plan, outcome, now - planned.made_s)
+        drafted = rows_with_drafts(plan, candidates)
+        predicted_s = self._cost.observe(plan, outcome, now - planned.made_s, drafted=drafted is not None)
         expected = 0.0
-        if plan.draft is not None and plan.draft.depth and candidates.log_f.size:
-            speculates = plan.draft.speculates
+        if plan.draft is not None and drafted is not None:
             accepted, edited = outcome.accepted, outcome.edited
-            expected = self._acceptance.observe(candidates, plan.draft.width, speculates, trees, accepted, edited)
+            expected = self._acceptance.observe(candidates, plan.draft.width, drafted, trees, accepted, edited)
             if self._calibrator is not None:
                 if plan.draft.chances is not None:
                     self._calibrator.mark_sent()
                 self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited)
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
+            if self._remote:
+                self._cost.forget_draft()
         if plan.num_decode:
             step_s = now - planned.made_s
-            self._controller.learn(_feedback(plan, verified, outcome, step_s, predicted_s, expected))
+            self._controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
         stats = self._stats
@@ -355,27 +377,3 @@ def build_scheduler(
 ) -> Scheduler:  # fmt: skip
     """The scheduler of a configured engine whose executor has warmed up."""
     return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator, swap_rule)
-
-
-def _feedback(
-    plan: StepPlan, verified: Verified, outcome: StepOutcome, step_s: float, predicted_s: float, expected: float
-) -> Feedback:
-    draft, counts = plan.draft, outcome.counts[: plan.num_decode]
-    decoded = int(counts.sum())
-    rows = emitted = 0
-    if draft is not None and draft.depth:
-        rows = int(np.count_nonzero(draft.speculates))
-        emitted = decoded if rows == plan.num_decode else int(counts[draft.speculates].sum())
-    return Feedback(
-        rows=rows,
-        drafted=verified.num_drafted,
-        accepted=verified.num_accepted,
-        emitted=emitted,
-        decode_rows=plan.num_decode,
-        decoded=decoded,
-        prefill_tokens=plan.num_prefill_tokens,
-        catchup_tokens=int(draft.catchup_counts[: plan.num_decode].sum()) if draft is not None else 0,
-        step_s=step_s,
-        predicted_s=predicted_s,
-        expected=expected,
-    )

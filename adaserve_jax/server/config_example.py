@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from adaserve_jax.config import FIELD_HELP as ENGINE_HELP
+from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
 from adaserve_jax.learn_config import OPTION_HELP as LEARN_HELP
 from adaserve_jax.server.classes import CLASS_HELP
 from adaserve_jax.server.config_file import NONE, SECTIONS, TABLES, fields_of
@@ -16,7 +17,8 @@ from adaserve_jax.server.keys import KEY_HELP
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 
 HELP: dict[str, Mapping[str, str]] = {
-    "engine": ENGINE_HELP, "learn": LEARN_HELP, "server": SERVER_HELP, "classes": CLASS_HELP, "keys": KEY_HELP,
+    "engine": ENGINE_HELP, "learn": LEARN_HELP, "drafter": DRAFTER_HELP, "server": SERVER_HELP,
+    "classes": CLASS_HELP, "keys": KEY_HELP,
 }  # fmt: skip
 """The meaning of every key, by section."""
 WIDTH = 100
@@ -28,6 +30,7 @@ _HEAD = """\
 _ABOUT = {
     "engine": "What the engine is built from.",
     "learn": "Whether and how drafts learn from what is served.",
+    "drafter": "Which draft services draft, instead of a draft of this engine.",
     "server": "How the HTTP server behaves.",
     "classes": "A class of targets, once for each; with any, the default of slo_classes is gone.",
     "keys": "An API key, once for each; one of key, key_env and key_sha256 must be given.",

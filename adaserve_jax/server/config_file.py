@@ -1,7 +1,8 @@
 """The configuration file of `adaserve serve`: TOML, every key checked against the fields it sets.
 
-Sections: [engine] (EngineConfig), [learn] (LearnOptions), [server] (ServerSettings), [[classes]] (SloClass), [[keys]]
-(KeySettings). Imports nothing that only a running server needs, so that files can be checked anywhere.
+Sections: [engine] (EngineConfig), [learn] (LearnOptions), [drafter] (DrafterOptions), [server] (ServerSettings),
+[[classes]] (SloClass), [[keys]] (KeySettings). Imports nothing that only a running server needs, so that files can be
+checked anywhere.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.classes import SloClass
@@ -22,7 +24,7 @@ from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.settings import ServerSettings
 
 NONE = "none"
-SECTIONS = {"engine": EngineConfig, "learn": LearnOptions, "server": ServerSettings}
+SECTIONS = {"engine": EngineConfig, "learn": LearnOptions, "drafter": DrafterOptions, "server": ServerSettings}
 TABLES = {"classes": SloClass, "keys": KeySettings}
 SECRETS = ("api_key", "key")
 """Keys whose values are in no message."""
@@ -33,7 +35,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a file says. engine: with what [learn] says. values: those that it gives fields of its sections, by name."""
+    """What a file says. engine: with what [learn] and [drafter] say. values: those that it gives fields of its
+    sections, by name."""
 
     path: str
     engine: EngineConfig
@@ -75,9 +78,12 @@ def read_config(path: str) -> ConfigFile:
     if tables["classes"] and "slo_classes" not in values["server"]:
         values["server"]["slo_classes"] = ()
     learn = _build(LearnOptions, values["learn"], f"{path}: [learn]")
-    engine = _build(EngineConfig, values["engine"] | {"learning": learn.chosen()}, f"{path}: [engine]")
+    drafter = _build(DrafterOptions, values["drafter"], f"{path}: [drafter]")
+    beside = {"learning": learn.chosen(), "drafter": drafter.chosen()}
+    engine = _build(EngineConfig, values["engine"] | beside, f"{path}: [engine]")
     server = _build(ServerSettings, values["server"] | tables, f"{path}: [server]")
-    return ConfigFile(path, engine, server, values["engine"] | values["learn"] | values["server"])
+    given = values["engine"] | values["learn"] | values["drafter"] | values["server"]
+    return ConfigFile(path, engine, server, given)
 
 
 def _parse(path: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient, EngineStats
 from adaserve_jax.results.served import status_of
+from adaserve_jax.server.drafter_metrics import drafter_metrics
 from adaserve_jax.server.learning_metrics import learning_metrics
 from adaserve_jax.server.observers import EndedChoice
 
@@ -133,6 +134,7 @@ class EngineCollector(Collector):
         yield from _gauges(stats)
         yield from _counters(stats)
         yield from learning_metrics(stats.learning)
+        yield from drafter_metrics(stats.drafter)
 
     def describe(self) -> list[Metric]:
         return []
@@ -212,7 +214,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
     )
     phases = ("plan", "draft", "select", "verify", "commit", "wait")
     yield _by_label(
-        "step_seconds", "Seconds in each phase of the step loop; wait is the part spent on the device.", "phase",
+        "step_seconds",
+        "Seconds in each phase of the step loop; wait is the part spent on the device, or on draft services.", "phase",
         {phase: getattr(steps, f"{phase}_s") for phase in phases},
     )  # fmt: skip
 

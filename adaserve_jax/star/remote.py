@@ -80,6 +80,15 @@ class RemoteDrafter:
                     return None
                 self._changed.wait(max(min(until, next_s) - now, 0.0))
 
+    @property
+    def available(self) -> bool:
+        """Whether any service may be asked now; connects where it is time to. Whoever plans need not ask for drafts
+        while none can be: what the rows become meanwhile, the next plan with a draft brings."""
+        self._keep()
+        with self._changed:
+            now = self._clock()
+            return any(link.ready and link.breaker.allows(now) for link in self._links)
+
     def propose(self, plan: StepPlan) -> CandidateTrees:
         """Tell the services what the rows have become, and wait for the trees of those that speculate: `longest_s` at
         most. Rows without a tree in time have no candidates."""

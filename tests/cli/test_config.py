@@ -9,6 +9,7 @@ import pytest
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli.terminal import open_llm
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.settings import ServerSettings
@@ -90,6 +91,32 @@ def test_learning_is_switched_anywhere_and_its_options_come_from_everywhere(serv
     assert capsys.readouterr().err == ""
     assert served("--config", path, "--no-learn")[1].learning is None
     assert "--learn-every has no effect without --learn" in capsys.readouterr().err
+
+
+def test_draft_services_are_named_anywhere(served, path, monkeypatch, capsys):
+    assert served()[1].drafter is None
+    config = served("--drafter", "grpc://a:1, grpc://b:2", "--drafter-deadline-ms", "50")[1]
+    assert config.drafter == DrafterConfig(("grpc://a:1", "grpc://b:2"), drafter_deadline_ms=50.0)
+    assert (config.draft, type(config.drafter)) == (None, DrafterConfig)
+    with open(path, "w") as file:
+        file.write("[drafter]\ndrafter = ['grpc://a:1']\ndrafter_token_file = 'token'\n")
+    config = served("--config", path)[1]
+    assert config.drafter == DrafterConfig(("grpc://a:1",), drafter_token_file="token")
+    monkeypatch.setenv("ADASERVE_DRAFTER", "grpc://c:3")
+    assert served("--config", path)[1].drafter.drafter == ("grpc://c:3",)
+    assert capsys.readouterr().err == ""
+    assert served("--config", path, "--drafter", "")[1].drafter is None
+    assert "--drafter-token-file has no effect without --drafter" in capsys.readouterr().err
+
+
+def test_a_wrong_draft_service_ends_the_program_with_one_line(monkeypatch, capsys):
+    for arguments in (["serve"], ["generate", "a prompt"], ["bench", "--policies", "ar"]):
+        assert main(monkeypatch, *arguments, "--drafter", "http://a:1") == 2
+        assert "drafter must be one or more of grpc://host:port, got ('http://a:1',)" in capsys.readouterr().err
+    assert main(monkeypatch, "bench", "--url", "http://h:1", "--drafter", "grpc://a:1") == 2
+    assert "--drafter is of an engine in this process; leave it out with --url" in capsys.readouterr().err
+    assert main(monkeypatch, "generate", "a prompt", "--drafter", "grpc://a:1", "--draft", "models/mine") == 2
+    assert "draft must be left out with a drafter" in capsys.readouterr().err
 
 
 def test_an_engine_of_a_command_gets_every_field_as_it_is(monkeypatch):

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.engine import process, wire
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.learn_config import LearnConfig
-from adaserve_jax.stats import LearningStats, StepStats
+from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
 from adaserve_jax.types import SLO, SamplingParams
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -327,8 +328,11 @@ def test_the_child_follows_a_killed_parent_and_the_parent_never_imports_jax():
 def test_the_wire_is_typed():
     stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
     learning = LearningStats(version={"default": 2}, loss={"default": 0.5}, left_out={"opt_out": 1}, delay_max_s=0.25)
-    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning), 5)
+    drafter = DrafterStats(rounds=3, wait_s=0.5, services={"h:1": ServiceState("half_open", "v1", 2, 0.5, 0.1, "why")})
+    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning, drafter=drafter), 5)
     assert wire.decode_from_engine(wire.encode(step)) == step
+    start = wire.Start(EngineConfig(drafter=DrafterConfig(("grpc://h:1", "grpc://h:2"), 50.0)), "module:factory")
+    assert wire.decode_start(wire.encode(start)) == start
     sampling = SamplingParams(seed=2**64 - 1, stop=("a",))
     submit = wire.Submit(
         GenerateRequest(

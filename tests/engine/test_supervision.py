@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,15 @@ from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.engine.supervision import OnDeath, SupervisedEngine
 from adaserve_jax.errors import EngineDeadError, EngineRestartingError
-from adaserve_jax.stats import GAUGES, LEARNING_GAUGES, LearningStats, StepStats
+from adaserve_jax.stats import (
+    DRAFTER_GAUGES,
+    GAUGES,
+    LEARNING_GAUGES,
+    DrafterStats,
+    LearningStats,
+    ServiceState,
+    StepStats,
+)
 from tests.engine.test_process import FACTORY, ROOT, Collected, request
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -143,6 +152,25 @@ def test_every_field_of_the_stats_is_a_gauge_or_a_count():
         doubled = {"stop": 4} if isinstance(value, dict) else [6] if isinstance(value, list) else 10
         assert getattr(twice, name) == (value if name in GAUGES else doubled), name
     assert full.ended() == StepStats(**{k: v for k, v in vars(full).items() if k not in GAUGES})
+
+
+def test_every_field_of_the_drafter_stats_is_a_gauge_or_a_count():
+    services = {"host:1": ServiceState(sessions=2)}
+    full = DrafterStats(**{name: type(value)(5) for name, value in vars(DrafterStats()).items() if name != "services"})
+    full.services = services
+    twice = full.after(full)
+    assert twice.services == services and full.ended() == replace(full, services={})
+    assert {"services"} == DRAFTER_GAUGES
+    assert all(getattr(twice, name) == 10 for name in vars(full) if name not in DRAFTER_GAUGES)
+
+
+def test_an_engine_s_counts_of_draft_services_outlive_it():
+    one, other = EngineStats(StepStats(), drafter=DrafterStats(rounds=2)), EngineStats(StepStats())
+    assert other.after(one).drafter == one.after(other).drafter == DrafterStats(rounds=2)
+    assert one.after(one).drafter == DrafterStats(rounds=4)
+    assert other.ended().drafter is None and other.after(other).drafter is None
+    gone = replace(one, drafter=DrafterStats(rounds=2, services={"h:1": ServiceState()})).ended()
+    assert gone.drafter == DrafterStats(rounds=2)
 
 
 def test_every_field_of_the_learning_stats_is_a_gauge_or_a_count():

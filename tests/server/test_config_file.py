@@ -102,13 +102,13 @@ def test_classes_of_a_file_take_the_place_of_those_that_are_there_by_default(rea
         ("[server]\ntarget = 'x'", "[server] has no key 'target'; it belongs to [engine]"),
         ("[server]\nkeys = []", "[server] has no key 'keys'; write [[keys]]"),
         ("[engine]\nzzz = 1", "[engine] has no key 'zzz'; there are target, draft, policy"),
-        ("[sever]\nport = 1", "[learn], [server], [[classes]] and [[keys]], got 'sever'; did you mean 'server'?"),
+        ("[sever]\nport = 1", "[drafter], [server], [[classes]] and [[keys]], got 'sever'; did you mean 'server'?"),
         ("[learn]\nevery = 1", "[learn] has no key 'every'; did you mean 'learn_every'?"),
         ("[engine]\nlearn_every = 1", "[engine] has no key 'learn_every'; it belongs to [learn]"),
         ("[learn]\nlearn_rate = 0", "[learn] learn_rate must be a finite number above 0, got 0.0"),
         ("[learn]\nlearn = true\n[engine]\ndraft = 'none'", "[engine] learning needs a draft that learns, and"),
         ("[engine]\ndrafts = ['a=b', 'a=c']", "[engine] drafts must be of different names, none of them default"),
-        ("port = 9000", "expected the sections [engine], [learn], [server], [[classes]] and [[keys]], got 'port'"),
+        ("port = 9000", "the sections [engine], [learn], [drafter], [server], [[classes]] and [[keys]], got 'port'"),
         ("server = 3", "expected a section [server], got server = 3"),
         ("[[server]]\nport = 1", "expected a section [server], got"),
         ("[classes]\nname = 'a'", "expected [[classes]], once for each of them"),
@@ -172,7 +172,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path):
 
 def test_the_example_says_nothing_and_without_its_marks_the_defaults(read):
     text = example()
-    assert tomllib.loads(text) == {"engine": {}, "learn": {}, "server": {}}
+    assert tomllib.loads(text) == {"engine": {}, "learn": {}, "drafter": {}, "server": {}}
     uncommented = re.sub(r"(?m)^#(?=\[|\w+ = )", "", text)
     file = read(uncommented)
     server = dataclasses.replace(file.server, classes=(), keys=())

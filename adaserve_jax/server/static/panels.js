@@ -132,7 +132,7 @@ export class Panels {
       ["Draft accepted", percent(window.engine.acceptance_rate), "", window.ended.mean_accepted === null ? "nothing verified" : `${number(window.ended.mean_accepted)} tokens per verification`],
       ["KV pages used", total ? percent(used / total) : "–", "", `${number(used)} of ${number(total)}; ${number(pages[1] + pages[4])} cached`],
       ["Prefix cache hits", percent(window.engine.cache_hit_rate), "", `${number(window.engine.prompt_tps)} prompt tok/s taken in`],
-      ["Draft", !snapshot.draft ? "none" : at < 0 ? "–" : now("draft_resident") ? "resident" : "away", "", swaps ? `${number(swaps)} swaps so far` : "no swaps so far"],
+      ["Draft", !snapshot.draft ? "none" : snapshot.draft === "remote" ? "remote" : at < 0 ? "–" : now("draft_resident") ? "resident" : "away", "", swaps ? `${number(swaps)} swaps so far` : "no swaps so far"],
     ];
     const list = $("tiles");
     if (!list.children.length) {
