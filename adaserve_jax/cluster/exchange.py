@@ -53,7 +53,7 @@ class Exchange:
         self._message = message
         self._parts: deque[bytes] = deque()
         self._held = 0
-        self._paused = self._ended = self._closed = False
+        self._paused = self._ended = self._closed = self._resent = False
         self._lost: TargetLost | None = None
         self._changed = asyncio.Event()
         self._connection: HttpConnection | None = None
@@ -107,7 +107,7 @@ class Exchange:
         connection.send(self._message, self)
 
     def _not_connected(self, code: str) -> None:
-        self._lose(TargetLost(code, taken=False))
+        self._lose(TargetLost(code, taken=self._resent))  # what was sent first may be what ended it
 
     def _lose(self, lost: TargetLost) -> None:
         self._lost = lost
@@ -139,6 +139,7 @@ class Exchange:
         stale = self._connection is not None and self._connection.was_idle and not heard
         self._connection = None
         if stale and not self._closed:
+            self._resent = True
             self._pool.acquire(self._send, self._not_connected, fresh=True)
         else:
             self._lose(TargetLost(code, taken=True))
