@@ -176,9 +176,22 @@ def restart(run_folder: Folder = None) -> None:
 
 
 @cluster.command("down")
-def down(run_folder: Folder = None) -> None:
+def down(
+    run_folder: Folder = None,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster, or auto: end what `up` left there, where it is gone itself")
+    ] = None,
+) -> None:
     """Stop a cluster: requests in flight finish, then all its processes end."""
     from adaserve_jax.cluster.control import give_order
+
+    if address is not None:
+        try:
+            from adaserve_jax.cluster.ray_cluster import down_on_ray
+        except ModuleNotFoundError as error:
+            raise _needs(error) from error
+        typer.echo(f"{down_on_ray(address)} actors were ended")
+        return
 
     folder = _folder(run_folder)
     list(give_order(folder.socket, "down"))

@@ -1,8 +1,8 @@
 """A stand-in for a server or a draft service, as a program: `python member.py PORT [WHAT ...]`.
 
-It says on /health what the file STATE says, "ok" without one; answers POST with one JSON body that names it; a prompt
-"wait" waits until it is stopped. WHAT: `--state=FILE`, `--child=FILE` (has a child of its own, whose pid it writes there),
-`--stubborn` (ignores SIGTERM), `--status=N` (ends with N at once), `--drafter` and other options are taken and ignored.
+It says on /health what the file of --state says, "ok" without one, and answers POST with one JSON body. WHAT:
+`--state=FILE`, `--child=FILE` (has a child of its own, whose pid it writes there), `--stubborn` (ignores SIGTERM),
+`--status=N` (ends with N at once); other options are taken and ignored.
 """
 
 from __future__ import annotations

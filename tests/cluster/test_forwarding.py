@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
+import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -150,8 +153,6 @@ def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
         FakeServer(target(lambda _: whole())) as server,
         routed("http://127.0.0.1:9", wait=0, most_wait=600.0, token_file=_token_file()) as router,
     ):
-        import threading
-
         answers: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: answers.append(router.post()))
         waiting.start()
@@ -181,15 +182,18 @@ def test_an_idle_connection_that_the_target_closed_is_no_loss():
 def test_a_drained_target_ends_what_it_has_and_gets_nothing_new():
     held = [STREAM, chunk(token("a")), 0.3, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n"]
     scripts = [target(lambda _: held), target(lambda _: whole("other"))]
-    with FakeServer(scripts[0]) as one, FakeServer(scripts[1]) as two:
-        with routed(one.url, two.url, token_file=_token_file()) as router:
-            with router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered:
-                parts = answered.iter_bytes()
-                next(parts)
-                assert router.order("drain", target=one.url).json()["targets"][0]["state"] == "drained"
-                assert all(router.post().json()["choices"][0]["text"] == "other" for _ in range(4))
-                assert b"".join(parts) == b"data: [DONE]\n\n"
-            assert router.order("resume", target=one.url).json()["targets"][0]["state"] == "up"
+    with (
+        FakeServer(scripts[0]) as one,
+        FakeServer(scripts[1]) as two,
+        routed(one.url, two.url, token_file=_token_file()) as router,
+    ):
+        with router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered:
+            parts = answered.iter_bytes()
+            next(parts)
+            assert router.order("drain", target=one.url).json()["targets"][0]["state"] == "drained"
+            assert all(router.post().json()["choices"][0]["text"] == "other" for _ in range(4))
+            assert b"".join(parts) == b"data: [DONE]\n\n"
+        assert router.order("resume", target=one.url).json()["targets"][0]["state"] == "up"
 
 
 def test_orders_need_the_token():
@@ -244,9 +248,6 @@ def test_a_body_above_the_limit_is_refused_before_it_is_passed_on():
 
 
 def _token_file() -> str:
-    import tempfile
-    from pathlib import Path
-
     path = Path(tempfile.mkdtemp()) / "token"
     path.write_text(TOKEN)
     return str(path)

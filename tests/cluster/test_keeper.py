@@ -100,7 +100,7 @@ def test_wrong_use_is_told_with_the_end_of_the_log_and_not_tried_again(tmp_path)
     async def go() -> None:
         keeper = Keeper(member(tmp_path, "--status=2"))
         keeper.start()
-        with pytest.raises(MemberFailed, match="m ended with status 2; its log ends with:(.|\n)*this option is wrong"):
+        with pytest.raises(MemberFailed, match=r"m ended with status 2; its log ends with:(.|\n)*this option is wrong"):
             await keeper.ready()
         assert keeper.restarts == 0
         await keeper.stop()

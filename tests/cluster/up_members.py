@@ -1,4 +1,4 @@
-"""`adaserve cluster up` with stand-ins for its servers, as a program: `python up_members.py RUN_FOLDER TARGETS DRAFTS`."""
+"""`adaserve cluster up` with stand-ins for its servers: `python up_members.py RUN_FOLDER TARGETS DRAFTS`."""
 
 from __future__ import annotations
 
