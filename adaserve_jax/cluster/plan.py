@@ -47,6 +47,11 @@ class ClusterPlan:
         if not 0 <= self.drafts <= MOST_MEMBERS:
             raise ConfigError(f"drafts must be from 0 to {MOST_MEMBERS}, got {self.drafts}")
 
+        if self.router.tls_client_ca is not None:
+            raise ConfigError(
+                "tls_client_ca cannot be given to a cluster, which asks its router how it is without a certificate; "
+                "start 'adaserve cluster route' with it in front of the targets"
+            )
         for option in (*self.serve_options, *self.draft_options):
             if option.partition("=")[0] in OWN_OPTIONS:
                 raise ConfigError(

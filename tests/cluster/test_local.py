@@ -170,6 +170,7 @@ def test_orders_to_no_cluster_say_so(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("wrong, said", [
     ({"targets": 0}, "targets must be from 1 to 256, got 0"),
     ({"drafts": -1}, "drafts must be from 0 to 256, got -1"),
+    ({"router": RouterSettings(tls_cert="c", tls_key="k", tls_client_ca="a")}, "tls_client_ca cannot be given"),
     ({"serve_options": ("--port=1",)}, "--port is given to each server by the cluster itself; leave it out"),
     ({"draft_options": ("--listen", "x")}, "--listen is given to each server"),
 ])  # fmt: skip
