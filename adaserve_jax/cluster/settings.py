@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from adaserve_jax.bench.routers import ROUTERS
+from adaserve_jax.bench.routers import find_router
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
@@ -51,8 +51,7 @@ class RouterSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", checked_urls(self.targets))
-        if self.router not in ROUTERS:
-            raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
+        find_router(self.router)
         for name in ("poll_every", "poll_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a finite number of seconds above 0, got {getattr(self, name)!r}")

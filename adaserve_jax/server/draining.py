@@ -20,7 +20,7 @@ class Drainable(Protocol):
 
     @property
     def phase(self) -> str:
-        """ "draining" once `drain` was called."""
+        """Is "draining" once `drain` was called."""
         ...
 
     @property
