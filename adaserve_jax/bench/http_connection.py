@@ -42,7 +42,8 @@ def parser_library() -> Any:
         import httptools
     except ImportError:
         raise ConfigError(
-            "measuring a URL needs httptools, which is not installed; install it: pip install 'adaserve-jax[client]'"
+            "asking a server by its URL needs httptools, which is not installed; install it: "
+            "pip install 'adaserve-jax[client]'"
         ) from None
     return httptools
 
@@ -70,6 +71,15 @@ class HttpConnection(asyncio.Protocol):
         self._head_bytes = 0
         self._heard = self._in_body = self._complete = self._reusable = False
         self._transport.write(message)
+
+    def pause(self) -> None:
+        """Read nothing more until `resume`: who takes the answer is slower than the server."""
+        if self._transport is not None and self.is_open:
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._transport is not None and self.is_open:
+            self._transport.resume_reading()
 
     def close(self) -> None:
         """At once, whatever is under way; its answer hears nothing more."""

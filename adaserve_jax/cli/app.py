@@ -11,6 +11,7 @@ import typer
 
 import adaserve_jax
 from adaserve_jax.cli.bench import bench
+from adaserve_jax.cli.cluster import cluster
 from adaserve_jax.cli.config import config
 from adaserve_jax.cli.convert import convert
 from adaserve_jax.cli.distill import distill
@@ -61,6 +62,7 @@ app.command()(distill)
 app.command()(draft)
 app.command()(follow)
 app.command()(perplexity)
+app.add_typer(cluster)
 app.command("version")(show_version)
 
 

@@ -22,20 +22,33 @@ value, a missing file or a refused request prints one line on stderr and ends wi
 def render() -> str:
     """The reference of every command and option, as Markdown."""
     group: Any = typer.main.get_command(app)
-    return "\n".join([HEAD, *(_command(name, command) for name, command in group.commands.items())])
+    return "\n".join([HEAD, *_commands(group)])
+
+
+def _commands(group: Any, before: str = "") -> list[str]:
+    """Of a group, in its order, and of the groups in it."""
+    texts: list[str] = []
+    for name, command in group.commands.items():
+        whole = f"{before}{name}"
+        texts += _commands(command, f"{whole} ") if hasattr(command, "commands") else [_command(whole, command)]
+    return texts
 
 
 def _command(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
-    usage = " ".join(["adaserve", name, *(p.name.upper() for p in arguments), *(["[OPTIONS]"] if options else [])])
+    usage = " ".join(["adaserve", name, *_shown(arguments), *(["[OPTIONS]"] if options else [])])
     lines = [f"## `{usage}`", "", command.help.strip(), ""]
     if arguments or options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{p.name.upper()}` | required | {_text(p)} |" for p in arguments]
+        lines += [f"| `{p.name.upper()}` | {'required' if p.required else ''} | {_text(p)} |" for p in arguments]
         lines += [f"| {_names(p)} | {_default(p)} | {_text(p)} |" for p in options]
         lines.append("")
     return "\n".join(lines)
+
+
+def _shown(arguments: Any) -> list[str]:
+    return [name if p.required else f"[{name}]" for p in arguments for name in [p.name.upper()]]
 
 
 def _names(option: Any) -> str:

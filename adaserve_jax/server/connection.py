@@ -9,8 +9,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -96,7 +95,7 @@ class PatientProtocol(H11Protocol):
             self.transport.close()
 
 
-def http_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uvicorn.Config:
+def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
     """uvicorn's configuration for these settings. Raises ConfigError (see tls)."""
     protocol: Any = partial(PatientProtocol, settings.receive_timeout)
     tls = tls_options(settings)

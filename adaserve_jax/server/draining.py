@@ -5,20 +5,48 @@ from __future__ import annotations
 import asyncio
 import socket
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import uvicorn
 
-from adaserve_jax.server.state import ServerState
+from adaserve_jax.server.settings import ServerSettings
 
 POLL_S = 0.05
 ABORT_GRACE_S = 2.0
 
 
-class DrainingServer(uvicorn.Server):
+class Drainable(Protocol):
+    """What is served: `ServerState`, or a router's."""
+
+    @property
+    def phase(self) -> str:
+        """Is "draining" once `drain` was called."""
+        ...
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that was taken has not ended."""
+        ...
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        ...
+
+    def abort_all(self) -> None:
+        """End what is left."""
+        ...
+
+
+Served = TypeVar("Served", bound=Drainable)
+
+
+class DrainingServer(uvicorn.Server, Generic[Served]):
     """On the first signal takes nothing new and waits for what is in flight; on the second stops at once."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState):
+    def __init__(self, config: uvicorn.Config, state: Served):
         super().__init__(config)
         self.state = state
         self._drain: asyncio.Task[None] | None = None
@@ -45,9 +73,9 @@ class DrainingServer(uvicorn.Server):
         """Wait until all is answered and sent or the time is up, end what is left, then let the server exit."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.state.settings.shutdown_timeout
-        while (self.state.slots.used or self.is_answering()) and loop.time() < end:
+        while (self.state.is_busy or self.is_answering()) and loop.time() < end:
             await asyncio.sleep(POLL_S)
-        while self.state.slots.used and loop.time() < end + ABORT_GRACE_S:
+        while self.state.is_busy and loop.time() < end + ABORT_GRACE_S:
             self.state.abort_all()  # again and again: a long prompt may be tokenised only now
             await asyncio.sleep(POLL_S)
         self.should_exit = True

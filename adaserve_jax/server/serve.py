@@ -123,7 +123,7 @@ def warn_if_open(state: ServerState, listener: socket.socket) -> None:
 
 
 async def _serve(
-    server: DrainingServer,
+    server: DrainingServer[ServerState],
     listener: socket.socket,
     tokenizer: Callable[[], TextCodec],
     bar: WarmUpBar,
@@ -155,7 +155,7 @@ async def _serve(
     return DEAD_STATUS if not ending.cancel() else 0
 
 
-async def _end_with_engine(server: DrainingServer) -> None:
+async def _end_with_engine(server: DrainingServer[ServerState]) -> None:
     """Wait for the engine's end while the server serves, then stop that as a signal does; returns when it has begun."""
     while server.state.phase != "ok" or server.state.health().status != "dead":
         await asyncio.sleep(DEAD_POLL_S)

@@ -71,6 +71,11 @@ class ServerState:
         """Take no new requests."""
         self.phase = "draining"
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request has room that it has not given back."""
+        return self.slots.used > 0
+
     def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
         """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
         steps, slots = self.client.stats().scheduler, self.slots

@@ -1,0 +1,200 @@
+"""`adaserve cluster`: several servers and draft services as one. What it needs is imported only when it starts."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from adaserve_jax.cli.options import takes
+from adaserve_jax.errors import AdaServeError, ConfigError
+
+PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "msgspec", "zmq", "prometheus_client", "h11")
+LOOK_EVERY_S = 0.2
+ORCHESTRATORS = ("local", "ray")
+
+try:
+    from adaserve_jax.cluster.settings import FIELD_HELP, RouterSettings
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ConfigError(f"adaserve cluster needs the package {error.name!r}") from error
+
+cluster = typer.Typer(
+    name="cluster", help="Serve with several targets and draft services behind one router.", add_completion=False,
+    no_args_is_help=True, rich_markup_mode=None,
+)  # fmt: skip
+
+Folder = Annotated[
+    str | None,
+    typer.Option(
+        "--run-folder", envvar="ADASERVE_RUN_FOLDER", show_envvar=False,
+        help="folder of the cluster's state, token and logs; left out: one of this user's",
+    ),
+]  # fmt: skip
+
+
+def _folder(path: str | None) -> Any:
+    from adaserve_jax.cluster.run_folder import RunFolder, default_folder
+
+    return RunFolder(default_folder() if path is None else Path(path).absolute())
+
+
+def _needs(error: ModuleNotFoundError) -> ConfigError:
+    """What to say of a package that is missing. Raises the error itself where it is none of those."""
+    name = (error.name or "").partition(".")[0]
+    extra = {"ray": "cluster"}.get(name, "server" if name in PACKAGES else "")
+    if not extra:
+        raise error
+    return ConfigError(
+        f"a cluster needs the package {name!r}, which is not installed; run: pip install 'adaserve-jax[{extra}]'"
+    )
+
+
+@cluster.command("up")
+@takes("router", RouterSettings, FIELD_HELP, without=("targets", "token_file"))
+def up(
+    router: RouterSettings,
+    targets: Annotated[int, typer.Option(help="servers to start")] = 1,
+    drafts: Annotated[int, typer.Option(help="draft services to start; 0: none, each server drafts for itself")] = 0,
+    orchestrator: Annotated[
+        str, typer.Option(help="local: processes of this machine; ray: actors of a Ray cluster")
+    ] = "local",
+    draft_options: Annotated[
+        str, typer.Option(help="options of `adaserve draft`, as one text, as '--max-sessions 64'")
+    ] = "",
+    detach: Annotated[bool, typer.Option("--detach", help="go on in the background once requests are served")] = False,
+    run_folder: Folder = None,
+    address: Annotated[
+        str | None, typer.Option(help="of a running Ray cluster, or auto; left out: one is started for this cluster")
+    ] = None,
+    placement: Annotated[
+        str, typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK or STRICT_PACK")
+    ] = "SPREAD",
+    serve_options: Annotated[
+        list[str] | None,
+        typer.Argument(help="options of `adaserve serve` for every target, after --", show_default=False),
+    ] = None,
+) -> None:
+    """Start a cluster and keep it running until SIGTERM, Ctrl-C, or `adaserve cluster down`."""
+    try:
+        from adaserve_jax.cluster.plan import ClusterPlan
+
+        plan = ClusterPlan(
+            targets, drafts, router, serve_options=tuple(serve_options or ()),
+            draft_options=tuple(shlex.split(draft_options)),
+        )  # fmt: skip
+        if orchestrator not in ORCHESTRATORS:
+            raise ConfigError(f"orchestrator must be one of {', '.join(ORCHESTRATORS)}, got {orchestrator!r}")
+        folder = _folder(run_folder)
+        if detach:
+            _detach(folder)
+        elif orchestrator == "ray":
+            from adaserve_jax.cluster.ray_cluster import run_up_on_ray
+
+            run_up_on_ray(plan, folder, address, placement)
+        else:
+            from adaserve_jax.cluster.local import run_up
+
+            run_up(plan, folder)
+    except ModuleNotFoundError as error:
+        raise _needs(error) from error
+
+
+def _detach(folder: Any) -> None:
+    """The same command in a session of its own; returns once it serves. Raises AdaServeError with the end of its log
+    when it does not come to that."""
+    command = [sys.executable, "-m", "adaserve_jax.cli", *(each for each in sys.argv[1:] if each != "--detach")]
+    folder.make()
+    log = folder.logs / "cluster.log"
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    while child.poll() is None:
+        time.sleep(LOOK_EVERY_S)
+        try:
+            state = folder.read()
+        except ConfigError:
+            continue
+        if state["pid"] == child.pid and state["phase"] == "ready":
+            typer.echo(f"the cluster serves on {state['url']}; its log is {log}")
+            return
+    tail = log.read_text(errors="replace").splitlines()[-6:]
+    raise AdaServeError(f"the cluster ended with status {child.returncode}: {' / '.join(tail)}")
+
+
+@cluster.command("route")
+@takes("router", RouterSettings, FIELD_HELP)
+def route(router: RouterSettings) -> None:
+    """Route requests to servers that somebody else starts, until SIGTERM or Ctrl-C."""
+    if not router.targets and router.token_file is None:
+        raise ConfigError(
+            "--targets must name a server at least, or --token-file the token by which they are given later"
+        )
+    try:
+        from adaserve_jax.cluster.router import run_router
+    except ModuleNotFoundError as error:
+        raise _needs(error) from error
+    run_router(router)
+
+
+@cluster.command("status")
+def status(run_folder: Folder = None) -> None:
+    """Say what a cluster consists of, and how its processes are."""
+    from adaserve_jax.cluster.asking import NoAnswer, ask_now
+
+    folder = _folder(run_folder)
+    state = folder.read()
+    typer.echo(f"{state['url']}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
+    try:
+        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token)
+    except NoAnswer as error:
+        routed = {}
+        typer.echo(str(error))
+    by_url = {each["url"]: each for each in routed.get("targets", [])}
+    for member in state["members"]:
+        seen = by_url.get(member["address"])
+        use = "" if seen is None else f", {seen['state']} at the router, {seen['in_flight']} in flight"
+        detail = f" ({member['detail']})" if member["detail"] else ""
+        typer.echo(
+            f"  {member['name']:10} {member['phase']}{detail}, pid {member['pid']}, {member['address']}, "
+            f"{member['restarts']} restarts{use}"
+        )
+
+
+@cluster.command("restart")
+def restart(run_folder: Folder = None) -> None:
+    """Replace every target, one after another, without losing a request."""
+    from adaserve_jax.cluster.control import give_order
+
+    for line in give_order(_folder(run_folder).socket, "restart"):
+        typer.echo(line)
+
+
+@cluster.command("down")
+def down(
+    run_folder: Folder = None,
+    address: Annotated[
+        str | None, typer.Option(help="of a Ray cluster, or auto: end what `up` left there, where it is gone itself")
+    ] = None,
+) -> None:
+    """Stop a cluster: requests in flight finish, then all its processes end."""
+    from adaserve_jax.cluster.control import give_order
+
+    if address is not None:
+        try:
+            from adaserve_jax.cluster.ray_cluster import down_on_ray
+        except ModuleNotFoundError as error:
+            raise _needs(error) from error
+        typer.echo(f"{down_on_ray(address)} actors were ended")
+        return
+
+    folder = _folder(run_folder)
+    list(give_order(folder.socket, "down"))
+    while folder.is_held:
+        time.sleep(LOOK_EVERY_S)
+    typer.echo("the cluster has ended")

@@ -1,0 +1,195 @@
+"""A cluster on this machine: starts drafts, targets and the router, keeps them running, takes orders, stops them all.
+
+Drafts come first, since targets measure them while they start; then one target, whose compiled programs the others
+find; then the others. The router is there from the beginning. Its socket is held here, so that clients that connect
+while it is started again wait instead of being refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from adaserve_jax.cluster.control import OrderServer
+from adaserve_jax.cluster.keeper import Keeper, Member
+from adaserve_jax.cluster.plan import ClusterPlan, Placed, draft_at, free_ports, target_at
+from adaserve_jax.cluster.rolling import RouterOrders, replace_in_turn
+from adaserve_jax.cluster.router import url_of
+from adaserve_jax.cluster.router_command import router_command
+from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.server.serve import listen
+
+WRITE_EVERY_S = 0.2
+_log = logging.getLogger(__name__)
+
+
+class LocalCluster:
+    """One cluster's processes. Made, used and stopped on one event loop, in the main thread."""
+
+    def __init__(self, plan: ClusterPlan, folder: RunFolder):
+        """folder: opened. Raises ConfigError (the router's port is taken)."""
+        self.plan = plan
+        self.started_s = time.time()
+        self.ready_s: float | None = None
+        """Seconds that the start took."""
+        self._folder = folder
+        self._listener = listen(plan.router.server)
+        self.url = url_of(self._listener, plan.router.server)
+        self._drafts, self._targets = self._place()
+        self._changed = asyncio.Event()
+        self._keepers = {
+            placed.member.name: Keeper(placed.member, self._changed.set)
+            for placed in (*self._drafts, *self._targets, self._router())
+        }
+        self.orders = RouterOrders(self.url, folder.token)
+        self._phase = "starting"
+        self._rolling = asyncio.Lock()
+
+    def _place(self) -> tuple[list[Placed], list[Placed]]:
+        plan, host, logs = self.plan, self.plan.member_host, self._folder.logs
+        ports = iter(free_ports(plan.targets + 2 * plan.drafts, host))
+        drafts = [draft_at(plan, i, host, next(ports), next(ports), logs) for i in range(plan.drafts)]
+        addresses = [draft.address for draft in drafts]
+        return drafts, [target_at(plan, i, host, next(ports), addresses, logs) for i in range(plan.targets)]
+
+    def _router(self) -> Placed:
+        settings = replace(
+            self.plan.router, targets=tuple(target.url for target in self._targets),
+            token_file=str(self._folder.token_file),
+        )  # fmt: skip
+        descriptor = self._listener.fileno()
+        command, environment = router_command(settings, descriptor)
+        member = Member(
+            "router", command, f"{self.url}/health", self._folder.logs / "router.log", environment, (descriptor,),
+            ("ok", "starting", "no_target"), self.plan.patience,
+        )  # fmt: skip
+        return Placed(member, "router", url=self.url)
+
+    async def start(self) -> None:
+        """Returns when requests are served by every target. Raises MemberFailed, and then `stop` is still to be
+        called."""
+        began = time.monotonic()
+        await self._up(["router"])
+        await self._up([draft.member.name for draft in self._drafts])
+        names = [target.member.name for target in self._targets]
+        await self._up(names[:1])
+        await self._up(names[1:])
+        self.ready_s = time.monotonic() - began
+        self._phase = "ready"
+        self.write()
+
+    async def _up(self, names: list[str]) -> None:
+        """Start these and wait until all are ready. Raises MemberFailed."""
+        for name in names:
+            self._keepers[name].start()
+        await asyncio.gather(*(self._keepers[name].ready() for name in names))
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Write down what changes, and take orders, until `stop`."""
+        stopping = asyncio.ensure_future(stop.wait())
+        async with OrderServer(self._folder.socket, self._order, stop):
+            while not stopping.done():
+                self.write()
+                self._changed.clear()
+                changed = asyncio.ensure_future(self._changed.wait())
+                await asyncio.wait({changed, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
+                await asyncio.sleep(WRITE_EVERY_S)
+
+    async def stop(self) -> None:
+        """Drain the router, then end targets, then drafts. Nothing is left afterwards."""
+        self._phase = "stopping"
+        for names in (["router"], [t.member.name for t in self._targets], [d.member.name for d in self._drafts]):
+            self.write()
+            await asyncio.gather(*(self._keepers[name].stop() for name in names))
+        self._listener.close()
+
+    def kill(self) -> None:
+        """End all at once; `stop` is still to be awaited."""
+        for keeper in self._keepers.values():
+            keeper.kill()
+
+    async def restart(self):
+        """Replace every target in turn; yields what is done. Raises AdaServeError."""
+        async with self._rolling:
+            by_url = {target.url: self._keepers[target.member.name].replace for target in self._targets}
+            async for line in replace_in_turn(by_url, self.orders, drain_s=self.plan.patience.grace):
+                _log.info("%s", line)
+                yield line
+
+    async def _order(self, order: str):
+        """What an order answers, line by line."""
+        if order == "restart":
+            async for line in self.restart():
+                yield line
+
+    def state(self) -> dict[str, Any]:
+        """For state.json: addresses, processes, phases; no secrets."""
+        placed = [*self._drafts, *self._targets]
+        members = [self._shown(each.member.name, each.kind, each.url or each.address) for each in placed]
+        return {
+            "orchestrator": "local", "pid": os.getpid(), "phase": self._phase, "url": self.url,
+            "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
+            "token_file": str(self._folder.token_file),
+            "members": [self._shown("router", "router", self.url), *members],
+        }  # fmt: skip
+
+    def _shown(self, name: str, kind: str, address: str) -> dict[str, Any]:
+        keeper = self._keepers[name]
+        return {
+            "name": name, "kind": kind, "address": address, "pid": keeper.pid, "phase": keeper.phase,
+            "detail": keeper.detail, "restarts": keeper.restarts, "replacements": keeper.replacements,
+            "log": str(keeper.member.log),
+        }  # fmt: skip
+
+    def write(self) -> None:
+        self._folder.write(self.state())
+
+
+async def up(plan: ClusterPlan, folder: RunFolder) -> None:
+    """Run a cluster until SIGINT, SIGTERM or an order ends it. folder: opened. Raises ConfigError, MemberFailed."""
+    stop = asyncio.Event()
+    cluster = LocalCluster(plan, folder)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            cluster.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    running = asyncio.ensure_future(cluster.run(stop))
+    starting = asyncio.ensure_future(cluster.start())
+    try:
+        await asyncio.wait({starting, running}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            print(f"adaserve cluster: {plan.targets} targets and {plan.drafts} drafts serve on {cluster.url} after "
+                  f"{cluster.ready_s:.1f} s (state: {folder.state_file})", flush=True)  # fmt: skip
+        await running
+    finally:
+        stop.set()
+        for task in (starting, running):
+            if not task.done() and task is starting:
+                task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(starting, running, return_exceptions=True)
+        print("adaserve cluster: stops", file=sys.stderr, flush=True)
+        await cluster.stop()
+
+
+def run_up(plan: ClusterPlan, folder: RunFolder) -> None:
+    """`up`, from opening the folder to forgetting it. Raises ConfigError, MemberFailed."""
+    folder.open()
+    try:
+        asyncio.run(up(plan, folder))
+    finally:
+        folder.close()

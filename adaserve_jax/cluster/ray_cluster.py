@@ -1,0 +1,256 @@
+"""A cluster on Ray: a placement group, one named actor per process, and this program, which starts, orders and stops.
+
+The actors go on when this program dies, as long as their Ray cluster does: one that was started for them ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from adaserve_jax.cluster.control import OrderServer
+from adaserve_jax.cluster.plan import ClusterPlan, free_ports
+from adaserve_jax.cluster.ray_members import (
+    NAMESPACE,
+    DraftActor,
+    RouterActor,
+    Site,
+    TargetActor,
+    ask_all,
+    failure_of,
+)
+from adaserve_jax.cluster.rolling import RouterOrders, replace_in_turn
+from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.errors import AdaServeError, ConfigError
+
+PLACEMENTS = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
+GROUP = "adaserve"
+"""Name of the placement group."""
+PLACE_LIMIT_S = 60.0
+LOOK_EVERY_S = 1.0
+
+
+def connect(address: str | None, members: int) -> None:
+    """To a running Ray cluster, or to one that is started here with room for so many members. Raises ConfigError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
+    if address is None:
+        options |= {"num_cpus": members, "include_dashboard": False}
+    try:
+        ray.init(address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"address must be that of a running Ray cluster, got {address!r}: {error}") from error
+
+
+class RayCluster:
+    """One cluster's actors. Raises ConfigError."""
+
+    def __init__(self, plan: ClusterPlan, folder: RunFolder, *, own_address: bool, placement: str):
+        if placement not in PLACEMENTS:
+            raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, got {placement!r}")
+        port = plan.router.port or free_ports(1, plan.router.host)[0]
+        self.plan = replace(plan, router=replace(plan.router, port=port))  # the same when its actor is started anew
+        self.phase = "starting"
+        self.url = ""
+        self.ready_s: float | None = None
+        self.started_s = time.time()
+        self._folder = folder
+        self._own_address = own_address
+        self._placement = placement
+        self._actors: dict[str, Any] = {}
+        self._group: Any = None
+        self._rolling = asyncio.Lock()
+
+    def start(self) -> None:
+        """Returns when every target serves. Blocks. Raises AdaServeError; `stop` is to be called then too."""
+        began = time.monotonic()
+        plan, drafts = self.plan, [f"draft-{i}" for i in range(self.plan.drafts)]
+        targets = [f"target-{i}" for i in range(plan.targets)]
+        taken = [name for name in (*drafts, *targets, "router") if _find(name) is not None]
+        if taken:
+            raise ConfigError(
+                f"a cluster runs on this Ray cluster already (actor {taken[0]!r}); end it with "
+                "'adaserve cluster down --address ADDRESS'"
+            )
+        self._group = placement_group(
+            [{"CPU": 1}] * (len(drafts) + len(targets)), strategy=self._placement, name=GROUP, lifetime="detached"
+        )
+        if not self._group.wait(PLACE_LIMIT_S):
+            raise AdaServeError(
+                f"Ray has no room for {len(drafts) + len(targets)} members of one CPU each by {self._placement}; "
+                "give it more, or another --placement"
+            )
+        ports = iter(free_ports(plan.targets + 2 * plan.drafts, plan.member_host))
+        for number, name in enumerate(drafts):
+            self._create(name, DraftActor, number, self._site((next(ports), next(ports))), number)
+        self._ready(drafts)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        self._make("router", RouterActor, here, self._site(()), targets)
+        (self.url,) = self._ready(["router"])
+        for number, name in enumerate(targets):
+            self._create(name, TargetActor, len(drafts) + number, self._site((next(ports),)), number, drafts)
+            if number == 0:
+                self._ready([name])
+        self._ready(targets)
+        orders = RouterOrders(self.url, self._folder.token)
+        while sum(each["state"] == "up" for each in asyncio.run(orders.status())["targets"]) < plan.targets:
+            time.sleep(0.1)
+        self.ready_s = time.monotonic() - began
+        self.phase = "ready"
+
+    def _site(self, ports: tuple[int, ...]) -> Site:
+        return Site(self.plan, self._own_address, ports, self._folder.token)
+
+    def _create(self, name: str, kind: Callable[..., Any], bundle: int, *arguments: Any) -> None:
+        """An actor in its bundle of the placement group."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        self._make(name, kind, strategy, *arguments)
+
+    def _make(self, name: str, kind: Callable[..., Any], strategy: Any, *arguments: Any) -> None:
+        options = {"num_cpus": int(kind is not RouterActor), "max_restarts": -1, "max_concurrency": 8}
+        made = ray.remote(kind).options(
+            name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy=strategy, **options
+        )
+        self._actors[name] = made.remote(*arguments)
+
+    def _ready(self, names: list[str]) -> list[str]:
+        """Addresses, when all of them are ready. Raises AdaServeError."""
+        try:
+            return ray.get([self._actors[name].ready.remote() for name in names])
+        except RayError as error:
+            raise failure_of(error) from error
+
+    async def restart(self):
+        """Replace every target in turn; yields what is done. Raises AdaServeError."""
+
+        def replacing(actor: Any):
+            async def replace() -> None:
+                try:
+                    await asyncio.to_thread(ray.get, actor.replace.remote())
+                except RayError as error:
+                    raise failure_of(error) from error
+
+            return replace
+
+        async with self._rolling:
+            targets = [self._actors[name] for name in self._actors if name.startswith("target-")]
+            urls = await asyncio.to_thread(ray.get, [actor.where.remote() for actor in targets])
+            by_url = dict(zip(urls, map(replacing, targets), strict=True))
+            orders = RouterOrders(self.url, self._folder.token)
+            async for line in replace_in_turn(by_url, orders, drain_s=self.plan.patience.grace):
+                yield line
+
+    async def order(self, order: str):
+        if order == "restart":
+            async for line in self.restart():
+                yield line
+
+    def stop(self) -> None:
+        """Drain the router, then end targets, then drafts, then the actors. Blocks."""
+        self.phase = "stopping"
+        stop_actors(self._actors)
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def announcement(self) -> str:
+        return (
+            f"adaserve cluster: {self.plan.targets} targets and {self.plan.drafts} drafts serve on {self.url} after "
+            f"{self.ready_s:.1f} s (Ray, state: {self._folder.state_file})"
+        )
+
+    def write(self) -> None:
+        """state.json, as actors describe themselves now; one that is being started anew is left as it was."""
+        described = {each["name"]: each for each in ask_all(list(self._actors), "describe")}
+        members = [described.get(name) or _silent(name) for name in self._actors]
+        self._folder.write({
+            "orchestrator": "ray", "pid": os.getpid(), "phase": self.phase, "url": self.url,
+            "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
+            "token_file": str(self._folder.token_file), "members": members,
+        })  # fmt: skip
+
+
+def _silent(name: str) -> dict[str, Any]:
+    return {
+        "name": name, "kind": name.partition("-")[0], "address": "", "pid": None, "actor_pid": None,
+        "phase": "starting", "detail": "its actor does not answer", "restarts": 0, "replacements": 0, "log": "",
+    }  # fmt: skip
+
+
+def _find(name: str) -> Any:
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def stop_actors(actors: dict[str, Any]) -> None:
+    """The router first, drafts last; actors that do not answer are killed, which ends their processes."""
+    for kind in ("router", "target", "draft"):
+        chosen = [actor for name, actor in actors.items() if name.startswith(kind)]
+        stopping = [actor.stop.remote() for actor in chosen]
+        if stopping:
+            ray.wait(stopping, num_returns=len(stopping), timeout=120)
+        for actor in chosen:
+            ray.kill(actor)
+
+
+def run_up_on_ray(plan: ClusterPlan, folder: RunFolder, address: str | None, placement: str) -> None:
+    """Run a cluster until SIGINT, SIGTERM or an order ends it. Raises AdaServeError."""
+    folder.open()
+    connected = False
+    try:
+        connect(address, plan.targets + plan.drafts)
+        connected = True
+        asyncio.run(_run(RayCluster(plan, folder, own_address=address is not None, placement=placement), folder))
+    finally:
+        folder.close()
+        if connected:
+            ray.shutdown()
+
+
+async def _run(cluster: RayCluster, folder: RunFolder) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        async with OrderServer(folder.socket, cluster.order, stop):
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                print(cluster.announcement(), flush=True)
+            while not stopping.done():
+                await asyncio.to_thread(cluster.write)
+                await asyncio.wait({stopping}, timeout=LOOK_EVERY_S)
+    finally:
+        stopping.cancel()
+        print("adaserve cluster: stops", file=sys.stderr, flush=True)
+        await asyncio.to_thread(cluster.stop)
+        await asyncio.gather(starting, return_exceptions=True)
+
+
+def down_on_ray(address: str) -> int:
+    """End a cluster whose `up` is gone; how many actors there were. Raises ConfigError."""
+    connect(address, 0)
+    try:
+        listed: Any = ray.util.list_named_actors(all_namespaces=True)
+        names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
+        stop_actors({name: actor for name in names if (actor := _find(name)) is not None})
+        if names:
+            remove_placement_group(get_placement_group(GROUP))
+        return len(names)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,105 @@
+"""Rolling replacement: one target after another gets nothing new, finishes what it has, is replaced, and is used again.
+
+The same for both orchestrators: what a target is replaced by is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+from adaserve_jax.cluster.asking import NoAnswer, ask
+from adaserve_jax.errors import AdaServeError
+
+POLL_S = 0.2
+
+
+class RouterOrders:
+    """Orders to a running router, by its token."""
+
+    def __init__(self, url: str, token: str):
+        self.url = url
+        self._token = token
+
+    async def status(self) -> dict:
+        """Raises NoAnswer."""
+        return await self._ask("/cluster", None)
+
+    async def drain(self, target: str) -> None:
+        await self._ask("/cluster/drain", {"target": target})
+
+    async def resume(self, target: str) -> None:
+        await self._ask("/cluster/resume", {"target": target})
+
+    async def set_targets(self, targets: list[str]) -> None:
+        await self._ask("/cluster/targets", {"targets": targets})
+
+    async def find(self, target: str) -> dict:
+        """What it says of one target; {} when it does not know it. Raises NoAnswer."""
+        status = await self.status()
+        return next((each for each in status["targets"] if each["url"] == target), {})
+
+    async def _ask(self, path: str, body: dict | None) -> dict:
+        """Raises NoAnswer, also when it refuses."""
+        status, answer = await ask(self.url + path, body=body, token=self._token)
+        if status != 200:
+            raise NoAnswer(f"the router refused {path} with status {status}: {answer.get('error', answer)}")
+        return answer
+
+
+async def replace_in_turn(
+    targets: Mapping[str, Callable[[], Awaitable[None]]], router: RouterOrders, *, drain_s: float
+) -> AsyncIterator[str]:
+    """What is done, as it is done. targets: by URL, what replaces one and returns when the new one is ready.
+
+    Each gets at most `drain_s` seconds for what it has; a server finishes what is left while it stops, within its own
+    limit. Raises what replacing raises; then the target is used again if it recovers, and the rest stay as they are.
+    """
+    for url, replace in targets.items():
+        yield f"{url}: takes nothing new"
+        await router.drain(url)
+        try:
+            async for left in _draining(url, router, drain_s):
+                yield f"{url}: {left} requests left"
+            yield f"{url}: is replaced"
+            await replace()
+        finally:
+            await _resume(url, router)
+        await _up(url, router, drain_s)
+        yield f"{url}: is used again"
+
+
+async def _draining(url: str, router: RouterOrders, drain_s: float) -> AsyncIterator[int]:
+    """How many requests are left, whenever that changes, until none is or the time is up."""
+    loop = asyncio.get_running_loop()
+    end, before = loop.time() + drain_s, -1
+    while loop.time() < end:
+        left = (await router.find(url)).get("in_flight", 0)
+        if not left:
+            return
+        if left != before:
+            yield left
+        before = left
+        await asyncio.sleep(POLL_S)
+
+
+async def _resume(url: str, router: RouterOrders) -> None:
+    """Take the drain back; a router that died meanwhile knows of none."""
+    try:
+        await router.resume(url)
+    except NoAnswer:
+        return
+
+
+async def _up(url: str, router: RouterOrders, limit_s: float) -> None:
+    """Wait until the router uses it, so that the next one is not drained while this one does not serve yet."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + limit_s
+    while loop.time() < end:
+        try:
+            if (await router.find(url)).get("state") == "up":
+                return
+        except NoAnswer:
+            pass
+        await asyncio.sleep(POLL_S)
+    raise AdaServeError(f"the router does not use {url} again after {limit_s:g} s; see 'adaserve cluster status'")

@@ -1,0 +1,226 @@
+"""The router's HTTP front: requests go to targets, /health, /ready, /metrics and /cluster are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from adaserve_jax.cluster.choosing import Chooser
+from adaserve_jax.cluster.forwarding import Forwarder
+from adaserve_jax.cluster.passing import unavailable, whole_body
+from adaserve_jax.cluster.polling import Poller
+from adaserve_jax.cluster.router_metrics import RouterMetrics
+from adaserve_jax.cluster.settings import RouterSettings, checked_urls
+from adaserve_jax.cluster.targets import TargetSet
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.server.connection import http_config
+from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
+from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.keyring import Keyring
+from adaserve_jax.server.middleware import BodyLimit, Boundary, HeadLimit
+from adaserve_jax.server.serve import listen
+from adaserve_jax.server.settings import ServerSettings
+
+OF_ONE_SERVER = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/responses", "/v1/assistants")
+"""Paths with all below them that would be of one server, whichever a request happens to reach."""
+_log = logging.getLogger(__name__)
+
+
+class Router:
+    """An ASGI application. Made, used and closed on one event loop."""
+
+    def __init__(self, settings: RouterSettings):
+        """Raises ConfigError (profile, token, keys)."""
+        self.settings: ServerSettings = settings.server
+        self.phase = "starting"
+        self.targets = TargetSet(settings.targets)
+        self.metrics = RouterMetrics(self.targets)
+        self._router_settings = settings
+        self._token = settings.token()
+        self._keyring = Keyring(self.settings)
+        chooser = Chooser(settings.router, settings.profile)
+        self._poller = Poller(
+            self.targets, chooser,
+            every_s=settings.poll_every, timeout_s=settings.poll_timeout, key=settings.target_key,
+        )  # fmt: skip
+        self._forwarder = Forwarder(
+            self.targets, chooser, self.metrics, lambda: self._poller.classes, most_wait_s=settings.most_wait
+        )
+        self._polling: asyncio.Task[None] | None = None
+
+    def app(self) -> ASGIApp:
+        """With the layers of a server around it."""
+        limited = BodyLimit(self, self.settings.max_body_bytes)
+        return Boundary(HeadLimit(limited, self.settings.max_header_bytes))
+
+    async def start(self) -> None:
+        self.phase = "ok"
+        self._polling = asyncio.ensure_future(self._poller.run())
+
+    async def close(self) -> None:
+        if self._polling is not None:
+            self._polling.cancel()
+        await self.targets.close()
+
+    # ---- what the drain asks ----
+
+    def drain(self) -> None:
+        self.phase = "draining"
+
+    @property
+    def is_busy(self) -> bool:
+        return self._forwarder.in_flight > 0
+
+    def abort_all(self) -> None:
+        self._forwarder.abort_all()
+
+    # ---- requests ----
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no lifespan of its own, no websockets: uvicorn is told so
+        try:
+            answer = await self._own(scope, receive)
+            if answer is None:
+                self._admit(scope["path"])
+                await self._forwarder(scope, receive, send)
+                return
+        except ApiError as error:
+            answer = error.response()
+        except AdaServeError as error:
+            answer = ApiError(400, str(error), code="invalid_request").response()
+        await answer(scope, receive, send)
+
+    def _admit(self, path: str) -> None:
+        """Raises ApiError when the request is not to be passed on."""
+        if any(path == known or path.startswith(f"{known}/") for known in OF_ONE_SERVER):
+            raise ApiError(
+                404, f"{path} is not routed: what it shows or keeps is one server's; ask that server", code="not_routed"
+            )
+        if self.phase == "draining":
+            raise unavailable("the router finishes what it has and takes nothing new", "shutting_down")
+        most = self._router_settings.most_requests
+        if self._forwarder.in_flight >= most:
+            raise ApiError(
+                429, f"{most} requests are in flight, the most that this router takes; retry in a moment",
+                code="queue_full", headers={"retry-after": "1"},
+            )  # fmt: skip
+
+    async def _own(self, scope: Scope, receive: Receive) -> Response | None:
+        """The answer of a route that is the router's; None: it is not. Raises ApiError."""
+        path, method = scope["path"], scope["method"]
+        if path in ("/health", "/ready"):
+            status, detail = self._health()
+            return JSONResponse(
+                {"status": status, "detail": detail}, 200 if path == "/health" or status == "ok" else 503
+            )
+        if path == "/metrics":
+            self._authorize(scope, operator_too=True)
+            return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        if path != "/cluster" and not path.startswith("/cluster/"):
+            return None
+        if path == "/cluster" and method in ("GET", "HEAD"):
+            self._authorize(scope, operator_too=True)
+            return JSONResponse(self.status())
+        self._authorize(scope, operator_too=False)
+        if method != "POST":
+            raise ApiError(405, "expected POST", code="method_not_allowed", headers={"allow": "POST"})
+        fields = _object(await whole_body(receive) or b"")
+        self._order(path.removeprefix("/cluster/"), fields)
+        return JSONResponse(self.status())
+
+    def _health(self) -> tuple[str, str]:
+        if self.phase == "draining":
+            return "draining", "the router finishes what it has and takes nothing new"
+        if any(target.available for target in self.targets):
+            return "ok", "requests are routed"
+        if not self.targets.ever_available:
+            return "starting", "no server has become ready yet"
+        return "no_target", "no server can take requests now; the router looks for them"
+
+    def status(self) -> dict[str, Any]:
+        """For /cluster: no keys, no prompts."""
+        status, detail = self._health()
+        return {
+            "status": status, "detail": detail, "router": self._router_settings.router,
+            "in_flight": self._forwarder.in_flight, "targets": [target.status() for target in self.targets],
+        }  # fmt: skip
+
+    def _order(self, order: str, fields: dict[str, Any]) -> None:
+        """Change the targets. Raises ApiError, ConfigError."""
+        if order in ("drain", "resume"):
+            self.targets.drain(self.targets.find(str(fields.get("target"))), order == "drain")
+        elif order == "targets":
+            urls = fields.get("targets")
+            if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+                raise ConfigError(f"targets must be a list of URLs, got {urls!r}")
+            self.targets.exchange(checked_urls(tuple(urls)))
+        else:
+            raise ApiError(404, "expected /cluster/drain, /cluster/resume or /cluster/targets", code="not_found")
+
+    def _authorize(self, scope: Scope, *, operator_too: bool) -> None:
+        """Raises ApiError unless the request has the token, or, where that is enough, an API key; or none is set."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        secret = secret.strip() if scheme.lower() == b"bearer" else b""
+        if self._token is not None and hmac.compare_digest(secret, self._token.encode()):
+            return
+        if operator_too and (not self._keyring or self._keyring.find(secret) is not None):
+            return
+        raise ApiError(
+            401 if self._token is not None or operator_too else 403,
+            "expected the header 'Authorization: Bearer TOKEN' with the cluster's token"
+            + (" or an API key of the router" if operator_too else "")
+            + ("" if self._token is not None else "; this router was started without a token"),
+            code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+        )  # fmt: skip
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Raises ApiError."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return fields
+
+
+def run_router(settings: RouterSettings, listener: socket.socket | None = None) -> int:
+    """Route until SIGTERM or SIGINT, then drain; returns 0. listener: a bound socket to take instead of a port of its
+    own. Raises ConfigError."""
+    asyncio.run(_serve(settings, listener))
+    return 0
+
+
+async def _serve(settings: RouterSettings, listener: socket.socket | None) -> None:
+    router = Router(settings)
+    config = http_config(router.app(), router.settings, lifespan="off", timeout_graceful_shutdown=int(ABORT_GRACE_S))
+    own = listener or listen(router.settings)
+    await router.start()
+    print(f"adaserve routes on {url_of(own, router.settings)} to {_named(settings.targets)}", flush=True)
+    try:
+        await DrainingServer(config, router).serve(sockets=[own])
+    finally:
+        await router.close()
+        own.close()
+
+
+def url_of(listener: socket.socket, settings: ServerSettings) -> str:
+    """As it can be called from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
+
+
+def _named(targets: Iterable[str]) -> str:
+    return ", ".join(targets) or "no target yet"

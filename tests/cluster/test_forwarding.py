@@ -1,0 +1,253 @@
+"""What a router does with a request: passed on unchanged, tried elsewhere, cut, refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from adaserve_jax.cluster.router import OF_ONE_SERVER
+from tests.bench.fake_server import STREAM, FakeServer, chunk, stream, token
+from tests.cluster.conftest import BODY, TOKEN, error, events, routed, target, wait_until, whole
+from tests.server.conftest import running
+
+GENERATION = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A real server over a scripted engine, and a router in front of it."""
+    with running() as server, routed(server.url) as router:
+        yield server, router
+
+
+def same_but_for_ids(one: httpx.Response, other: httpx.Response) -> bool:
+    """What a server answers twice to one request, but for ids and times."""
+
+    def kept(text: str):
+        parts = [
+            json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line[:7] in ("data: {", text[:7])
+        ]
+        return [{k: v for k, v in part.items() if k not in ("id", "created", "metrics")} for part in parts]
+
+    kind = one.headers["content-type"] == other.headers["content-type"]
+    return one.status_code == other.status_code and kind and kept(one.text) == kept(other.text)
+
+
+@pytest.mark.parametrize("path, more", [
+    (GENERATION, {}),
+    (GENERATION, {"stream": True, "n": 2, "slo_tpot_ms": 20}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "stream": True}),
+    (GENERATION, {"prompt": 5}),
+    (GENERATION, {"slo_class": "unheard of"}),
+    ("/tokenize", {}),
+    ("/nothing", {}),
+])  # fmt: skip
+def test_an_answer_is_that_of_the_server(pair, path, more):
+    server, router = pair
+    assert same_but_for_ids(server.post(path, **BODY | more), router.post(path, **more))
+
+
+def test_other_methods_and_paths_reach_the_server(pair):
+    server, router = pair
+    assert router.http.get("/v1/models").json() == server.http.get("/v1/models").json()
+    assert router.http.head("/v1/models").status_code == server.http.head("/v1/models").status_code == 200
+    assert router.http.delete("/v1/models").json() == server.http.delete("/v1/models").json()
+    assert router.http.post(GENERATION, content=b"{not json").json()["error"]["code"] == "invalid_json"
+    assert router.http.options(GENERATION).headers["allow"] == server.http.options(GENERATION).headers["allow"]
+
+
+def test_keys_are_the_servers_to_check_and_the_request_id_is_one():
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url) as router:
+        headers = {"authorization": "Bearer sk-of-a-client", "x-request-id": "mine-1", "connection": "close", "te": "x"}
+        answered = router.http.post(f"{GENERATION}?a=1", json=BODY, headers=headers)
+        sent = next(asked for asked in server.asked if asked.route.startswith(GENERATION))
+    assert sent.route == f"{GENERATION}?a=1" and sent.body == BODY
+    assert sent.headers["authorization"] == "Bearer sk-of-a-client"
+    assert sent.headers["x-request-id"] == answered.headers["x-request-id"] == "mine-1"
+    assert sent.headers["host"] == server.url.removeprefix("http://") and "te" not in sent.headers
+
+
+@pytest.mark.parametrize("first", [
+    ["close"],
+    ["reset"],
+    [b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\ncontent-type: application/json\r\n\r\n{", "close"],
+    [STREAM, "close"],
+    [STREAM, chunk(b"data: {"), "close"],
+    error("503 Service Unavailable", "engine_restarting"),
+    error("503 Service Unavailable", "shutting_down"),
+    error("429 Too Many Requests", "overloaded"),
+])  # fmt: skip
+def test_what_brought_nothing_is_tried_at_another_target(first):
+    asked: list[int] = []
+
+    def each(number: int):
+        def generate(_):
+            asked.append(number)
+            return first if number == asked[0] else whole(f"of {number}")
+
+        return target(generate)
+
+    with (
+        FakeServer(each(0)) as one,
+        FakeServer(each(1)) as two,
+        routed(one.url, two.url, router="round-robin") as router,
+    ):
+        text = router.post().json()["choices"][0]["text"]
+        assert set(asked) == {0, 1} and text == f"of {asked[-1]}"
+        router.up(2)  # the one that failed says that it is well, and is used again
+
+
+def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
+    cut = [STREAM, chunk(token("whole")), chunk(token("half")[:9]), "close"]
+    with FakeServer(target(lambda _: cut)) as server, routed(server.url) as router:
+        text = router.post(stream=True).text
+        assert router.router.status()["targets"][0]["stream_cuts"] == 1
+    first, second, done = text.split("\n\n")[:3]
+    assert first + "\n\n" == token("whole").decode() and done == "data: [DONE]"
+    failure = json.loads(second.removeprefix("data: "))["error"]
+    assert failure["code"] == "target_lost" and failure["type"] == "service_unavailable"
+
+
+def test_a_stream_that_lost_only_its_end_is_whole():
+    full = stream(token("a"), b"data: [DONE]\n\n", end=False)
+    with FakeServer(target(lambda _: [*full, "close"])) as server, routed(server.url) as router:
+        assert router.post(stream=True).text == token("a").decode() + "data: [DONE]\n\n"
+        assert router.router.status()["targets"][0]["stream_cuts"] == 0
+
+
+def test_a_request_that_ends_its_targets_does_not_end_them_all():
+    servers = [FakeServer(target(lambda _: ["reset"])) for _ in range(5)]
+    for server in servers:
+        server.__enter__()
+    with routed(*(server.url for server in servers), poll_every=5.0) as router:
+        refusal = router.post()
+    sent = sum(any(asked.route == GENERATION for asked in server.asked) for server in servers)
+    for server in servers:
+        server.stop()
+    assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "target_lost" and sent == 3
+    assert int(refusal.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("code, sent", [("overloaded", 2), ("queue_full", 2), ("rate_limited", 1)])
+def test_a_429_is_told_once_every_target_that_may_have_room_was_asked(code, sent):
+    script = target(lambda _: error("429 Too Many Requests", code))
+    with FakeServer(script) as one, FakeServer(script) as two, routed(one.url, two.url) as router:
+        refusal = router.post()
+        assert refusal.status_code == 429 and refusal.json()["error"]["code"] == code
+        assert sum(asked.route == GENERATION for asked in one.asked + two.asked) == sent
+
+
+def test_without_a_target_a_request_waits_for_one_and_is_refused_then():
+    with FakeServer(target(lambda _: whole())) as server, routed("http://127.0.0.1:9", wait=0, most_wait=0.0) as router:
+        refusal = router.post()
+        assert refusal.status_code == 503 and refusal.json()["error"]["code"] == "no_target"
+        assert router.http.get("/health").json()["status"] == "starting"
+        assert router.http.get("/ready").status_code == 503
+    with (
+        FakeServer(target(lambda _: whole())) as server,
+        routed("http://127.0.0.1:9", wait=0, most_wait=600.0, token_file=_token_file()) as router,
+    ):
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: answers.append(router.post()))
+        waiting.start()
+        assert router.order("targets", targets=[server.url]).status_code == 200
+        waiting.join()
+        assert answers[0].json()["choices"][0]["text"] == "x"
+
+
+def test_a_client_that_goes_away_ends_its_request_at_the_target():
+    held = [STREAM, chunk(token("a")), "silence"]
+    with FakeServer(target(lambda _: held)) as server, routed(server.url) as router:
+        with router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered:
+            assert not server.closed_by_client
+            next(answered.iter_bytes())
+        wait_until(lambda: server.closed_by_client)
+        wait_until(lambda: router.router.status()["in_flight"] == 0)
+
+
+def test_an_idle_connection_that_the_target_closed_is_no_loss():
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, poll_every=60.0) as router:
+        for _ in range(3):
+            assert router.post().status_code == 200
+            server.close_idle()
+        assert router.router.status()["targets"][0]["ejections"] == 0
+
+
+def test_a_drained_target_ends_what_it_has_and_gets_nothing_new():
+    held = [STREAM, chunk(token("a")), 0.3, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n"]
+    scripts = [target(lambda _: held), target(lambda _: whole("other"))]
+    with (
+        FakeServer(scripts[0]) as one,
+        FakeServer(scripts[1]) as two,
+        routed(one.url, two.url, token_file=_token_file()) as router,
+    ):
+        with router.http.stream("POST", GENERATION, json=BODY | {"stream": True}) as answered:
+            parts = answered.iter_bytes()
+            next(parts)
+            assert router.order("drain", target=one.url).json()["targets"][0]["state"] == "drained"
+            assert all(router.post().json()["choices"][0]["text"] == "other" for _ in range(4))
+            assert b"".join(parts) == b"data: [DONE]\n\n"
+        assert router.order("resume", target=one.url).json()["targets"][0]["state"] == "up"
+
+
+def test_orders_need_the_token():
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, token_file=_token_file()) as router:
+        for token_given in ("x", "wrong", TOKEN[:-1]):
+            assert router.order("drain", token_given, target=server.url).status_code == 401
+        assert (
+            router.order("drain", target="elsewhere:1").json()["error"]["message"].startswith("no target 'elsewhere:1'")
+        )
+        assert router.order("explode").status_code == 404
+        assert router.http.get("/cluster").status_code == 200  # open, as no API key is asked for
+        assert router.states()[server.url] == "up"
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, api_key="sk-operator") as router:
+        assert router.http.get("/cluster").status_code == router.http.get("/metrics").status_code == 401
+        key = {"authorization": "Bearer sk-operator"}
+        assert router.http.get("/cluster", headers=key).status_code == 200
+        assert router.http.post("/cluster/drain", json={}, headers=key).status_code == 403  # no token was given
+        assert router.post().status_code == 200  # the target's to check
+
+
+@pytest.mark.parametrize("path", OF_ONE_SERVER)
+def test_what_belongs_to_one_server_is_refused(pair, path):
+    for below in ("", "/x"):
+        refusal = pair[1].http.get(path + below)
+        assert refusal.status_code == 404 and refusal.json()["error"]["code"] == "not_routed"
+
+
+def test_logs_hold_no_prompt_and_no_key(caplog):
+    caplog.set_level(logging.DEBUG)
+    secret = {"authorization": "Bearer sk-secret-key"}
+    with FakeServer(target(lambda _: ["reset"])) as server, routed(server.url, api_key="sk-operator") as router:
+        router.http.post(GENERATION, json=BODY | {"prompt": "a secret prompt"}, headers=secret)
+    assert not [text for text in ("secret prompt", "sk-secret-key", "sk-operator") if text in caplog.text]
+
+
+def test_metrics_count_what_happened():
+    script = target(lambda asked: events("a", "b") if asked.body.get("stream") else whole())
+    with FakeServer(script) as server, routed(server.url) as router:
+        router.post(stream=True)
+        router.post()
+        name = server.url.removeprefix("http://")
+        text = router.http.get("/metrics").text
+    assert f'adaserve_router_requests_total{{target="{name}"}} 2.0' in text
+    assert 'adaserve_router_answers_total{status="200"} 2.0' in text
+    assert f'adaserve_router_target_up{{target="{name}"}} 1.0' in text
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_passed_on():
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, max_body_bytes=100) as router:
+        assert router.post(prompt="x" * 200).status_code == 413
+        assert not [asked for asked in server.asked if asked.route == GENERATION]
+
+
+def _token_file() -> str:
+    path = Path(tempfile.mkdtemp()) / "token"
+    path.write_text(TOKEN)
+    return str(path)

@@ -1,0 +1,146 @@
+"""One process that is kept running: restarts and their waits, hangs, wrong use, clean ends, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.cluster.keeper import Backoff, Keeper, Member, MemberFailed, Patience
+from adaserve_jax.cluster.plan import free_ports
+
+MEMBER = str(Path(__file__).parent / "member.py")
+FAST = Patience(every=0.02, grace=20.0, first_wait=0.02, most_wait=0.1, unwell=0.2)
+
+
+def member(tmp_path: Path, *options: str, patience: Patience = FAST) -> Member:
+    (port,) = free_ports(1, "127.0.0.1")
+    command = (sys.executable, "-S", MEMBER, str(port), *options)
+    return Member("m", command, f"http://127.0.0.1:{port}/health", tmp_path / "m.log", patience=patience)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; what ended and nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_waits_double_up_to_the_longest_and_begin_anew_after_a_long_life():
+    backoff = Backoff(Patience(first_wait=0.5, most_wait=3.0, well=60.0))
+    assert [backoff.after(ready_s) for ready_s in (0, 1, 59.9, 0, 0, 60, 0)] == [0.5, 1.0, 2.0, 3.0, 3.0, 0.5, 1.0]
+
+
+def test_what_dies_or_says_that_it_is_dead_is_started_again(tmp_path):
+    state = tmp_path / "state"
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--state={state}"))
+        keeper.start()
+        await keeper.ready()
+        first = keeper.pid
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: keeper.restarts == 1 and keeper.phase == "ready")
+        second = keeper.pid
+        state.write_text("restarting")  # has limits of its own
+        await until(lambda: keeper.phase == "failing")
+        assert keeper.pid == second and keeper.detail == "restarting"
+        state.write_text("dead")
+        await until(lambda: not is_alive(second))
+        state.write_text("ok")
+        await until(lambda: keeper.restarts == 2 and keeper.phase == "ready")
+        assert len({first, second, keeper.pid}) == 3
+        await keeper.stop()
+        assert keeper.phase == "stopped" and keeper.pid is None
+
+    asyncio.run(go())
+
+
+def test_one_that_is_unwell_for_long_is_replaced(tmp_path):
+    state = tmp_path / "state"
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--state={state}"))
+        keeper.start()
+        await keeper.ready()
+        state.write_text("stalled")
+        await until(lambda: keeper.restarts == 1)
+        state.unlink()
+        await until(lambda: keeper.phase == "ready")
+        await keeper.stop()
+
+    asyncio.run(go())
+
+
+def test_a_replacement_is_another_process_and_counts_as_no_restart(tmp_path):
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path))
+        keeper.start()
+        await keeper.ready()
+        before = keeper.pid
+        await keeper.replace()
+        assert keeper.pid not in (None, before) and not is_alive(before)
+        assert (keeper.restarts, keeper.replacements) == (0, 1)
+        await keeper.stop()
+
+    asyncio.run(go())
+
+
+def test_wrong_use_is_told_with_the_end_of_the_log_and_not_tried_again(tmp_path):
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, "--status=2"))
+        keeper.start()
+        with pytest.raises(MemberFailed, match=r"m ended with status 2; its log ends with:(.|\n)*this option is wrong"):
+            await keeper.ready()
+        assert keeper.restarts == 0
+        await keeper.stop()
+
+    asyncio.run(go())
+
+
+def test_one_that_never_starts_is_given_up_after_a_few_times(tmp_path):
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, "--status=1"))
+        keeper.start()
+        with pytest.raises(MemberFailed, match="ended with status 1"):
+            await keeper.ready()
+        assert (tmp_path / "m.log").read_text().count("member begins") == 3
+
+    asyncio.run(go())
+
+
+def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
+    async def go() -> None:
+        patience = Patience(every=0.02, grace=0.1)
+        keeper = Keeper(member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}", patience=patience))
+        keeper.start()
+        await keeper.ready()
+        pid, child = keeper.pid, int((tmp_path / "child").read_text())
+        assert is_alive(pid) and is_alive(child)
+        await keeper.stop()
+        await until(lambda: not is_alive(pid) and not is_alive(child))
+
+    asyncio.run(go())
+
+
+def test_the_child_of_one_that_was_killed_is_not_left(tmp_path):
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--child={tmp_path / 'child'}"))
+        keeper.start()
+        await keeper.ready()
+        child = int((tmp_path / "child").read_text())
+        os.kill(keeper.pid, signal.SIGKILL)
+        await until(lambda: not is_alive(child))
+        await keeper.stop()
+
+    asyncio.run(go())

@@ -1,0 +1,197 @@
+"""A cluster on this machine with stand-ins for its servers: what it survives, how it is replaced, and that it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from adaserve_jax.cli.app import main
+from adaserve_jax.cluster.control import give_order
+from adaserve_jax.cluster.plan import ClusterPlan, filled, target_environment
+from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.settings import RouterSettings
+from adaserve_jax.errors import ConfigError
+from tests.cluster.conftest import BODY, wait_until
+from tests.cluster.test_keeper import is_alive
+from tests.conftest import ROOT
+
+UP = Path(__file__).parent / "up_members.py"
+
+
+class Up:
+    """A running cluster of stand-ins."""
+
+    def __init__(self, folder: Path, targets: int, drafts: int, script: Path = UP):
+        self.folder = RunFolder(folder)
+        command = [sys.executable, str(script), str(folder), str(targets), str(drafts)]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        wait_until(lambda: self.process.poll() is not None or self.state().get("phase") == "ready")
+        assert self.process.poll() is None, self.process.stderr.read().decode()
+
+    def state(self) -> dict:
+        try:
+            return self.folder.read()
+        except ConfigError:
+            return {}
+
+    def member(self, name: str) -> dict:
+        return next(each for each in self.state()["members"] if each["name"] == name)
+
+    def other(self, name: str, before: dict, which: str = "pid") -> dict:
+        """The member once it is ready with another process than before."""
+        while True:
+            now = self.member(name)
+            if now["phase"] == "ready" and now[which] not in (None, before[which]):
+                return now
+            time.sleep(0.02)
+
+    def pids(self) -> list[int]:
+        return [each["pid"] for each in self.state()["members"]]
+
+    def post(self) -> httpx.Response:
+        return httpx.post(f"{self.state()['url']}/v1/completions", json=BODY, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("run"), 2, 1)
+    yield up
+    up.process.kill()
+    up.process.communicate()
+
+
+def test_state_and_token_are_for_their_owner_only(cluster):
+    folder = cluster.folder
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    for path in (folder.state_file, folder.token_file, *folder.logs.glob("*.log")):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    state = cluster.state()
+    assert folder.token not in json.dumps(state) and len(folder.token) >= 32
+    assert [each["name"] for each in state["members"]] == ["router", "draft-0", "target-0", "target-1"]
+    command = Path(f"/proc/{cluster.member('target-0')['pid']}/cmdline").read_text().split("\0")
+    assert command[-3:-1] == ["--drafter", cluster.member("draft-0")["address"]]
+    assert all(folder.token not in Path(f"/proc/{pid}/cmdline").read_text() for pid in cluster.pids())
+
+
+def test_a_second_cluster_in_the_folder_is_refused(cluster):
+    with pytest.raises(ConfigError, match=r"a cluster runs in .* already; stop it with 'adaserve cluster down'"):
+        RunFolder(cluster.folder.path).open()
+
+
+@pytest.mark.parametrize("name", ["router", "target-0", "draft-0"])
+def test_the_death_of_a_member_is_survived(cluster, name):
+    before = cluster.member(name)
+    url = cluster.state()["url"]
+    os.kill(before["pid"], signal.SIGKILL)
+    assert cluster.post().status_code == 200  # of a router that is not there the socket is, and the request waits
+    after = cluster.other(name, before)
+    assert after["restarts"] == before["restarts"] + 1
+    assert after["address"] == before["address"] and cluster.state()["url"] == url
+    assert cluster.post().status_code == 200
+
+
+def test_a_rolling_replacement_fails_no_request(cluster):
+    before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    done, failed, answered = threading.Event(), [], 0
+
+    def ask() -> None:
+        nonlocal answered
+        with httpx.Client(base_url=cluster.state()["url"], timeout=60) as http:
+            while not done.is_set():
+                if http.post("/v1/completions", json=BODY).status_code != 200:
+                    failed.append(1)
+                answered += 1
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    lines = list(give_order(cluster.folder.socket, "restart"))
+    done.set()
+    asking.join()
+    assert not failed and answered
+    assert [line.rpartition(": ")[2] for line in lines if "left" not in line] == [
+        "takes nothing new", "is replaced", "is used again", "takes nothing new", "is replaced", "is used again",
+    ]  # fmt: skip
+    after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    assert {name for name in before if before[name] != after[name]} == {"target-0", "target-1"}
+
+
+def test_status_shows_every_process(cluster, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", "status", "--run-folder", str(cluster.folder.path)])
+    with pytest.raises(SystemExit):
+        main()
+    shown = capsys.readouterr().out
+    assert all(f"pid {pid}" in shown for pid in cluster.pids()) and shown.count("up at the router") == 2
+
+
+def test_down_leaves_nothing(cluster, monkeypatch, capsys):
+    pids = cluster.pids()
+    monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", "down", "--run-folder", str(cluster.folder.path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and cluster.process.wait(60) == 0
+    assert not any(map(is_alive, pids))
+    left = sorted(path.name for path in cluster.folder.path.iterdir())
+    assert left == ["lock", "logs"]
+
+
+def test_the_death_of_the_cluster_itself_leaves_no_orphan(tmp_path):
+    up = Up(tmp_path, 1, 0)
+    pids = up.pids()
+    up.process.kill()
+    up.process.communicate()
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_orders_to_no_cluster_say_so(tmp_path, monkeypatch, capsys):
+    for order in ("status", "down", "restart"):
+        monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", order, "--run-folder", str(tmp_path)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2 and "no cluster" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"targets": 0}, "targets must be from 1 to 256, got 0"),
+    ({"drafts": -1}, "drafts must be from 0 to 256, got -1"),
+    ({"router": RouterSettings(tls_cert="c", tls_key="k", tls_client_ca="a")}, "tls_client_ca cannot be given"),
+    ({"serve_options": ("--port=1",)}, "--port is given to each server by the cluster itself; leave it out"),
+    ({"draft_options": ("--listen", "x")}, "--listen is given to each server"),
+])  # fmt: skip
+def test_wrong_plans_are_refused(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        ClusterPlan(**({"targets": 1, "drafts": 0, "router": RouterSettings()} | wrong))
+
+
+@pytest.mark.parametrize("wrong, said", [
+    ({"targets": ("http://x/v1",)}, "targets must be host:port or URLs like .* without a path, got 'http://x/v1'"),
+    ({"targets": ("a:1", "http://a:1")}, "targets must be different ones, got 'http://a:1' twice"),
+    ({"router": "best"}, "unknown router 'best'; known routers are"),
+    ({"poll_every": 0.0}, "poll_every must be a finite number of seconds above 0, got 0.0"),
+    ({"port": 70000}, "port must be an integer from 0 to 65535"),
+])  # fmt: skip
+def test_wrong_settings_are_refused(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        RouterSettings(**wrong)
+
+
+def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
+    assert target_environment(RouterSettings(api_key="sk-1,sk-2"))["ADASERVE_API_KEY"] == "sk-1,sk-2"
+    assert "sk-1" not in repr(RouterSettings(api_key="sk-1"))
+    assert filled(("{python}", "{drafter}", "{port}"), port=7, drafts="") == (sys.executable, "7")

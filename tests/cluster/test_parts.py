@@ -1,0 +1,199 @@
+"""The parts of a router alone: events, what is read of a request, how a target is chosen, how much is held."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaserve_jax.bench.machines import Machine
+from adaserve_jax.bench.routers import Assigned, find_router
+from adaserve_jax.cluster.choosing import Chooser, guessed_machine
+from adaserve_jax.cluster.events import WholeEvents, counts_of
+from adaserve_jax.cluster.exchange import MOST_HELD_BYTES, Exchange, TargetLost
+from adaserve_jax.cluster.requests import Classes, read_request
+from adaserve_jax.cluster.router_metrics import RouterMetrics
+from adaserve_jax.cluster.targets import Flight, Target, TargetSet
+from adaserve_jax.scheduler.cost import CostTable
+from tests.conftest import ROOT
+
+CLASSES = Classes({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
+
+
+@given(st.lists(st.sampled_from([b"data: a\n\n", b"data: [DONE]\n\n", b"data: ", b"\n", b"x", b"\n\n"])), st.data())
+def test_only_whole_events_pass_however_they_come(pieces, data):
+    text = b"".join(pieces)
+    gate, passed, at = WholeEvents(), b"", 0
+    while at < len(text):
+        size = data.draw(st.integers(1, len(text) - at))
+        passed += gate.feed(text[at : at + size])
+        at += size
+        assert passed == b"" or passed.endswith(b"\n\n")
+    done, rest = gate.done, gate.rest()
+    assert passed + rest == text and b"\n\n" not in rest and done == passed.endswith(b"data: [DONE]\n\n")
+
+
+def test_counts_are_read_from_the_end_of_an_answer():
+    body = b'{"choices":[],"metrics":{"speculative":{"verify_steps":8,"accepted_tokens":7,"mean_accepted":0.9}}}'
+    assert counts_of(body) == (15, 8) and counts_of(b"data: [DONE]\n\n") is None
+
+
+@pytest.mark.parametrize("body, tpot_s, ttft_s, slo_class, tokens, choices", [
+    ({"prompt": "12345678"}, None, None, "default", 2, 1),
+    ({"prompt": [1, 2, 3]}, None, None, "default", 3, 1),
+    ({"prompt": ["1234", "123456"], "n": 2}, None, None, "default", 3, 4),
+    ({"prompt": [[1, 2], [3]]}, None, None, "default", 3, 2),
+    ({"prompt": "x", "slo_class": "chat"}, 0.1, 2.0, "chat", 1, 1),
+    ({"prompt": "x", "service_tier": "chat", "slo_ttft_ms": 500}, 0.1, 0.5, "chat", 1, 1),
+    ({"prompt": "x", "slo_class": "chat", "slo_tpot_ms": 30}, 0.03, 2.0, "chat", 1, 1),
+    ({"prompt": "x", "slo_relative": 1.5}, 0.015, None, "default", 1, 1),
+    ({"prompt": "x", "slo_class": "unknown", "slo_tpot_ms": "fast", "n": -3}, None, None, "default", 1, 1),
+    ({"prompt": "x", "slo_tpot_ms": True, "slo_ttft_ms": 1e300}, None, None, "default", 1, 1),
+])  # fmt: skip
+def test_what_a_router_reads_of_a_request(body, tpot_s, ttft_s, slo_class, tokens, choices):
+    wanted = read_request("/v1/completions", json.dumps(body).encode(), CLASSES, 7.0)
+    assert wanted is not None
+    found = wanted.assigned
+    assert (found.tpot_slo_s, found.ttft_slo_s) == (pytest.approx(tpot_s), pytest.approx(ttft_s))
+    assert (found.slo_class, found.prompt_tokens, wanted.choices, found.arrival_s) == (slo_class, tokens, choices, 7.0)
+
+
+def test_messages_count_their_contents():
+    messages = [
+        {"role": "user", "content": "12345678"},
+        {"role": "user", "content": [{"type": "text", "text": "1234"}]},
+    ]
+    wanted = read_request("/v1/chat/completions", json.dumps({"messages": messages}).encode(), CLASSES, 0.0)
+    assert wanted is not None and wanted.assigned.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b"null"])
+def test_what_cannot_be_read_is_for_the_target_to_refuse(body):
+    assert read_request("/v1/completions", body, CLASSES, 0.0) is None
+    assert read_request("/tokenize", b'{"prompt": "x"}', CLASSES, 0.0) is None
+
+
+def _machine_choice(
+    machine: Machine, name: str, request: Assigned, targets: Sequence[list[Assigned]], now: float
+) -> int:
+    limits = machine.limits()
+    return find_router(name)(CostTable(machine.samples(limits), limits), limits).choose(request, targets, now)
+
+
+@pytest.mark.parametrize("name", ["slo-aware", "least-loaded", "round-robin"])
+def test_the_choice_is_the_simulators(name):
+    chooser = Chooser(name, None)
+    chooser.learn(0.01, 8)
+    busy = [Assigned("chat", 50, 0.0, 0.012, None, 10, 0.5) for _ in range(8)]
+    idle = [Assigned("chat", 50, 0.0, 0.5, None, 10, 0.5)]
+    request = Assigned("chat", 20, 1.0, 0.02, None)
+    for targets in ([busy, idle], [idle, busy], [[], idle], [busy, busy, []]):
+        expected = _machine_choice(guessed_machine(0.01, 8), name, request, targets, 1.0)
+        assert chooser.choose(request, targets, 1.0) == expected or name == "round-robin"
+    assert name == "round-robin" or chooser.choose(request, [busy, idle], 1.0) == 1
+
+
+def test_what_is_known_of_a_target_follows_its_streams():
+    async def go() -> None:
+        target = Target("http://127.0.0.1:9")
+        wanted = read_request("/v1/completions", b'{"prompt": "x", "stream": true, "n": 2}', CLASSES, 1.0)
+        flight = Flight(wanted)
+        target.flights.add(flight)
+        target.others = 3
+        assert [each.received for each in target.known(2.0)] == [0, 0, 1, 1, 1]
+        flight.see(4, target.tokens_per_event, 2.0)  # two tokens an event, over two choices
+        assert [(each.received, each.first_token_s) for each in target.known(2.5)][:2] == [(4, 2.0)] * 2
+        whole = Flight(read_request("/v1/completions", b'{"prompt": "x", "slo_tpot_ms": 100}', CLASSES, 1.0))
+        target.flights = {whole}
+        assert target.known(2.0)[0].received == 11  # on pace
+        tail = b'"verify_steps":10,"accepted_tokens":30'
+        assert target.learn(10, tail) == 40 and target.tokens_per_event == pytest.approx(2.0 + 0.1 * 2.0)
+        await target.pool.close()
+
+    asyncio.run(go())
+
+
+class StandIn:
+    """A pool whose one connection writes nothing and notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.was_idle = False
+
+    def acquire(self, on_ready: Any, on_failed: Any, *, fresh: bool = False) -> bool:
+        if fresh:
+            on_failed("connection_refused")
+        else:
+            on_ready(self)
+        return fresh
+
+    def send(self, message: bytes, answer: Any) -> None:
+        self.asked.append("send")
+
+    def pause(self) -> None:
+        self.asked.append("pause")
+
+    def resume(self) -> None:
+        self.asked.append("resume")
+
+    def close_for(self, answer: Any) -> None:
+        self.asked.append("close")
+
+
+def test_a_target_that_is_faster_than_its_client_waits():
+    async def go() -> None:
+        connection: Any = StandIn()
+        exchange = Exchange(connection, b"")
+        exchange.on_head(200, {"connection": "keep-alive", "x": "y"})
+        assert exchange.headers == {"x": "y"}
+        part = bytes(MOST_HELD_BYTES // 2)
+        for _ in range(3):
+            exchange.on_body(0.0, part)
+        assert connection.asked == ["send", "pause"]
+        parts = exchange.parts()
+        assert [len(await anext(parts)) for _ in range(3)] == [len(part)] * 3
+        assert connection.asked == ["send", "pause"]  # until all is taken
+        later = asyncio.ensure_future(anext(parts))
+        await asyncio.sleep(0)
+        assert connection.asked == ["send", "pause", "resume"]
+        exchange.on_body(0.0, b"last")
+        assert await later == b"last"
+        exchange.on_end(0.0)
+        assert [each async for each in parts] == []
+        exchange.close()
+        assert "close" not in connection.asked
+
+    asyncio.run(go())
+
+
+def test_what_may_have_ended_a_target_counts_as_taken_by_it():
+    async def go() -> None:
+        connection: Any = StandIn()
+        connection.was_idle = True
+        exchange = Exchange(connection, b"")
+        exchange.on_lost(0.0, "disconnected", False)  # sent again at once; nobody listens any more
+        with pytest.raises(TargetLost) as lost:
+            await exchange.head()
+        assert lost.value.taken
+
+    asyncio.run(go())
+
+
+def test_every_metric_and_code_is_documented():
+    text = (ROOT / "docs" / "cluster.md").read_text()
+
+    async def names() -> set[str]:
+        metrics = RouterMetrics(TargetSet(["http://127.0.0.1:9"]))
+        return set(re.findall(r"# TYPE (\w+) (?:counter|gauge|histogram)", metrics.text().decode()))
+
+    shown = {name for name in asyncio.run(names()) if not name.endswith("_created")}
+    assert shown and [name for name in shown if f"`{name}" not in text] == []
+    sources = "".join(file.read_text() for file in (ROOT / "adaserve_jax" / "cluster").glob("*.py"))
+    for code in ("no_target", "target_lost", "queue_full", "shutting_down", "not_routed"):
+        assert f'"{code}"' in sources and f"| `{code}` |" in text

@@ -1,0 +1,56 @@
+"""A cluster of stand-ins on a Ray cluster of its own: what dies is started anew, at the same address, and all ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.cluster.control import give_order
+from tests.cluster.conftest import wait_until
+from tests.cluster.test_keeper import is_alive
+from tests.cluster.test_local import Up
+
+pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory) -> Iterator[Up]:
+    up = Up(tmp_path_factory.mktemp("ray"), 2, 1, Path(__file__).parent / "up_members_on_ray.py")
+    yield up
+    up.process.kill()
+    up.process.communicate()
+
+
+@pytest.mark.parametrize("name, which", [
+    ("target-0", "actor_pid"), ("target-1", "pid"), ("draft-0", "actor_pid"),
+    ("router", "pid"), ("router", "actor_pid"),
+])  # fmt: skip
+def test_the_death_of_a_process_or_of_its_actor_is_survived(cluster, name, which):
+    before = cluster.member(name)
+    os.kill(before[which], signal.SIGKILL)
+    if name != "router":
+        assert cluster.post().status_code == 200
+    after = cluster.other(name, before, which)
+    assert after["address"] == before["address"] and not is_alive(before["pid"])
+    wait_until(lambda: cluster.post().status_code == 200)
+
+
+def test_targets_are_replaced_in_turn(cluster):
+    before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    lines = list(give_order(cluster.folder.socket, "restart"))
+    assert [line.rpartition(": ")[2] for line in lines].count("is used again") == 2
+    wait_until(lambda: all(cluster.member(f"target-{i}")["replacements"] >= 1 for i in range(2)))
+    after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    assert {name for name in before if before[name] != after[name]} == {"target-0", "target-1"}
+
+
+def test_down_leaves_no_process(cluster):
+    pids = [pid for each in cluster.state()["members"] for pid in (each["pid"], each["actor_pid"])]
+    list(give_order(cluster.folder.socket, "down"))
+    assert cluster.process.wait(120) == 0
+    wait_until(lambda: not any(map(is_alive, pids)))
