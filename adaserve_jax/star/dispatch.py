@@ -1,0 +1,213 @@
+"""Which sessions the device works for next: by deadline, compatible ones together, long catch-ups in between.
+
+Pure: `Dispatcher.next` looks at the sessions that have something to do and says what one batch runs. Source: StarSD,
+section 4.1, which serves first come, first served, one by one; the departures are in docs/architecture/star.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve_jax.star.limits import DraftLimits, Expected
+from adaserve_jax.star.room import Keeper
+from adaserve_jax.star.session import Sampling, Session, Target
+
+
+@dataclass(frozen=True, eq=False)
+class BatchRow:
+    """One session of a batch. key: whose KV (`Room`). tokens: i32[n], n >= 1, fed at positions `start` on. depth:
+    of the tree that its Draft of this round asked for; 0: only fed."""
+
+    target_id: str
+    session: int
+    epoch: int
+    round: int
+    key: int
+    start: int
+    tokens: np.ndarray
+    depth: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the device runs at once. Either every row is searched, or none (depth 0). depth: of the deepest tree; width,
+    calibrated: of all. started_s: when it was handed out."""
+
+    rows: tuple[BatchRow, ...]
+    depth: int
+    width: int
+    calibrated: bool
+    started_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are fed, of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+class Dispatcher:
+    """Chooses batches. batching: False takes one session at a time. tie_s: Drafts whose deadlines fall into the same
+    span of so many seconds are equally urgent; then the target that was served least lately goes first."""
+
+    def __init__(self, limits: DraftLimits, keeper: Keeper, *, batching: bool, tie_s: float):
+        self._max_feed = limits.max_feed
+        self._expected = Expected(limits)
+        self._keeper = keeper
+        self._max_rows = limits.max_rows if batching else 1
+        self._tie_s = tie_s
+        self._turn = 0
+        self._fed_last = False
+
+    def is_late(self, session: Session, now: float) -> bool:
+        """Whether its tree cannot be ready before its target gives up."""
+        assert session.asked is not None
+        draft = session.asked.draft
+        return now + self._alone_s(session, draft.depth, draft.width) > session.asked.give_up_s
+
+    def give_up(self, session: Session) -> None:
+        """Its tree cannot be ready. Where that is for its own lag, not for others that come first, the lag goes on
+        being fed among those that wait, so that a later Draft finds it there."""
+        asked = session.asked
+        assert asked is not None
+        alone_s = self._alone_s(session, asked.draft.depth, asked.draft.width)
+        session.feed = session.lag > 0
+        session.wanted_s = asked.deadline_s if session.feed and asked.received_s + alone_s > asked.give_up_s else None
+        session.asked = None
+
+    def next(self, sessions: Iterable[Session], now: float) -> Batch | None:
+        """The next batch of those that have something to do (`asked`, or `feed`) and are not on the device."""
+        short: list[Session] = []
+        long: list[tuple[float, int, Session]] = []  # with their deadlines
+        feeds: list[Session] = []
+        for session in sessions:
+            if session.asked is not None and session.length - session.search_from <= self._max_feed:
+                short.append(session)
+            elif session.asked is not None:
+                long.append((session.asked.deadline_s, session.key, session))
+            elif session.wanted_s is not None:
+                long.append((session.wanted_s, session.key, session))
+            else:
+                feeds.append(session)
+        short = self._in_order(short)
+        catching_up = [session for *_, session in sorted(long)]
+        first_due = short[0].asked.deadline_s if short and short[0].asked else math.inf
+        if short and (not long or self._fed_last or first_due <= min(long)[0]):
+            batch = self._search(short, now) or self._feed(catching_up, now)
+        else:
+            batch = self._feed(catching_up, now) or self._search(short, now)
+        if batch is None and feeds:
+            return self._feed(sorted(feeds, key=lambda session: (session.heard_s, session.key)), now)
+        return batch
+
+    def takes_s(self, waiting: Sequence[Session]) -> float:
+        """What the Drafts that wait take in all: each alone, over the rows of a batch."""
+        drafts = [(session, session.asked.draft) for session in waiting if session.asked is not None]
+        return sum(self._alone_s(session, draft.depth, draft.width) for session, draft in drafts) / self._max_rows
+
+    def _alone_s(self, session: Session, depth: int, width: int) -> float:
+        """What its lag and its search take when nobody else is there."""
+        fed_s = self._expected.feed_s(session.length - session.search_from)
+        return fed_s + self._expected.search_s(1, depth, width)
+
+    # ---- searches ----
+
+    def _in_order(self, waiting: list[Session]) -> list[Session]:
+        """By deadline; where deadlines are equal, targets take turns, the one served least lately first."""
+        spans: dict[float, dict[Target, list[Session]]] = {}
+        for session in sorted(waiting, key=lambda session: session.urgency):
+            assert session.asked is not None
+            deadline_s = session.asked.deadline_s
+            span = deadline_s / self._tie_s if self._tie_s else deadline_s
+            span = math.floor(span) if self._tie_s and math.isfinite(span) else span
+            spans.setdefault(span, {}).setdefault(session.target, []).append(session)
+        ordered: list[Session] = []
+        for span in sorted(spans):
+            of = spans[span]
+            turns = [(target.served, at, target, 0) for at, target in enumerate(of)]
+            heapq.heapify(turns)
+            turn = self._turn
+            while turns:
+                _, at, target, taken = heapq.heappop(turns)
+                ordered.append(of[target][taken])
+                if taken + 1 < len(of[target]):
+                    heapq.heappush(turns, (turn, at, target, taken + 1))
+                turn += 1
+        return ordered
+
+    def _search(self, ordered: Sequence[Session], now: float) -> Batch | None:
+        """The most urgent one that there is room for, and after it in order those that can go with it."""
+        rows: list[BatchRow] = []
+        left, give_up_s = self._max_feed, math.inf
+        depth, width, calibrated = 0, 0, True
+        for session in ordered:
+            assert session.asked is not None
+            draft = session.asked.draft
+            need = session.length - session.search_from
+            deepest, latest = max(depth, draft.depth), min(give_up_s, session.asked.give_up_s)
+            if need > left or (rows and (draft.width, bool(draft.calibrated)) != (width, calibrated)):
+                continue
+            if rows and now + self._takes_s(rows, need, deepest, width) > latest:
+                continue
+            if not self._keeper.reserve(session, session.length, by_force=not rows):
+                continue
+            depth, width, calibrated = deepest, draft.width, bool(draft.calibrated)
+            left, give_up_s = left - need, latest
+            rows.append(_row(session, session.search_from, need, draft.depth))
+            self._serve(session)
+            if len(rows) == self._max_rows:
+                break
+        if not rows:
+            return None
+        self._fed_last = False
+        return Batch(tuple(rows), int(depth), int(width), calibrated, now)
+
+    def _takes_s(self, rows: Sequence[BatchRow], need: int, depth: int, width: int) -> float:
+        tokens = sum(len(row.tokens) for row in rows) + need
+        return self._expected.feed_s(tokens) + self._expected.search_s(len(rows) + 1, depth, width)
+
+    # ---- feeding ----
+
+    def _feed(self, ordered: Sequence[Session], now: float) -> Batch | None:
+        """One chunk: what the first ones lack, as far as it goes."""
+        rows: list[BatchRow] = []
+        left = self._max_feed
+        for session in ordered:
+            count = min(session.lag, left)
+            if not count or not self._keeper.reserve(session, session.computed + count, by_force=not rows):
+                continue
+            rows.append(_row(session, session.computed, count, 0))
+            self._serve(session)
+            left -= count
+            if not left or len(rows) == self._max_rows:
+                break
+        if not rows:
+            return None
+        self._fed_last = True
+        return Batch(tuple(rows), 0, 1, True, now)
+
+    def _serve(self, session: Session) -> None:
+        session.flying = True
+        session.target.served = self._turn
+        self._turn += 1
+
+
+def _row(session: Session, start: int, count: int, depth: int) -> BatchRow:
+    tokens = session.text[start : start + count].copy()
+    asked = session.asked.draft.round if session.asked is not None else session.round
+    return BatchRow(
+        session.target.id,
+        session.number,
+        session.epoch,
+        int(asked),
+        session.key,
+        start,
+        tokens,
+        int(depth),
+        session.sampling,
+    )

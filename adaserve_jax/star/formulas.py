@@ -1,0 +1,141 @@
+"""How many targets one draft keeps busy, and how fast they are then: closed forms, one by one and batched.
+
+All targets are alike here, one request each: a round is one draft of S seconds and Z seconds until the target asks
+again, which it does in phase. Source: StarSD, sections 3.2 to 4.2; corrected in docs/equations.md. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+ServiceTime = Callable[[int], float]
+"""S(n): seconds of the draft for n requests at once; does not fall with n."""
+MOST_TARGETS = 4096
+"""Where `max_targets` stops counting."""
+
+
+def draft_s(depth: int, level_s: float) -> float:
+    """S, seconds of one draft: depth levels of level_s each. Eq. 5."""
+    return depth * level_s
+
+
+def return_s(network_s: float, verify_s: float) -> float:
+    """Z, seconds from an answer until the same target asks again. Eq. 6."""
+    return network_s + verify_s
+
+
+def accepted(chance: float, depth: int) -> float:
+    """E[l]: accepted tokens of one round, each level accepted with `chance` after the one before. Eq. 3."""
+    return sum(chance**level for level in range(1, depth + 1))
+
+
+def emitted(chance: float, depth: int) -> float:
+    """Tokens of one round: the accepted ones and the target's own one, which eq. 11 leaves out."""
+    return accepted(chance, depth) + 1.0
+
+
+def full_targets(service_s: float, back_s: float) -> int:
+    """N_full: fewest targets that leave the draft no idle time, one at a time. Eq. 12."""
+    return math.ceil(back_s / service_s) + 1
+
+
+def max_targets(service_s: float, back_s: float, tokens: float, plain_s: float) -> int:
+    """N_max: most targets, one at a time, none of which is slower than plain decoding at plain_s per token; 0: even one
+    alone is. tokens: of one round, `emitted`. Section 4.2, in closed form."""
+    alone = back_s + service_s <= tokens * plain_s
+    return math.floor(tokens * plain_s / service_s) if alone else 0
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Table 1 of StarSD for one number of targets. batch: requests per draft, on average. round_s: of one target, T.
+    wait_s: of a request in the queue; idle_s: of the draft between two drafts (Table 1's, not eq. 9's, which is of a
+    round). rounds_per_s: requests drafted, R_q; target_rounds_per_s: R_p. load: busy share of the draft."""
+
+    targets: int
+    batch: float
+    round_s: float
+    throughput_tps: float
+    per_target_tps: float
+    wait_s: float
+    idle_s: float
+    rounds_per_s: float
+    target_rounds_per_s: float
+    load: float
+
+
+def rounds(targets: int, service_s: ServiceTime, back_s: float, tokens: float, *, max_rows: int = 1) -> Rounds:
+    """What `targets` targets get of one draft that takes up to max_rows requests at once (1: the paper's).
+
+    back_s: Z. tokens: of one round, `emitted`. The device takes all that wait when it is free, and requests that were
+    drafted together come back together. So targets form groups, and groups that wait at once become one: in the end g
+    groups of about N / g take turns, g the fewest that leave no idle time, else every target for itself. Then T = max(
+    sum over the groups of S(n), Z + S(n) of the largest). Groups above max_rows: batches are full, N / max_rows in a
+    round. With max_rows = 1 this is eq. 8 to 10. Batched, a loop may settle at one group more or fewer, as its phases
+    fall.
+    """
+    sizes = _groups(targets, service_s, back_s)
+    if sizes[0] <= max_rows:
+        services, batches = [service_s(size) for size in sizes], float(len(sizes))
+        busy_s = sum(services)
+    else:
+        sizes, services, batches = [max_rows], [service_s(max_rows)], targets / max_rows
+        busy_s = batches * services[0]
+    round_s = max(busy_s, back_s + services[0])
+    served_s = sum(size * took for size, took in zip(sizes, services, strict=True)) / sum(sizes)
+    rate = targets / round_s
+    return Rounds(
+        targets=targets,
+        batch=targets / batches,
+        round_s=round_s,
+        throughput_tps=tokens * rate,
+        per_target_tps=tokens / round_s,
+        wait_s=round_s - back_s - served_s,
+        idle_s=(round_s - busy_s) / batches,
+        rounds_per_s=rate,
+        target_rounds_per_s=1.0 / round_s,
+        load=busy_s / round_s,
+    )
+
+
+def max_targets_batched(service_s: ServiceTime, back_s: float, tokens: float, plain_s: float, *, max_rows: int) -> int:
+    """N_max where up to max_rows requests are drafted at once: the most targets, up to MOST_TARGETS, of which none is
+    slower than plain decoding."""
+
+    def pays(targets: int) -> bool:
+        return rounds(targets, service_s, back_s, tokens, max_rows=max_rows).round_s <= tokens * plain_s
+
+    return bisect_left(range(1, MOST_TARGETS + 1), True, key=lambda targets: not pays(targets))
+
+
+def measured(times_s: Mapping[int, float]) -> ServiceTime:
+    """S(n) from seconds measured at some n: lines between them, in proportion beyond the last, and the first before it.
+    Raises ValueError without any."""
+    if not times_s:
+        raise ValueError("S(n) needs at least one measured time, got none")
+    known = sorted(times_s)
+
+    def service_s(rows: int) -> float:
+        at = bisect_left(known, rows)
+        if at == len(known):
+            return times_s[known[-1]] * rows / known[-1]
+        if known[at] == rows or at == 0:
+            return times_s[known[at]]
+        low, high = known[at - 1], known[at]
+        return times_s[low] + (times_s[high] - times_s[low]) * (rows - low) / (high - low)
+
+    return service_s
+
+
+def _groups(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
+    """Sizes of the groups, largest first, where a batch has no limit."""
+    for count in range(1, targets):
+        size, larger = divmod(targets, count)
+        sizes = [size + 1] * larger + [size] * (count - larger)
+        services = [service_s(each) for each in sizes]
+        if sum(services[1:]) >= back_s:
+            return sizes
+    return [1] * targets

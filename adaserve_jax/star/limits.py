@@ -1,0 +1,201 @@
+"""What a draft service can do and what it allows, and whether a message keeps to it.
+
+Numbers only: knows neither sessions nor devices. Imports no jax and no gRPC.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.sampling import MAX_SEED
+from adaserve_jax.star.messages import Draft, Hello, Open
+
+MAX_ID = 2**63 - 1
+"""Of sessions, epochs and rounds."""
+MAX_I32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """One draft service. draft_version, vocabulary_hash, cells_hash: as in `messages.Hello`. vocabulary_size: token ids
+    are below it. max_depth, max_width: of a search; max_context: tokens of a session, its tree included. max_rows: most
+    sessions of one batch; max_feed: most tokens that one batch feeds, the largest bucket. lease_s: as in Welcome.
+    level_s, catchup_s: as in Welcome; empty: not known, then nothing is predicted. Raises ConfigError."""
+
+    draft_version: str
+    vocabulary_hash: str
+    cells_hash: str
+    vocabulary_size: int
+    max_depth: int
+    max_width: int
+    max_context: int
+    max_rows: int
+    max_feed: int
+    lease_s: float = 60.0
+    level_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    catchup_s: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary_size", "max_depth", "max_width", "max_context", "max_rows", "max_feed"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_feed < self.max_rows:
+            raise ConfigError(
+                f"max_feed must be at least max_rows, one token of every row; got {self.max_feed} and {self.max_rows}"
+            )
+        if not self.lease_s > 0:
+            raise ConfigError(f"lease_s must be above 0, got {self.lease_s}")
+
+
+class Expected:
+    """Seconds that a service expects of its batches, as it measured when nobody else asked; 0.0 where it did not."""
+
+    def __init__(self, limits: DraftLimits):
+        self._max_feed = limits.max_feed
+        self._level_s = dict(limits.level_s)
+        self._catchup_s = [limits.catchup_s[edge] for edge in sorted(limits.catchup_s)]
+        self._edges = sorted(limits.catchup_s)
+        self._one_level_s: dict[tuple[int, int], float] = {}
+
+    def feed_s(self, tokens: int) -> float:
+        """Of feeding so many tokens, in chunks of max_feed."""
+        chunks, rest = divmod(tokens, self._max_feed)
+        return chunks * self._chunk_s(self._max_feed) + (self._chunk_s(rest) if rest else 0.0)
+
+    def search_s(self, rows: int, depth: int, width: int) -> float:
+        """Of a search: by the least entry that holds rows and width, the largest where none does."""
+        known = self._one_level_s.get((rows, width))
+        if known is None:
+            fitting = [key for key in self._level_s if key[0] >= rows and key[1] >= width]
+            largest = max(self._level_s, default=None)
+            known = self._level_s[min(fitting)] if fitting else self._level_s[largest] if largest else 0.0
+            self._one_level_s[rows, width] = known
+        return depth * known
+
+    def _chunk_s(self, tokens: int) -> float:
+        at = min(bisect_left(self._edges, tokens), len(self._edges) - 1)
+        return self._catchup_s[at] if at >= 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """What one target may have. max_sessions: at once, of one target; max_sessions_in_all: of all targets. max_waiting:
+    Drafts of one target that wait at once. messages_per_s: Open and Draft messages of one target in the long run;
+    messages_at_once: that many without a pause. Raises ConfigError."""
+
+    max_sessions: int = 64
+    max_sessions_in_all: int = 256
+    max_waiting: int = 64
+    messages_per_s: float = 20_000.0
+    messages_at_once: int = 20_000
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_sessions_in_all", "max_waiting", "messages_at_once"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.messages_per_s > 0:
+            raise ConfigError(f"messages_per_s must be above 0, got {self.messages_per_s}")
+
+
+class Allowance:
+    """A token bucket: `at_once` to begin with, refilled at `per_s`."""
+
+    def __init__(self, per_s: float, at_once: int, now: float):
+        self._per_s, self._at_once = per_s, float(at_once)
+        self._left, self._at = float(at_once), now
+
+    def take(self, now: float) -> float:
+        """Take one: 0.0, or the seconds until there is one, and nothing is taken."""
+        self._left = min(self._at_once, self._left + max(now - self._at, 0.0) * self._per_s)
+        self._at = max(self._at, now)
+        if self._left >= 1.0:
+            self._left -= 1.0
+            return 0.0
+        return (1.0 - self._left) / self._per_s
+
+
+def problem_of_hello(hello: Hello) -> str:
+    """What is wrong with its values, "" nothing. Whether versions agree is not asked here."""
+    for name in ("target_id", "vocabulary_hash", "cells_hash", "draft_version"):
+        if not isinstance(getattr(hello, name), str):
+            return f"{name} must be text, got {getattr(hello, name)!r:.50}"
+    for name in ("verify_s", "plain_s"):
+        if not _is_number(getattr(hello, name), 0.0, math.inf):
+            return f"{name} must be seconds of at least 0, got {getattr(hello, name)!r:.50}"
+    return ""
+
+
+def problem_of_open(opened: Open, limits: DraftLimits) -> str:
+    """What is wrong with its values, "" nothing. Its length is not asked here."""
+    problem = _problem_of_ids(opened) or _problem_of_tokens(opened.tokens, limits)
+    for name, least, most in (("seed", 0, MAX_SEED), ("choice", 0, MAX_I32), ("top_k", 0, MAX_I32)):
+        if not _is_integer(getattr(opened, name), least, most):
+            problem = problem or _outside(name, least, most, getattr(opened, name))
+    for name, most in (("temperature", math.inf), ("min_p", 1.0)):
+        if not _is_number(getattr(opened, name), 0.0, most) or getattr(opened, name) == math.inf:
+            problem = problem or _outside(name, 0, most, getattr(opened, name))
+    if not _is_number(opened.top_p, 0.0, 1.0) or opened.top_p == 0.0:
+        problem = problem or f"top_p must be a number in (0, 1], got {opened.top_p!r:.50}"
+    return problem
+
+
+def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
+    """What is wrong with its values, "" nothing. Its length, and whether it follows the text, are not asked here."""
+    problem = _problem_of_ids(draft) or _problem_of_tokens(draft.tokens, limits)
+    for name, low, high in (
+        ("round", 0, MAX_ID),
+        ("base", 0, MAX_I32),
+        ("depth", 0, limits.max_depth),
+        ("width", 0 if draft.depth == 0 else 1, limits.max_width),
+    ):
+        if not _is_integer(getattr(draft, name), low, high):
+            problem = problem or _outside(name, low, high, getattr(draft, name))
+    if not isinstance(draft.calibrated, bool):
+        problem = problem or f"calibrated must be true or false, got {draft.calibrated!r:.50}"
+    for name in ("due_s", "give_up_s"):
+        if not _is_number(getattr(draft, name), -math.inf, math.inf) or getattr(draft, name) == -math.inf:
+            problem = problem or f"{name} must be seconds, got {getattr(draft, name)!r:.50}"
+    return problem
+
+
+def is_id(value: object) -> bool:
+    """Whether it can be the number of a session or an epoch."""
+    return _is_integer(value, 0, MAX_ID)
+
+
+def _problem_of_ids(message: Open | Draft) -> str:
+    for name, least in (("session", 1), ("epoch", 0)):
+        if not _is_integer(getattr(message, name), least, MAX_ID):
+            return _outside(name, least, MAX_ID, getattr(message, name))
+    return ""
+
+
+def _problem_of_tokens(tokens: object, limits: DraftLimits) -> str:
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        return "tokens must be one row of token ids"
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < limits.vocabulary_size):
+        return (
+            f"token ids must be from 0 to {limits.vocabulary_size - 1}, got {int(tokens.min())} to {int(tokens.max())}"
+        )
+    return ""
+
+
+def _is_integer(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: object, least: float, most: float) -> bool:
+    """NaN is not one."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        return False
+    return least <= float(value) <= most
+
+
+def _outside(name: str, least: float, most: float, value: object) -> str:
+    return f"{name} must be from {least} to {most}, got {value!r:.50}"

@@ -1,0 +1,149 @@
+"""A draft of which every answer can be foretold: its trees are a function of text, sampling, depth and width alone.
+
+`ToyDevice` runs the batches of a `DraftCore` as a device would: it remembers what was fed, position by position, and
+searches from that, so that a mix-up of sessions, positions or pages shows in the tree. `ToyRoom` is the page pool.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from adaserve_jax.star.dispatch import Batch
+from adaserve_jax.star.limits import DraftLimits
+from adaserve_jax.star.messages import Close, Draft, Hello, Open, Tree
+from adaserve_jax.star.session import Sampling
+from adaserve_jax.types import CandidateTrees
+
+VOCABULARY = 97
+PLAIN = Sampling(seed=1, choice=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+SAMPLED = Sampling(seed=2**64 - 1, choice=3, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+Columns = tuple[list[int], list[int], list[int], list[int], list[float]]
+"""index, token, parent, cell, log_q of a tree."""
+
+
+def limits(**changes) -> DraftLimits:
+    """Of a small service."""
+    values = {
+        "draft_version": "v1",
+        "vocabulary_hash": "voc",
+        "cells_hash": "cells",
+        "vocabulary_size": VOCABULARY,
+        "max_depth": 4,
+        "max_width": 3,
+        "max_context": 64,
+        "max_rows": 4,
+        "max_feed": 16,
+        "lease_s": 60.0,
+    }
+    return DraftLimits(**(values | changes))
+
+
+def hello(target_id: str = "a", **changes) -> Hello:
+    return Hello(**({"target_id": target_id, "vocabulary_hash": "voc", "cells_hash": "cells"} | changes))
+
+
+def opened(session: int, epoch: int, tokens, sampling: Sampling = PLAIN) -> Open:
+    return Open(session, epoch, np.asarray(tokens, np.int32), **vars(sampling))
+
+
+def draft(session: int, epoch: int, number: int, base: int, tokens, **changes) -> Draft:
+    """Round `number`; by default of depth 2 and width 2, wanted within a second."""
+    values = {"depth": 2, "width": 2, "calibrated": True, "due_s": np.inf, "give_up_s": 1.0} | changes
+    return Draft(session, epoch, number, base, np.asarray(tokens, np.int32), **values)
+
+
+def close(session: int) -> Close:
+    return Close(session)
+
+
+def toy_columns(text, sampling: Sampling, depth: int, width: int, calibrated: bool) -> Columns:
+    """The tree after `text`, whose level l does not depend on the levels after it. Some nodes are absent."""
+    index, token, parent, cell, log_q = [], [], [], [], []
+    for level in range(depth):
+        for rank in range(width):
+            key = repr((list(map(int, text)), sampling, width, calibrated, level, rank)).encode()
+            number = int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+            if rank and number % 5 == 0:
+                continue
+            before = [at for at in index if at // width == level - 1]
+            index.append(level * width + rank)
+            token.append(number % VOCABULARY)
+            parent.append(before[number // 7 % len(before)] if before else -1)
+            cell.append(number % 11)
+            log_q.append(float(np.float32(-(number % 1000) / 500)))
+    return index, token, parent, cell, log_q
+
+
+def columns_of(tree: Tree) -> Columns:
+    """What a Tree says, as `toy_columns` does."""
+    return (
+        tree.index.tolist(),
+        tree.token.tolist(),
+        tree.parent.tolist(),
+        tree.cell.tolist(),
+        [float(value) for value in tree.log_q],
+    )
+
+
+class ToyRoom:
+    """Pages of `page` tokens. Raises where it is used wrongly. `wiped`: told the key that gives its pages back."""
+
+    def __init__(self, pages: int = 1000, page: int = 4):
+        self._pages, self._page = pages, page
+        self.held: dict[int, int] = {}
+        self.released: set[int] = set()
+        self.wiped = lambda key: None
+
+    @property
+    def capacity(self) -> int:
+        return self._pages * self._page
+
+    def reserve(self, key: int, tokens: int) -> bool:
+        wanted = max(self.held.get(key, 0), -(-tokens // self._page))
+        others = sum(pages for other, pages in self.held.items() if other != key)
+        if wanted + others > self._pages:
+            return False
+        self.held[key] = wanted
+        return True
+
+    def release(self, key: int) -> None:
+        del self.held[key]
+        self.wiped(key)
+
+
+class ToyDevice:
+    """Runs batches. kv: by key what each position was fed, as long as the session has room."""
+
+    def __init__(self, room: ToyRoom, bounds: DraftLimits):
+        self.kv: dict[int, list[int]] = {}
+        self._room, self._bounds = room, bounds
+        room.wiped = lambda key: self.kv.pop(key, None)
+
+    def run(self, batch: Batch) -> CandidateTrees | None:
+        """Feed, then search; checks that the batch keeps to the limits."""
+        assert 0 < len(batch.rows) <= self._bounds.max_rows
+        assert 0 < batch.num_tokens <= self._bounds.max_feed
+        assert len({row.key for row in batch.rows}) == len(batch.rows)
+        assert batch.depth == max(row.depth for row in batch.rows)
+        assert all((row.depth > 0) == (batch.depth > 0) for row in batch.rows)
+        for row in batch.rows:
+            kv = self.kv.setdefault(row.key, [])
+            assert len(row.tokens) and row.start <= len(kv), "fed beyond what the KV holds"
+            kv[row.start :] = row.tokens.tolist()
+            assert self._room.held[row.key] * self._room._page >= len(kv), "fed beyond the room"
+        return self._search(batch) if batch.depth else None
+
+    def _search(self, batch: Batch) -> CandidateTrees:
+        shape = (len(batch.rows), batch.depth * batch.width)
+        token, parent, cell = (np.full(shape, -1, np.int32) for _ in range(3))
+        log_f, log_q = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
+        for at, row in enumerate(batch.rows):
+            text = self.kv[row.key]
+            found = toy_columns(text, row.sampling, batch.depth, batch.width, batch.calibrated)
+            for index, *values in zip(*found, strict=True):
+                token[at, index], parent[at, index], cell[at, index], log_q[at, index] = values
+                log_f[at, index] = -1.0
+        depth = np.repeat(np.arange(1, batch.depth + 1, dtype=np.int32), batch.width)
+        return CandidateTrees(token, parent, log_f, depth, cell, log_q)
