@@ -44,7 +44,7 @@ from adaserve_jax.types import SLO
 CLASSES = (("code", SLO(relative=1.2, ttft_ms=4000)), ("chat", SLO(tpot_ms=50, ttft_ms=4000)),
            ("summarization", SLO(tpot_ms=150, ttft_ms=4000)))  # fmt: skip
 MIXES = {"adaserve": (0.6, 0.2, 0.2), "even": (1 / 3, 1 / 3, 1 / 3)}
-MEDIAN_PROMPTS, PROMPT_LOG_SD = (118, 15, 705), 0.5
+MEDIAN_PROMPTS, PROMPT_LOG_SD, MOST_PROMPT = (118, 15, 705), 0.5, 2048
 MEAN_OUTPUT, OUTPUT_LOG_SD, MOST_OUTPUT = 200, 0.7, 1024
 MACHINE = "llama-70b"
 ROUTERS = ("round-robin", "least-loaded", "slo-aware:4", "slo-aware")
@@ -97,7 +97,7 @@ def requests_of(mix: str, count: int, rate_rps: float, seed: int) -> Trace:
     prompts = np.array(MEDIAN_PROMPTS)[kinds] * np.exp(PROMPT_LOG_SD * rng.standard_normal(count))
     median = MEAN_OUTPUT * np.exp(-(OUTPUT_LOG_SD**2) / 2)
     outputs = np.clip(median * np.exp(OUTPUT_LOG_SD * rng.standard_normal(count)), 1, MOST_OUTPUT)
-    lengths = (np.maximum(prompts.round(), 1).astype(np.int32), outputs.round().astype(np.int32))
+    lengths = (np.clip(prompts.round(), 1, MOST_PROMPT).astype(np.int32), outputs.round().astype(np.int32))
     return Trace(f"{mix} at {rate_rps:g}/s", "", RequestColumns(due_s, *lengths, kinds, CLASSES))
 
 
