@@ -55,7 +55,7 @@ class SimulationPlan:
     replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
     whether the best fixed policy of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
-    keep_records: without them there are rows alone, and no token times, and a million requests take some 100 MB.
+    keep_records: without them there are rows alone, and no token times, and a million requests take some 200 MB.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
     beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
     """
@@ -191,7 +191,7 @@ class _Simulation:
         order = np.argsort(seeds)
         self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
         self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
-        self._sampler = self._make_sampler() if sample else None
+        self._sampler = self._make_sampler(replicas) if sample else None
         self._fleet = Fleet(replicas)
         self._replicas = [self._replica(index, replicas > 1) for index in range(replicas)]
         self._records: list[RequestRecord] = []
@@ -211,9 +211,11 @@ class _Simulation:
         records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
         return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples, self._columns)
 
-    def _make_sampler(self) -> SimSampler:
+    def _make_sampler(self, replicas: int) -> SimSampler:
         duration_s = self._trace.duration_s + self._plan.drain_s
-        return SimSampler(self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s)
+        return SimSampler(
+            self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s, replicas=replicas
+        )
 
     def _totals(self) -> list[StepStats]:
         return [replica.totals for replica in self._replicas]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,11 +10,14 @@ import pytest
 from adaserve_jax.bench.fleet import Assigned, Fleet
 from adaserve_jax.bench.fluctuating import fluctuating_trace
 from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.request_columns import RequestColumns
 from adaserve_jax.bench.routers import LeastLoaded, SloAware, find_router
 from adaserve_jax.bench.simulation import SimulationPlan, _Simulation, simulate
-from adaserve_jax.bench.traces import Trace
+from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.types import SLO
 from tests.oracles import routers as oracles
 
 MACHINE = load_machine("llama-70b")
@@ -119,14 +122,14 @@ class Both:
 @pytest.mark.parametrize(("name", "oracle"), [("least-loaded", oracles.LeastLoaded), ("slo-aware", oracles.SloAware)])
 def test_a_simulation_routes_as_with_the_oracle(name: str, oracle) -> None:  # type: ignore[no-untyped-def]
     trace = fluctuating_trace(seed=7, rate_rps=12.0, ttft_slo_s=4.0)
-    short = tuple(replace(each, output_tokens=5 + each.output_tokens % 20) for each in trace.requests[:120])
+    short = tuple(replace(each, output_tokens=5 + number % 20) for number, each in enumerate(trace.requests[:80]))
     trace = Trace("short", "", short)
     plan = SimulationPlan((), router=name, max_requests=4, keep_token_times=False)
     simulation = _Simulation("spec:3", plan, MACHINE, trace, ("", ""), 3, None, False)
     limits = plan.limits(MACHINE)
     simulation._router = both = Both(simulation._router, oracle(CostTable(MACHINE.samples(limits), limits), limits))
     found = simulation.run()
-    assert both.asked == len(found.records) == 120
+    assert both.asked == len(found.records) == 80
     simulation._fleet.check_integrity()
     assert not simulation._fleet.open_counts.any()
 
@@ -164,3 +167,34 @@ def test_a_cluster_repeated_is_the_same() -> None:
     plan = SimulationPlan((), router="slo-aware:2", max_requests=8)
     one, two = (simulate("ar", plan, MACHINE, trace, replicas=5) for _ in range(2))
     assert one.records == two.records and one.wall_s == two.wall_s
+
+
+def test_rows_without_records_are_those_of_the_records() -> None:
+    trace = fluctuating_trace(seed=2, rate_rps=9.0, ttft_slo_s=4.0)
+    trace = Trace("short", "", tuple(replace(each, output_tokens=9) for each in trace.requests[:30]))
+    plan = SimulationPlan((), router="least-loaded", max_requests=8, keep_token_times=False)
+    kept = simulate("spec:2", plan, MACHINE, trace, replicas=3)
+    columns = simulate("spec:2", replace(plan, keep_records=False), MACHINE, trace, replicas=3)
+    assert columns.records == [] and columns.columns is columns.outcomes and kept.outcomes is kept.records
+    assert columns.wall_s == kept.wall_s
+    for one, other in zip(*(summarize(each.outcomes, wall_s=1.0) for each in (kept, columns)), strict=True):
+        for name, value in asdict(one).items():
+            is_number = isinstance(value, float)
+            assert asdict(other)[name] == (pytest.approx(value, rel=1e-12) if is_number else value), name
+
+
+def test_requests_in_columns_are_made_when_they_are_asked_for() -> None:
+    classes = (("a", SLO(relative=1.2, ttft_ms=4000)), ("b", SLO()))
+    columns = RequestColumns(
+        np.array([0.0, 0.5, 2.0]), np.array([3, 4, 5], np.int32), np.array([6, 7, 8], np.int32), np.array([1, 0, 1]),
+        classes,
+    )  # fmt: skip
+    made = (
+        TraceRequest(0.0, 3, 6, SLO(), "b"), TraceRequest(0.5, 4, 7, classes[0][1], "a"),
+        TraceRequest(2.0, 5, 8, SLO(), "b"),
+    )  # fmt: skip
+    assert tuple(columns) == made and columns[-1] == made[2] and columns[:2] == list(made[:2])
+    trace, listed = Trace("columns", "", columns), Trace("listed", "", made)
+    assert (trace.duration_s, trace.rate_rps, trace.classes) == (2.0, 1.5, ["a", "b"])
+    runs = [simulate("ar", SimulationPlan((), seed=4), MACHINE, each) for each in (trace, listed)]
+    assert runs[0].records == runs[1].records
