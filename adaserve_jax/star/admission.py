@@ -33,8 +33,8 @@ class _Times:
 class Admission:
     """Learns S(n), Z and E[l] + 1 from what is served, and judges who asks to come. max_rows: most requests at once.
 
-    A round of a target is taken as one request: that is the paper's, and right where a target has one request; where it
-    has several the average batch it takes part in is what counts, since S is measured on batches as they were.
+    The paper's targets have one request each. Here they have several, on average as many as those that are there: all
+    requests share the draft alike, and plain decoding too gives each request of a target a token per step.
     """
 
     def __init__(self, max_rows: int):
@@ -74,38 +74,43 @@ class Admission:
         """A target is gone; unknown ones are ignored."""
         self._targets.pop(target_id, None)
 
-    def admit(self, target_id: str, *, plain_s: float, verify_s: float) -> str:
-        """Admit it: "", or why not, and it is not admitted. plain_s, verify_s: of its Hello. Who is there already
-        stays; what is not known yet keeps nobody out."""
+    def admit(self, target_id: str, *, plain_s: float, verify_s: float, requests: int = 0) -> str:
+        """Admit it: "", or why not, and it is not admitted. plain_s, verify_s: of its Hello; requests: that the targets
+        which are there have now. Who is there already stays; what is not known yet keeps nobody out."""
         there = self._targets.get(target_id)
         if there is not None:
             there.plain_s, there.verify_s = plain_s, verify_s
             return ""
         coming = _Times(plain_s, verify_s)
-        why = self._why_not(coming)
+        why = self._why_not(coming, max(requests / max(len(self._targets), 1), 1.0))
         if not why:
             self._targets[target_id] = coming
         return why
 
-    def _why_not(self, coming: _Times) -> str:
+    def _why_not(self, coming: _Times, each: float) -> str:
+        """each: requests of one target."""
         if self._served < FEWEST or not self.tokens:
             return ""
         service_s, now = measured(self._service_s), len(self._targets)
         for times, is_new in ((coming, True), *((times, False) for times in self._targets.values())):
             if not times.plain_s or not times.return_s:
                 continue
-            back_s, plain_tps = times.return_s, 1.0 / times.plain_s
-            would = rounds(now + 1, service_s, back_s, self.tokens, max_rows=self._max_rows).per_target_tps
-            if would >= plain_tps:
+            worth_s = self.tokens * times.plain_s
+            if self._round_s(now + 1, each, times.return_s) <= worth_s:
                 continue
-            does = rounds(max(now, 1), service_s, back_s, self.tokens, max_rows=self._max_rows).per_target_tps
-            if not is_new and does < plain_tps:
+            if not is_new and self._round_s(now, each, times.return_s) > worth_s:
                 continue  # it is no worse off than it is
-            most = max_targets_batched(service_s, back_s, self.tokens, times.plain_s, max_rows=self._max_rows)
+            would_s = self._round_s(now + 1, each, times.return_s)
+            most = max_targets_batched(service_s, times.return_s, self.tokens, times.plain_s, max_rows=self._max_rows)
             whose = "this target" if is_new else "a target that is here"
             return (
-                f"{now} targets are served, the most that pay are {most}: with one more, {whose} would get "
-                f"{would:.1f} tokens/s with drafts of {1e3 * service_s(1):.2f} ms, and has {plain_tps:.1f} tokens/s by "
-                "plain decoding; decode without this service, or start another"
+                f"{now} targets are served, {each:.3g} requests each, and the most that pay are {int(most / each)}: "
+                f"with one more, a request of {whose} would get {self.tokens / would_s:.1f} tokens/s with drafts of "
+                f"{1e3 * service_s(1):.2f} ms, and has {1.0 / times.plain_s:.1f} tokens/s by plain decoding; decode "
+                "without this service, or start another"
             )
         return ""
+
+    def _round_s(self, targets: int, each: float, back_s: float) -> float:
+        requests = max(round(targets * each), 1)
+        return rounds(requests, measured(self._service_s), back_s, self.tokens, max_rows=self._max_rows).round_s

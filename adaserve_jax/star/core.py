@@ -8,6 +8,7 @@ Every method takes `now`, seconds of one clock that never goes back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +26,8 @@ Answers = list[tuple[str, list[FromService]]]
 """By target, what to send it in one frame."""
 _Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """index, token, parent, cell: i32[C]; log_q: f32[C]; as in `messages.Tree`."""
+_NONE = np.zeros(0, np.int32)
+_NO_COLUMNS: _Columns = (_NONE, _NONE, _NONE, _NONE, np.zeros(0, np.float32))
 
 
 class DraftCore:
@@ -117,16 +120,16 @@ class DraftCore:
         """A batch has run. trees: of its rows in their order, of batch.depth levels and batch.width columns each, as
         `LocalDrafter` gives them; None where none was searched."""
         answers: dict[str, list[FromService]] = {}
-        for at, (row, session) in enumerate(self._land(batch, now)):
+        columns = [_NO_COLUMNS] * len(batch.rows) if trees is None else _columns(batch, trees)
+        for (row, session), found in zip(self._land(batch, now), columns, strict=True):
             if session.closed:
                 continue
             session.fed(row.start, row.tokens)
             self.stats.fed_tokens += len(row.tokens)
             if row.depth:
-                assert trees is not None
                 self.stats.rounds += 1
                 self.stats.target_rounds[row.target_id] += 1
-                self._answer(batch, row, session, _columns(trees, at, row.depth * batch.width), now, answers)
+                self._answer(batch, row, session, found, now, answers)
             self._registry.note(session)
         if self._admission is not None and batch.depth:
             self._admission.served(len(batch.rows), now - batch.started_s)
@@ -135,15 +138,13 @@ class DraftCore:
     def failed(self, batch: Batch, now: float) -> Answers:
         """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of it
         is answered an empty one; the tokens are fed again when their sessions speak."""
-        none = np.zeros(0, np.int32)
         answers: dict[str, list[FromService]] = {}
         for row, session in self._land(batch, now):
             if session.closed:
                 continue
             session.unfed(row.start)
             if row.depth:
-                columns = none, none, none, none, np.zeros(0, np.float32)
-                self._answer(batch, row, session, columns, now, answers)
+                self._answer(batch, row, session, _NO_COLUMNS, now, answers)
             self.stats.failed += session.asked is not None or row.depth > 0
             session.asked = None
             self._registry.note(session)
@@ -181,8 +182,14 @@ class DraftCore:
         answers.setdefault(row.target_id, []).append(tree)
 
 
-def _columns(trees: CandidateTrees, at: int, most: int) -> _Columns:
-    """The nodes that are there among the first `most` columns of one row: its own levels."""
+def _columns(batch: Batch, trees: CandidateTrees) -> list[_Columns]:
+    """Of each row the nodes that are there, of its own levels."""
     assert trees.cell is not None and trees.log_q is not None
-    index = np.flatnonzero(trees.log_f[at, :most] > -np.inf).astype(np.int32)
-    return index, trees.token[at, index], trees.parent[at, index], trees.cell[at, index], trees.log_q[at, index]
+    own = np.array([row.depth * batch.width for row in batch.rows])
+    row, index = np.nonzero((trees.log_f > -np.inf) & (np.arange(trees.log_f.shape[1]) < own[:, None]))
+    found = (
+        index.astype(np.int32),
+        *(part[row, index] for part in (trees.token, trees.parent, trees.cell, trees.log_q)),
+    )
+    ends = np.searchsorted(row, np.arange(len(own) + 1)).tolist()
+    return [tuple(part[start:end] for part in found) for start, end in pairwise(ends)]  # type: ignore[misc]

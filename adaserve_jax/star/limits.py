@@ -179,6 +179,8 @@ def _problem_of_ids(message: Open | Draft) -> str:
 def _problem_of_tokens(tokens: object, limits: DraftLimits) -> str:
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         return "tokens must be one row of token ids"
+    if tokens.dtype == np.int32 and len(tokens) and int(tokens.view(np.uint32).max()) < limits.vocabulary_size:
+        return ""  # a negative one is the largest of all
     if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < limits.vocabulary_size):
         return (
             f"token ids must be from 0 to {limits.vocabulary_size - 1}, got {int(tokens.min())} to {int(tokens.max())}"

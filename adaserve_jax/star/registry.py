@@ -167,7 +167,10 @@ class Registry:
                 return self._refusal(code, f"{what}: the draft service has {held}, the target {said!r:.80}")
         if self._admission is None:
             return None
-        why = self._admission.admit(target_id, plain_s=float(hello.plain_s), verify_s=float(hello.verify_s))
+        requests = sum(len(target.sessions) for target in self._targets.values() if target.here)
+        why = self._admission.admit(
+            target_id, plain_s=float(hello.plain_s), verify_s=float(hello.verify_s), requests=requests
+        )
         return self._refusal("full", why, retry_after_s=FULL_RETRY_S) if why else None
 
     def _forget_if_empty(self, target: Target) -> None:
@@ -241,12 +244,13 @@ class Registry:
             return self._not_taken(session, heard, draft)
         if self._admission is not None and answered is not None and draft.round == answered[0].round + 1:
             emitted = min(session.length - before, answered[0].depth + 1)
-            self._admission.verified(target.id, emitted, now - session.answered_s)
+            if emitted > 0:
+                self._admission.verified(target.id, emitted, now - session.answered_s)
         return self._ask(target, session, draft, now) if draft.depth else None
 
     def _ask(self, target: Target, session: Session, draft: Draft, now: float) -> FromService | None:
-        waiting = sum(other.asked is not None for other in target.sessions.values())
-        if waiting >= self._quotas.max_waiting:
+        if len(target.sessions) > self._quotas.max_waiting and self._is_waiting_enough(target):
+            waiting = self._quotas.max_waiting
             return self._refusal("quota", f"{waiting} drafts of this target wait, as many as may", draft, RETRY_S)
         deadline_s = now + min(float(draft.due_s), float(draft.give_up_s))
         session.asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
@@ -254,6 +258,10 @@ class Registry:
         self._arrivals += 1
         self.note(session)
         return None
+
+    def _is_waiting_enough(self, target: Target) -> bool:
+        """Whether no more of its Drafts may wait."""
+        return sum(other.asked is not None for other in target.sessions.values()) >= self._quotas.max_waiting
 
     def _not_taken(self, session: Session, heard: Heard, message: Open | Draft) -> FromService | None:
         """Of a message that did not change the text."""
@@ -288,7 +296,7 @@ class Registry:
         return Refused(code, why, session if is_id(session) else 0, epoch if is_id(epoch) else 0, retry_after_s)
 
     def _end_number(self, target: Target, number: object) -> None:
-        session = target.sessions.get(number) if isinstance(number, int) else None
+        session = target.sessions.get(number) if is_id(number) else None  # type: ignore[arg-type]
         if session is not None:
             self._end(session)
 

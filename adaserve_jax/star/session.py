@@ -152,7 +152,8 @@ class Session:
             return Heard.GAP
         base, end = int(draft.base), int(draft.base) + len(draft.tokens)
         both = min(end, self.length)
-        if base > self.length or not np.array_equal(draft.tokens[: both - base], self._tokens[base:both]):
+        differs = base < both and not np.array_equal(draft.tokens[: both - base], self._tokens[base:both])
+        if base > self.length or differs:
             return Heard.GAP
         self.round, self._last, self.answered = int(draft.round), draft, None
         self._write(base, draft.tokens)
@@ -168,15 +169,14 @@ class Session:
     def _write(self, base: int, tokens: np.ndarray) -> None:
         """The text is its first `base` tokens and these; `computed` falls back to where it differs."""
         end = base + len(tokens)
-        both = max(min(end, self.computed), base)
-        differs = np.flatnonzero(self._tokens[base:both] != tokens[: both - base])
+        same = base + _common(self._tokens[base : min(end, self.computed)], tokens)
         if end > len(self._tokens):
             grown = np.zeros(max(end, 2 * len(self._tokens)), np.int32)
             grown[: self.length] = self.text
             self._tokens = grown
         self._tokens[base:end] = tokens
         self.length = end
-        self.computed = min(self.computed, base + int(differs[0]) if len(differs) else end)
+        self.computed = min(self.computed, end, same)
         self.feed = self.computed < end
 
     # ---- what is done ----
@@ -185,9 +185,7 @@ class Session:
         """A batch wrote these tokens' KV from position `start` on; the text may have changed meanwhile."""
         if self.computed < start:
             return  # what came before them is not of this text any more
-        both = min(start + len(tokens), self.length)
-        differs = np.flatnonzero(self._tokens[start:both] != tokens[: both - start])
-        self.computed = start + int(differs[0]) if len(differs) else both
+        self.computed = start + _common(self.text[start:], tokens)
         if self.computed >= self.length:
             self.feed, self.wanted_s = False, None
 
@@ -203,3 +201,13 @@ def same_draft(one: Draft, other: Draft) -> bool:
         getattr(one, name) == getattr(other, name)
         for name in ("session", "epoch", "round", "base", "depth", "width", "calibrated", "due_s", "give_up_s")
     )
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """Tokens that both begin with."""
+    both = min(len(one), len(other))
+    if not both:
+        return 0
+    differs = one[:both] != other[:both]
+    first = int(differs.argmax())
+    return first if differs[first] else both

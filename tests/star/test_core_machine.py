@@ -311,7 +311,7 @@ def taken(queue: list, fault: str) -> list:
 
 class TestDraftService(DraftServiceMachine.TestCase):
     settings = settings(
-        max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        max_examples=25, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 
 
@@ -362,7 +362,7 @@ def random_walk(steps: int, seed: int) -> Counter[str]:
 
 
 def test_a_random_walk_meets_every_case():
-    reached = random_walk(8000, seed=1)
+    reached = random_walk(6000, seed=1)
     assert reached.pop("refused: invalid") > 0
     assert {name for name, count in reached.items() if count == 0} == set(), reached
 

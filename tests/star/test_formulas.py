@@ -110,10 +110,10 @@ def test_against_the_loop_event_by_event(max_rows: int):
 
 def test_against_table_1_of_the_paper():
     """S is the load over rounds/s of each N (it falls from N = 1 to 2, section 5.3), Z what is left of a round at N = 1
-    to 3, where nothing waits: 31 ms. Then rounds/s of the draft are within 2% but at N = 4, the edge of full load: there
-    the paper's draft is idle for 9% of the time, and the closed form's is not. The rounds/s of a target that it prints
-    are not N-ths of the draft's, but up to 4% below. Waits are 1.4 ms too short at N = 4, up to 4.6 too long above.
-    T_idle of the table is between two drafts, not eq. 9's of a round: only so do both agree."""
+    to 3, where nothing waits: 31 ms. Then rounds/s of the draft are within 2% but at N = 4, the edge of full load:
+    there the paper's draft is idle for 9% of the time, and the closed form's is not. The rounds/s of a target that it
+    prints are not N-ths of the draft's, but up to 4% below. Waits are 1.4 ms too short at N = 4, up to 4.6 too long
+    above. T_idle of the table is between two drafts, not eq. 9's of a round: only so do both agree."""
     service = [load / rate for load, rate in zip(LOAD, R_Q, strict=True)]
     back_s = float(np.mean([n / R_Q[n - 1] - service[n - 1] for n in (1, 2, 3)]))
     assert back_s == pytest.approx(0.031, abs=0.001)

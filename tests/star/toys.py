@@ -10,9 +10,10 @@ from hashlib import blake2b
 
 import numpy as np
 
+from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.dispatch import Batch
 from adaserve_jax.star.limits import DraftLimits
-from adaserve_jax.star.messages import Close, Draft, Hello, Open, Tree
+from adaserve_jax.star.messages import Close, Draft, FromService, Hello, Open, Tree
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.types import CandidateTrees
 
@@ -147,3 +148,34 @@ class ToyDevice:
                 log_f[at, index] = -1.0
         depth = np.repeat(np.arange(1, batch.depth + 1, dtype=np.int32), batch.width)
         return CandidateTrees(token, parent, log_f, depth, cell, log_q)
+
+
+class ToyService:
+    """A core with its room and its device; `now` is set by the test. keywords: of `limits`."""
+
+    def __init__(self, targets="a", *, pages: int = 1000, core: dict | None = None, **changes):
+        self.bounds = limits(**changes)
+        self.room = ToyRoom(pages)
+        self.device = ToyDevice(self.room, self.bounds)
+        self.core = DraftCore(self.bounds, self.room, **(core or {}))
+        self.now = 0.0
+        for target_id in targets:
+            self.say(target_id, hello(target_id))
+
+    def say(self, target_id: str, *messages) -> list[FromService]:
+        return self.core.receive(target_id, messages, self.now)
+
+    def run(self, seconds: float = 0.0) -> tuple[list[tuple[str, int, int]], list[Tree]]:
+        """One batch: (target, session, tokens fed) of its rows, and the trees that were answered."""
+        batch = self.core.next_batch(self.now)
+        if batch is None:
+            return [], []
+        trees = self.device.run(batch)
+        self.now += seconds
+        answers = self.core.done(batch, trees, self.now)
+        return rows_of(batch), [tree for _, frame in answers for tree in frame if isinstance(tree, Tree)]
+
+
+def rows_of(batch: Batch) -> list[tuple[str, int, int]]:
+    """(target, session, tokens fed) of each row."""
+    return [(row.target_id, row.session, len(row.tokens)) for row in batch.rows]
