@@ -47,7 +47,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path, *, paper: Sequence[dict[str
         _line(panel, paper, name, factor, **PAPER)
         if any(row["n"] > 16 for row in rows):
             panel.set_xscale("log", base=2)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, max(1.08 * panel.dataLim.ymax, 0.1))
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("targets")
         panel.grid(alpha=0.25)

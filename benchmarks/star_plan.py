@@ -28,6 +28,8 @@ from adaserve_jax.star.formulas import ServiceTime, emitted, full_targets, max_t
 SERVICE_S, GROWTH, MAX_ROWS = 0.010, 0.1, 64
 TARGETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 SHOWN = {"verify_s": 0.030, "network_s": 0.001, "acceptance": 0.7, "depth": 4}
+DRAFTS = 4000
+"""Of all targets of a row together, at least: what is accepted is drawn, so few of them scatter."""
 RATIOS, CHANCES, DEPTHS = (1.0, 2.0, 4.0, 8.0), (0.5, 0.7, 0.9), (2, 4, 8)
 FULL = 0.98
 """Load from which a draft counts as busy: below 1, since a window of rounds has ends."""
@@ -52,7 +54,7 @@ def shown_rows(targets: tuple[int, ...], rounds: int) -> list[StarRow]:
     rows = []
     for max_rows, service_s in ((1, alone_s), (MAX_ROWS, together_s)):
         for count in targets:
-            plan = StarPlan(count, max_rows=max_rows, rounds=rounds, **SHOWN)
+            plan = StarPlan(count, max_rows=max_rows, rounds=max(rounds, DRAFTS // count), **SHOWN)
             rows += [closed_row(plan, service_s), simulated_row(plan, service_s)]
     return rows
 
@@ -117,7 +119,7 @@ def star_plan(
     plans = [plan_of(ratio, chance, depth, rounds) for depth in depths for chance in chances for ratio in ratios]
     settings = {
         "service_s": SERVICE_S, "growth": GROWTH, "max_rows": MAX_ROWS, "rounds": rounds, "spread": SPREAD,
-        "full": FULL, "shown": SHOWN,
+        "full": FULL, "shown": SHOWN, "drafts": DRAFTS,
     }  # fmt: skip
     rows = [asdict(each) for each in shown_rows(targets, rounds)]
     report = {"commit": source_commit(), "machine": machine_name(), **settings, "rows": rows, "plans": plans}

@@ -83,7 +83,8 @@ def star_tables(path: Path) -> list[str]:
         f"Table 1's quantities at t_v = {at['verify_s'] * 1e3:g} ms, t_c = {at['network_s'] * 1e3:g} ms, "
         f"b = {at['acceptance']:g}, d = {at['depth']}:",
         table(head, shown),
-        f"{result['rounds']} rounds of each target. {result['machine']}. Commit {result['commit'][:12]}.",
+        f"{result['rounds']} rounds of each target, in the second table at least {result['drafts']} drafts of all. "
+        f"{result['machine']}. Commit {result['commit'][:12]}.",
     ]
 
 
