@@ -55,7 +55,7 @@ class SimulationPlan:
     replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
     whether the best fixed policy of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
-    keep_records: without them there are rows alone, and no token times, and a million requests take some 200 MB.
+    keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
     beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
     """
