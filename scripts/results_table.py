@@ -1,11 +1,13 @@
-"""Writes the measured tables of docs/results.md and docs/reproduce.md, between their markers, from committed results.
+"""Writes the measured tables of docs/results.md, reproduce.md and cluster-plan.md, between their markers, from what is
+committed under benchmarks/results.
 
 benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
-learning_latency.py and learning_cost.py. No number is typed. Imports no jax.
+learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
+star_plan.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from statistics import median
 from typing import Any
 
 from results_client import client_table
+from results_cluster import cluster_tables, star_tables
 from results_learning import cost_table, latency_table, online_tables
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
@@ -30,6 +33,7 @@ from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 FIGURES_PAGE = ROOT / "docs" / "reproduce.md"
+CLUSTER_PAGE = ROOT / "docs" / "cluster-plan.md"
 FIGURES = (
     f"| requests at once | temperature | system | decode, tokens/s | times `{REFERENCE}` | whole call, tokens/s "
     f"| times `{REFERENCE}` | tokens per step | draft nodes accepted | texts that differ |\n"
@@ -266,8 +270,12 @@ def main() -> int:
     status = json.loads((results / "reproduce.json").read_text())
     new = between(new, "reproduce", [stand_tables(status)])
     figures = FIGURES_PAGE.read_text()
+    cluster = CLUSTER_PAGE.read_text()
+    planned = between(cluster, "cluster-plan", cluster_tables(results / "cluster-plan"), CLUSTER_PAGE)
+    planned = between(planned, "star-plan", star_tables(results / "star-plan.json"), CLUSTER_PAGE)
     written = {
-        PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE))
+        PAGE: (old, new), FIGURES_PAGE: (figures, between(figures, "figures", [claim_tables(status)], FIGURES_PAGE)),
+        CLUSTER_PAGE: (cluster, planned),
     }  # fmt: skip
     stale = [path for path, (before, after) in written.items() if before != after]
     for path in stale:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
+from adaserve_jax.bench.fleet import Assigned, Fleet
 from adaserve_jax.bench.replica import Replica
-from adaserve_jax.bench.routers import Assigned, Router
+from adaserve_jax.bench.routers import Router
 
 STEP_ENDS, STEP_BEGINS = 0, 2
 """Kinds of events, in their order at one instant; between them come arrivals."""
@@ -19,18 +20,21 @@ STEP_ENDS, STEP_BEGINS = 0, 2
 def run_cluster(
     replicas: Sequence[Replica],
     router: Router,
+    fleet: Fleet,
     arrivals: Sequence[Assigned],
-    deliver: Callable[[int, Replica], None],
+    deliver: Callable[[int, Assigned, Replica], None],
     *,
     drain_s: float,
 ) -> float:
     """Serve `arrivals` (in order of arrival_s) to the end; returns the time of the last step's end.
 
-    deliver(number, replica): adds that arrival to the chosen replica. drain_s: after the last arrival; a step that ends
-    later than that is its replica's last one, and requests left are cut off.
+    fleet: of these replicas; with one nobody asks it. deliver(number, arrival, replica): adds that arrival to the
+    chosen replica. drain_s: after the last arrival; a step that ends later than that is its replica's last one, and
+    requests left are cut off.
     """
     events: list[tuple[float, int, int]] = []
-    last_due_s, arrived = arrivals[-1].arrival_s, 0
+    last_due_s, arrived, waiting = arrivals[-1].arrival_s, 0, iter(arrivals)
+    asked = next(waiting, None)
     waiting_to_begin = set[int]()
 
     def begin_later(replica: Replica, at_s: float) -> None:
@@ -38,18 +42,16 @@ def run_cluster(
             waiting_to_begin.add(replica.index)
             heappush(events, (max(at_s, replica.clock.now()), STEP_BEGINS, replica.index))
 
-    while events or arrived < len(arrivals):
-        arrives = arrived < len(arrivals) and (
-            not events or arrivals[arrived].arrival_s < events[0][0]
-            or (arrivals[arrived].arrival_s == events[0][0] and events[0][1] == STEP_BEGINS)
+    while events or asked is not None:
+        arrives = asked is not None and (
+            not events or asked.arrival_s < events[0][0]
+            or (asked.arrival_s == events[0][0] and events[0][1] == STEP_BEGINS)
         )  # fmt: skip
-        if arrives:
-            due_s = arrivals[arrived].arrival_s
-            replica = replicas[0]
-            if len(replicas) > 1:
-                replica = replicas[router.choose(arrivals[arrived], [each.known() for each in replicas], due_s)]
-            deliver(arrived, replica)
-            arrived += 1
+        if asked is not None and arrives:
+            due_s = asked.arrival_s
+            replica = replicas[router.choose(asked, fleet, due_s) if len(replicas) > 1 else 0]
+            deliver(arrived, asked, replica)
+            arrived, asked = arrived + 1, next(waiting, None)
             begin_later(replica, due_s)
             continue
         at_s, kind, index = heappop(events)

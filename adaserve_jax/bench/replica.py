@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from adaserve_jax.bench.routers import Assigned
+import numpy as np
+
+from adaserve_jax.bench.fleet import Assigned, Fleet
 from adaserve_jax.bench.sim_executor import VirtualClock
 from adaserve_jax.bench.token_times import TokenTimes
 from adaserve_jax.results.records import Status
@@ -36,19 +38,21 @@ class Replica:
 
     def __init__(
         self, index: int, scheduler: Scheduler, executor: Executor, clock: VirtualClock, on_end: OnEnd,
-        *, keep_token_times: bool = True, on_step: Callable[[float], None] | None = None,
+        *, fleet: Fleet | None = None, keep_token_times: bool = True, on_step: Callable[[float], None] | None = None,
     ):  # fmt: skip
-        """on_step: told the time of the end of every step, after what the step brought was taken in."""
+        """fleet: where routers read of its requests; None: no router asks. on_step: told the time of the end of every
+        step, after what the step brought was taken in."""
         self.index = index
         self.clock = clock
         self._open: dict[str, tuple[Assigned, int]] = {}
         """What a router knows of each request that has not ended, and its number in the order of `add`."""
         self._added = 0
-        self._token_times = TokenTimes()
+        self._fleet = fleet
+        self._place = np.zeros(64, np.int64)  # in the fleet, by number
+        self._token_times = TokenTimes() if keep_token_times else None
         self._scheduler = scheduler
         self._executor = executor
         self._on_end = on_end
-        self._keep_token_times = keep_token_times
         self._on_step = on_step
         self._in_flight: tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome] | None = None
 
@@ -69,14 +73,12 @@ class Replica:
     def is_stepping(self) -> bool:
         return self._in_flight is not None
 
-    def known(self) -> list[Assigned]:
-        """What a router knows of the requests that have not ended, as of the last step's end."""
-        for known, sequence in self._open.values():
-            known.first_token_s, known.received = self._token_times.progress(sequence)
-        return [known for known, _ in self._open.values()]
-
     def add(self, request: Request, known: Assigned) -> None:
         self._open[request.request_id] = (known, self._added)
+        if self._fleet is not None:
+            if self._added == len(self._place):
+                self._place = np.concatenate([self._place, np.zeros_like(self._place)])
+            self._place[self._added] = self._fleet.add(self.index, known)
         self._added += 1
         self._scheduler.add(request)
 
@@ -113,7 +115,10 @@ class Replica:
 
     def _take_in(self, updates: StepUpdates, now: float) -> None:
         """The one place that reads what `commit` returns."""
-        self._token_times.take(updates, now)
+        if self._token_times is not None:
+            self._token_times.take(updates, now)
+        if self._fleet is not None:
+            self._fleet.take(self.index, self._place[updates.sequence], updates.counts, now)
         for update in updates.ended.values():
             self._end(update, "finished")
 
@@ -122,5 +127,7 @@ class Replica:
         assert metrics is not None
         known, sequence = self._open.pop(update.request_id)
         known.first_token_s, known.received = metrics.first_token_s, metrics.output_tokens
-        offsets_s = self._token_times.pop(sequence)
-        self._on_end(self, update.request_id, known, metrics, status, offsets_s if self._keep_token_times else ())
+        if self._fleet is not None:
+            self._fleet.end(self.index, int(self._place[sequence]))
+        offsets_s = () if self._token_times is None else self._token_times.pop(sequence)
+        self._on_end(self, update.request_id, known, metrics, status, offsets_s)

@@ -15,20 +15,23 @@ ADDED = (
 )  # fmt: skip
 MOST_SAMPLES = 36_000
 """Of one point: of longer ones than an hour samples are further apart."""
+MOST_READ = 1_000_000
+"""Totals of replicas that the samples of one point add up, at most: of many replicas samples are further apart."""
 NOTHING = StepStats()
 
 
 class SimSampler:
     """Call `note` at the end of every step, and `end` after the last. totals: of each replica, asked for only when a
-    sample is due. duration_s: of the simulation, at most."""
+    sample is due. duration_s: of the simulation, at most. replicas: how many totals there are."""
 
     def __init__(
-        self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0
+        self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0,
+        replicas: int = 1,
     ):  # fmt: skip
         self.samples: list[Sample] = []
         self._totals = totals
         self._run_id, self._point = run_id, point
-        self._every_s = max(SAMPLE_S, duration_s / MOST_SAMPLES)
+        self._every_s = max(SAMPLE_S, duration_s / min(MOST_SAMPLES, MOST_READ / replicas))
         self._due_s = self._every_s
         self._taken_s = -math.inf
 

@@ -14,11 +14,13 @@ import numpy as np
 
 from adaserve_jax.bench.acceptance import AcceptanceModel
 from adaserve_jax.bench.cluster import run_cluster
+from adaserve_jax.bench.fleet import Assigned, Fleet
 from adaserve_jax.bench.loads import check_classes
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.bench.replica import Replica
-from adaserve_jax.bench.routers import Assigned, find_router
+from adaserve_jax.bench.request_columns import AsAssigned
+from adaserve_jax.bench.routers import find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.bench.sim_samples import SimSampler
 from adaserve_jax.bench.sim_text import CONCENTRATION
@@ -30,6 +32,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import new_run_id
+from adaserve_jax.results.record_columns import RecordColumns
 from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.run_folder import PointKey
 from adaserve_jax.results.samples import Sample
@@ -52,6 +55,7 @@ class SimulationPlan:
     replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
     whether the best fixed policy of each point is found and added, by search or over the whole grid.
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
+    keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
     beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
     """
@@ -70,6 +74,7 @@ class SimulationPlan:
     extension_pages: int = 0
     elastic: str = "auto"
     swap_rule: SwapRule = field(default_factory=SwapRule)
+    keep_records: bool = True
 
     def limits(self, machine: Machine) -> Limits:
         """Of one replica."""
@@ -79,13 +84,20 @@ class SimulationPlan:
 
 @dataclass
 class Simulated:
-    """One policy over one trace. records: in the order of arrival. wall_s: of the virtual clock. stats: the totals of
-    each replica's scheduler. samples: where they were asked for."""
+    """One policy over one trace. records: in the order of arrival, where they are kept. wall_s: of the virtual clock.
+    stats: the totals of each replica's scheduler. samples: where they were asked for. columns: of all requests, for
+    `summarize`, where records are not kept."""
 
     records: list[RequestRecord]
     wall_s: float
     stats: list[StepStats]
     samples: list[Sample] = field(default_factory=list)
+    columns: RecordColumns | None = None
+
+    @property
+    def outcomes(self) -> Sequence[RequestRecord] | RecordColumns:
+        """What `summarize` makes rows of."""
+        return self.records if self.columns is None else self.columns
 
 
 OnPoint = Callable[[Simulated, list[ResultRow]], None]
@@ -114,7 +126,7 @@ def simulate_all(
                     policy, as_planned, machine, trace, run_id=run_id, point=point, replicas=replicas, sample=True
                 )
                 of_point = result_rows(
-                    policy, as_planned, machine, trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id,
+                    policy, as_planned, machine, trace, simulated.outcomes, wall_s=simulated.wall_s, run_id=run_id,
                     replicas=replicas, label=label, point=point, varied=changed, plan_hash=hashed,
                 )  # fmt: skip
                 rows += of_point
@@ -139,9 +151,9 @@ def tune_fixed(
         raise ConfigError(f"machine {machine.name} has no draft, so that no chain can be tuned; leave out --tune")
 
     def evaluate(setting: Setting) -> Score:
-        policy, as_planned = as_run(setting, replace(plan, keep_token_times=False))
+        policy, as_planned = as_run(setting, replace(plan, keep_token_times=False, keep_records=False))
         simulated = simulate(policy, as_planned, machine, trace, replicas=replicas)
-        overall = summarize(simulated.records, wall_s=simulated.wall_s)[0]
+        overall = summarize(simulated.outcomes, wall_s=simulated.wall_s)[0]
         return overall.attainment or 0.0, overall.goodput_tps
 
     return tune(evaluate, possible, exhaustive=exhaustive)
@@ -175,39 +187,40 @@ class _Simulation:
         _check_pages(self._limits, trace)
         self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
-        self._seeds = seeds.tolist()
+        self._seeds = seeds
         order = np.argsort(seeds)
         self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
         self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
-        self._sampler = self._make_sampler() if sample else None
-        self._replicas = [self._replica(index) for index in range(replicas)]
+        self._sampler = self._make_sampler(replicas) if sample else None
+        self._fleet = Fleet(replicas)
+        self._replicas = [self._replica(index, replicas > 1) for index in range(replicas)]
         self._records: list[RequestRecord] = []
+        self._columns = None if plan.keep_records else RecordColumns()
 
     def run(self) -> Simulated:
-        baseline_s = self._machine.baseline_s
-        arrivals = [
-            Assigned(r.slo_class, r.prompt_tokens, r.due_s, r.slo.tpot_s(baseline_s), r.slo.ttft_s)
-            for r in self._trace.requests
-        ]
+        arrivals = AsAssigned(self._trace.requests, self._machine.baseline_s)
 
-        def deliver(number: int, replica: Replica) -> None:
-            replica.add(self._request(number, arrivals[number]), arrivals[number])
+        def deliver(number: int, known: Assigned, replica: Replica) -> None:
+            replica.add(self._request(number, known), known)
 
-        wall_s = run_cluster(self._replicas, self._router, arrivals, deliver, drain_s=self._plan.drain_s)
+        drain_s = self._plan.drain_s
+        wall_s = run_cluster(self._replicas, self._router, self._fleet, arrivals, deliver, drain_s=drain_s)
         if self._sampler is not None:
             self._sampler.end(wall_s)
         samples = [] if self._sampler is None else self._sampler.samples
         records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
-        return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples)
+        return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples, self._columns)
 
-    def _make_sampler(self) -> SimSampler:
+    def _make_sampler(self, replicas: int) -> SimSampler:
         duration_s = self._trace.duration_s + self._plan.drain_s
-        return SimSampler(self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s)
+        return SimSampler(
+            self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s, replicas=replicas
+        )
 
     def _totals(self) -> list[StepStats]:
         return [replica.totals for replica in self._replicas]
 
-    def _replica(self, index: int) -> Replica:
+    def _replica(self, index: int, is_routed: bool) -> Replica:
         """Replicas differ in what their policies draw at random, and in nothing else."""
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
@@ -223,7 +236,8 @@ class _Simulation:
         scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
         return Replica(
-            index, scheduler, observed, clock, self._ended, keep_token_times=plan.keep_token_times,
+            index, scheduler, observed, clock, self._ended, fleet=self._fleet if is_routed else None,
+            keep_token_times=plan.keep_token_times and plan.keep_records,
             on_step=None if self._sampler is None else self._sampler.note,
         )  # fmt: skip
 
@@ -242,7 +256,7 @@ class _Simulation:
             request_id=f"{self._policy}-{number}",
             prompt_ids=np.zeros(known.prompt_tokens, np.int32),
             sampling=_sampling(self._trace.requests[number].output_tokens),
-            seed=self._seeds[number],
+            seed=int(self._seeds[number]),
             arrival_s=known.arrival_s,
             tpot_slo_s=known.tpot_slo_s,
             ttft_slo_s=known.ttft_slo_s,
@@ -254,7 +268,8 @@ class _Simulation:
         token_offsets_s: tuple[float, ...],
     ) -> None:  # fmt: skip
         self._router.ended(known)
-        self._records.append(
+        keep = self._records.append if self._columns is None else self._columns.add
+        keep(
             RequestRecord.of(
                 metrics,
                 run_id=self._run_id,

@@ -15,6 +15,7 @@ from adaserve_jax.bench.reshaping import Shape
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.results.record_columns import RecordColumns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 
@@ -70,7 +71,8 @@ def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -
 
 
 def result_rows(
-    policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, records: Sequence[RequestRecord], *,
+    policy: str, plan: SimulationPlan, machine: Machine, trace: Trace,
+    records: Sequence[RequestRecord] | RecordColumns, *,
     wall_s: float, run_id: str, replicas: int = 1, label: str | None = None, point: str = "",
     varied: Varied | None = None, plan_hash: str = "",
 ) -> list[ResultRow]:  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Trace:
 
     name: str
     sha256: str
-    requests: tuple[TraceRequest, ...]
+    requests: Sequence[TraceRequest]
     notes: tuple[str, ...] = ()
 
     @property

@@ -57,7 +57,13 @@ def simulate(
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
     replicas: Annotated[str, typer.Option(help="numbers of replicas to compare, separated by commas")] = "1",
-    router: Annotated[str, typer.Option(help=f"what assigns requests to replicas: {', '.join(ROUTERS)}")] = "slo-aware",
+    router: Annotated[
+        str,
+        typer.Option(
+            help=f"what assigns requests to replicas: {', '.join(ROUTERS)}, or slo-aware:<d>, which looks at d "
+            "replicas drawn for each request: for hundreds"
+        ),
+    ] = "slo-aware",
     rates: Annotated[
         str, typer.Option(help="mean requests per second, separated by commas, to compare; trace: as the trace has it")
     ] = "trace",
@@ -100,6 +106,13 @@ def simulate(
     token_times: Annotated[
         bool, typer.Option(help="keep the times of tokens; without: no gaps and no fluidity, for very long traces")
     ] = True,
+    records: Annotated[
+        bool,
+        typer.Option(
+            help="keep what happened to each request (requests.jsonl); without: rows and samples alone, no times of "
+            "tokens, and 200 bytes a request, for a million of them"
+        ),
+    ] = True,
     save_traces: Annotated[bool, typer.Option(help="also write the traces as simulated to the folder")] = False,
 ) -> None:
     """Compare policies on traces, with the scheduler that serves, on one replica or several. Columns: docs/metrics.md.
@@ -130,7 +143,7 @@ def simulate(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
         None if acceptance is None else load_acceptance(acceptance), token_times,
         "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
-        EngineConfig(elastic=elastic).elastic, SwapRule(tau_low, swap_after),
+        EngineConfig(elastic=elastic).elastic, SwapRule(tau_low, swap_after), records,
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")

@@ -9,70 +9,77 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from adaserve_jax.results.causes import violation_cause
+from adaserve_jax.results.record_columns import COUNTS, STATUSES, UNKNOWN, RecordColumns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 
-def summarize(records: Sequence[RequestRecord], *, wall_s: float) -> list[Summary]:
+def summarize(records: Iterable[RequestRecord] | RecordColumns, *, wall_s: float) -> list[Summary]:
     """One summary over all records, then one per SLO class in name order. wall_s: wall time of the whole run."""
-    run_acceptance = _ratio(sum(r.accepted_tokens for r in records), sum(r.drafted_tokens for r in records)) or 0.0
-    groups = {ALL_CLASSES: list(records)}
-    for name in sorted({r.slo_class for r in records}):
-        groups[name] = [r for r in records if r.slo_class == name]
-    return [_summary(name, group, wall_s, run_acceptance) for name, group in groups.items()]
+    columns = records if isinstance(records, RecordColumns) else RecordColumns(records)
+    kinds, missed = columns.rows["slo_class"], np.flatnonzero(columns.rows["slo_met"] == 0)
+    run_acceptance = _ratio(*(int(columns.rows[name].sum()) for name in ("accepted_tokens", "drafted_tokens"))) or 0.0
+    causes = [violation_cause(columns.record(row), acceptance_rate=run_acceptance) for row in missed.tolist()]
+    groups = {ALL_CLASSES: np.ones(len(columns), bool)}
+    for name in sorted(columns.classes):
+        groups[name] = kinds == columns.classes.index(name)
+    return [
+        _summary(name, columns, chosen, wall_s, Counter(c for c, m in zip(causes, chosen[missed], strict=True) if m))
+        for name, chosen in groups.items()
+    ]
 
 
-def _summary(name: str, records: list[RequestRecord], wall_s: float, run_acceptance: float) -> Summary:
-    causes = Counter(violation_cause(r, acceptance_rate=run_acceptance) for r in records)
-    status = Counter(r.status for r in records)
-    attainment = _share(r.slo_met for r in records)
-    ttft = percentiles([r.ttft_s for r in records if r.ttft_s is not None])
-    tpots = [r.tpot_s for r in records if r.tpot_s is not None]
-    tpot = percentiles(tpots)
-    papers = [r.tpot_paper_s for r in records if r.tpot_paper_s is not None]
-    itl = percentiles(_gaps(records))
-    queue = percentiles([r.queue_s for r in records if r.queue_s is not None])
-    verify_steps = sum(r.verify_steps for r in records)
-    e2es = [r.e2e_s for r in records if r.status == "finished" and r.e2e_s is not None]
-    drafted, accepted = sum(r.drafted_tokens for r in records), sum(r.accepted_tokens for r in records)
+def _summary(name: str, columns: RecordColumns, chosen: np.ndarray, wall_s: float, causes: Counter) -> Summary:
+    """chosen: bool[N], the requests that count. causes: of their violations."""
+    rows = columns.rows[chosen]
+    outputs, ttfts, queues = rows["output_tokens"], rows["ttft_s"], rows["queue_s"]
+    totals = {name: int(rows[name].sum()) for name in COUNTS}
+    status = Counter({name: int(np.count_nonzero(rows["status"] == at)) for at, name in enumerate(STATUSES)})
+    attainment = _share(rows["slo_met"])
+    ttft, tpot, queue = (percentiles(_known(rows[name])) for name in ("ttft_s", "tpot_s", "queue_s"))
+    itl = percentiles(columns.gaps_s(chosen))
+    e2es = ttfts + np.where(np.isnan(rows["tpot_s"]), 0.0, rows["tpot_s"]) * (outputs - 1)
+    ended = ~np.isnan(e2es)
+    finished = e2es[ended & (rows["status"] == STATUSES.index("finished"))]
+    running = e2es - np.where(np.isnan(queues), 0.0, queues)
     return Summary(
         slo_class=name,
-        requests=len(records),
-        requests_with_slo=sum(r.slo_met is not None for r in records),
+        requests=len(rows),
+        requests_with_slo=int(np.count_nonzero(rows["slo_met"] != UNKNOWN)),
         finished=status["finished"],
         rejected=status["rejected"],
         failed=status["failed"],
         unfinished=status["unfinished"],
-        prompt_tokens=sum(r.prompt_tokens for r in records),
-        output_tokens=sum(r.output_tokens for r in records),
+        prompt_tokens=totals["prompt_tokens"],
+        output_tokens=totals["output_tokens"],
         attainment=attainment,
-        attainment_tpot=_share(r.tpot_met for r in records),
-        attainment_ttft=_share(r.ttft_met for r in records),
-        attainment_tpot_paper=_share(r.tpot_paper_met for r in records),
+        attainment_tpot=_share(rows["tpot_met"]),
+        attainment_ttft=_share(rows["ttft_met"]),
+        attainment_tpot_paper=_share(rows["tpot_paper_met"]),
         violations=None if attainment is None else 1 - attainment,
-        goodput_tps=_rate((r.output_tokens for r in records if r.slo_met), wall_s),
-        goodput_tpot_tps=_rate((r.output_tokens for r in records if r.tpot_met), wall_s),
-        throughput_tps=_rate((r.output_tokens for r in records), wall_s),
+        goodput_tps=_rate(outputs[rows["slo_met"] == 1], wall_s),
+        goodput_tpot_tps=_rate(outputs[rows["tpot_met"] == 1], wall_s),
+        throughput_tps=_rate(outputs, wall_s),
         ttft_p50_s=ttft[0],
         ttft_p90_s=ttft[1],
         ttft_p99_s=ttft[2],
-        tpot_mean_s=_ratio(sum(tpots), len(tpots)),
+        tpot_mean_s=_mean(_known(rows["tpot_s"])),
         tpot_p50_s=tpot[0],
         tpot_p90_s=tpot[1],
         tpot_p99_s=tpot[2],
-        tpot_paper_mean_s=_ratio(sum(papers), len(papers)),
+        tpot_paper_mean_s=_mean(_known(rows["tpot_paper_s"])),
         itl_p50_s=itl[0],
         itl_p90_s=itl[1],
         itl_p99_s=itl[2],
         queue_p50_s=queue[0],
         queue_p99_s=queue[2],
-        verify_steps=verify_steps,
-        drafted_tokens=drafted,
-        accepted_tokens=accepted,
-        mean_accepted=_ratio(accepted, verify_steps),
-        acceptance_rate=_ratio(accepted, drafted),
-        preemptions=sum(r.preemptions for r in records),
-        fluidity=_fluidity(records),
+        verify_steps=totals["verify_steps"],
+        drafted_tokens=totals["drafted_tokens"],
+        accepted_tokens=totals["accepted_tokens"],
+        mean_accepted=_ratio(totals["accepted_tokens"], totals["verify_steps"]),
+        acceptance_rate=_ratio(totals["accepted_tokens"], totals["drafted_tokens"]),
+        preemptions=totals["preemptions"],
+        fluidity=_fluidity(rows),
         cause_rejected=causes["rejected"],
         cause_failed=causes["failed"],
         cause_unfinished=causes["unfinished"],
@@ -82,37 +89,49 @@ def _summary(name: str, records: list[RequestRecord], wall_s: float, run_accepta
         cause_preemption=causes["preemption"],
         cause_low_acceptance=causes["low_acceptance"],
         cause_budget=causes["budget"],
-        e2e_mean_s=_ratio(sum(e2es), len(e2es)),
-        running_mean=_ratio(sum(r.e2e_s - (r.queue_s or 0.0) for r in records if r.e2e_s is not None), wall_s),
-        busy_throughput_tps=_ratio(sum(r.output_tokens for r in records), _busy_s(records)),
+        e2e_mean_s=_mean(finished),
+        running_mean=_ratio(_sum(running[ended]), wall_s),
+        busy_throughput_tps=_ratio(totals["output_tokens"], _busy_s(rows[ended], e2es[ended])),
     )
+
+
+def _known(values: np.ndarray) -> np.ndarray:
+    return values[~np.isnan(values)]
+
+
+def _sum(values: np.ndarray) -> float:
+    """One after the other, so that it does not depend on how an array is added up."""
+    return sum(values.tolist())
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return _ratio(_sum(values), len(values))
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None
 
 
-def _rate(tokens: Iterable[int], wall_s: float) -> float:
-    return sum(tokens) / wall_s if wall_s > 0 else 0.0
+def _rate(tokens: np.ndarray, wall_s: float) -> float:
+    return int(tokens.sum()) / wall_s if wall_s > 0 else 0.0
 
 
-def _busy_s(records: Iterable[RequestRecord]) -> float:
+def _busy_s(rows: np.ndarray, e2e_s: np.ndarray) -> float:
     """Time with at least one request between its arrival and its last token."""
     busy_s, until_s = 0.0, -math.inf
-    spans = sorted((r.due_s + r.late_s, r.due_s + r.late_s + r.e2e_s) for r in records if r.e2e_s is not None)
-    for start_s, end_s in spans:
+    starts = rows["due_s"] + rows["late_s"]
+    for start_s, end_s in sorted(zip(starts.tolist(), (starts + e2e_s).tolist(), strict=True)):
         busy_s += max(end_s - max(start_s, until_s), 0.0)
         until_s = max(until_s, end_s)
     return busy_s
 
 
-def _share(outcomes: Iterable[bool | None]) -> float | None:
-    """Share of True among the outcomes that are not None."""
-    known = [outcome for outcome in outcomes if outcome is not None]
-    return _ratio(sum(known), len(known))
+def _share(outcomes: np.ndarray) -> float | None:
+    """Share of True among the outcomes that are known."""
+    return _ratio(int(np.count_nonzero(outcomes == 1)), int(np.count_nonzero(outcomes != UNKNOWN)))
 
 
-def percentiles(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
+def percentiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, float | None, float | None]:
     """50th, 90th and 99th percentile, linearly interpolated."""
     if not len(values):
         return None, None, None
@@ -120,14 +139,8 @@ def percentiles(values: Sequence[float]) -> tuple[float | None, float | None, fl
     return p50, p90, p99
 
 
-def _gaps(records: Iterable[RequestRecord]) -> list[float]:
-    """Times between successive tokens of each request; 0 between tokens of one step."""
-    timed = (r.token_offsets_s for r in records if len(r.token_offsets_s) > 1)
-    return [gap for offsets in timed for gap in np.diff(np.asarray(offsets, np.float64)).tolist()]
-
-
-def _fluidity(records: Iterable[RequestRecord]) -> float | None:
+def _fluidity(rows: np.ndarray) -> float | None:
     """Share of the tokens after each first one that came by first token + i * target."""
-    paced = [r for r in records if r.tpot_slo_s is not None]
-    total = sum(max(0, len(r.token_offsets_s) - 1) for r in paced)
-    return _ratio(total - sum(r.late_tokens for r in paced), total)
+    paced = rows[~np.isnan(rows["tpot_slo_s"])]
+    total = int(paced["gaps"].sum())
+    return _ratio(total - int(paced["late_tokens"].sum()), total)

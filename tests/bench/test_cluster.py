@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench.cluster import run_cluster
+from adaserve_jax.bench.fleet import Assigned, Fleet
 from adaserve_jax.bench.fluctuating import fluctuating_trace
 from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.replica import Replica
-from adaserve_jax.bench.routers import Assigned, find_router
+from adaserve_jax.bench.routers import find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.bench.simulation import ALWAYS_WAITS, SimulationPlan, simulate, simulate_all
 from adaserve_jax.bench.traces import Trace
@@ -142,19 +143,19 @@ def test_a_router_sees_what_steps_have_brought_by_then_and_nothing_of_those_in_f
     def on_end(replica, request_id, known, metrics, status, token_offsets_s) -> None:  # type: ignore[no-untyped-def]
         ends.append((replica.index, request_id, replica.clock.now()))
 
-    replicas = []
+    replicas, fleet = [], Fleet(2)
     for index in range(2):
         clock = VirtualClock()
         scheduler = build_scheduler(EngineConfig(policy="ar"), LIMITS, SAMPLES)
-        replicas.append(Replica(index, scheduler, SimExecutor(LIMITS, SAMPLES, 0.5, clock), clock, on_end))
+        executor = SimExecutor(LIMITS, SAMPLES, 0.5, clock)
+        replicas.append(Replica(index, scheduler, executor, clock, on_end, fleet=fleet))
     arrivals = [Assigned("a", 4, at, None, None) for at in (1.0, 1.5, 2.0, 3.25)]
 
-    def deliver(number: int, replica: Replica) -> None:
+    def deliver(number: int, known: Assigned, replica: Replica) -> None:
         asked = SamplingParams(max_tokens=2, ignore_eos=True)
-        request = Request(str(number), np.zeros(4, np.int32), asked, number, arrivals[number].arrival_s)
-        replica.add(request, arrivals[number])
+        replica.add(Request(str(number), np.zeros(4, np.int32), asked, number, known.arrival_s), known)
 
-    wall_s = run_cluster(replicas, router, arrivals, deliver, drain_s=100.0)
+    wall_s = run_cluster(replicas, router, fleet, arrivals, deliver, drain_s=100.0)
     assert router.seen == [
         [[], []],
         [[(1.0, 0)], []],  # its step is in flight from 1.0 to 2.0
@@ -175,22 +176,31 @@ def test_round_robin_takes_turns() -> None:
     assert [turns.choose(asked, [[], [], []], 0.0) for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
+def work_s(loads, *requests: Assigned) -> float:
+    return loads.loads_s(Fleet.of([list(requests)]))[0]
+
+
 def test_least_loaded_weighs_prompts_and_expected_outputs_by_cost() -> None:
     """The table's slope: (2 - 1) s / (16 - 1) tokens = 1/15 s a prompt token; an output token 1/15 + 1/8 s."""
     loads = router("least-loaded")
     assert loads.prompt_token_s == pytest.approx(1 / 15)
     assert loads.output_token_s == pytest.approx(1 / 15 + 1 / 8)
     fresh = Assigned("a", 30, 0.0, None, None)
-    assert loads.work_s(fresh) == pytest.approx(30 / 15 + 256 * (1 / 15 + 1 / 8))
+    assert work_s(loads, fresh) == pytest.approx(30 / 15 + 256 * (1 / 15 + 1 / 8))
     going = Assigned("a", 30, 0.0, None, None, received=250)
-    assert loads.work_s(going) == pytest.approx(6 * (1 / 15 + 1 / 8))
+    assert work_s(loads, going) == pytest.approx(6 * (1 / 15 + 1 / 8))
     loads.ended(Assigned("a", 30, 0.0, None, None, received=56))
     assert loads.expected_output("a") == (256 + 56) / 2
-    assert loads.work_s(going) == pytest.approx(1 / 15 + 1 / 8)  # longer than expected: at least one token is left
+    assert work_s(loads, going) == pytest.approx(1 / 15 + 1 / 8)  # longer than expected: at least one token is left
     long_prompt = Assigned("b", 3000, 0.0, None, None)
     assert loads.choose(fresh, [[long_prompt], [fresh, fresh], [going] * 3], 0.0) == 2
     assert loads.choose(fresh, [[long_prompt], [fresh, fresh]], 0.0) == 1
     assert loads.choose(fresh, [[fresh], [fresh]], 0.0) == 0
+
+
+def off_pace(slo_aware, requests: list[Assigned]) -> tuple[int, float]:
+    off, fullness = slo_aware.off_pace(Fleet.of([requests]), np.zeros(1, np.int64), 0.0)
+    return off[0], fullness[0]
 
 
 def test_slo_aware_counts_who_a_step_can_keep_on_pace() -> None:
@@ -201,16 +211,16 @@ def test_slo_aware_counts_who_a_step_can_keep_on_pace() -> None:
     """
     slo_aware = router("slo-aware")
     tight = Assigned("tight", 1, 0.0, 0.8, None, received=1, first_token_s=0.0)
-    assert slo_aware.off_pace([], 0.0) == (0, 0.0)
-    assert slo_aware.off_pace([tight] * 2, 0.0) == (0, 4 / 8)
-    assert slo_aware.off_pace([tight] * 4, 0.0) == (0, 8 / 8)
-    assert slo_aware.off_pace([tight] * 5, 0.0)[0] == 2  # five roots leave three nodes
+    assert off_pace(slo_aware, []) == (0, 0.0)
+    assert off_pace(slo_aware, [tight] * 2) == (0, 4 / 8)
+    assert off_pace(slo_aware, [tight] * 4) == (0, 8 / 8)
+    assert off_pace(slo_aware, [tight] * 5)[0] == 2  # five roots leave three nodes
     loose = Assigned("loose", 1, 0.0, 4.0, None, received=1, first_token_s=0.0)
-    assert slo_aware.off_pace([loose] * 8, 0.0) == (0, 8 / 16)
+    assert off_pace(slo_aware, [loose] * 8) == (0, 8 / 16)
     lost = Assigned("lost", 1, 0.0, 0.8, None, received=2, first_token_s=-100.0)
-    assert slo_aware.off_pace([lost], 0.0)[0] == 1
+    assert off_pace(slo_aware, [lost])[0] == 1
     free = Assigned("free", 1, 0.0, None, None, received=1, first_token_s=0.0)
-    assert slo_aware.off_pace([free], 0.0)[0] == 0
+    assert off_pace(slo_aware, [free])[0] == 0
 
 
 def test_slo_aware_reserves_what_prompts_need_by_their_target() -> None:
@@ -218,8 +228,8 @@ def test_slo_aware_reserves_what_prompts_need_by_their_target() -> None:
     slo_aware = router("slo-aware")
     waiting = Assigned("a", 12, 0.0, 4.0, 2.0)
     going = Assigned("b", 12, 0.0, 1.0, 2.0, received=1, first_token_s=0.0)
-    assert slo_aware.off_pace([waiting, going], 0.0) == (0, (2 + 6) / 8)
-    assert slo_aware.off_pace([replace(waiting, prompt_tokens=14), going], 0.0)[0] == 1  # 2 s steps are too slow for b
+    assert off_pace(slo_aware, [waiting, going]) == (0, (2 + 6) / 8)
+    assert off_pace(slo_aware, [replace(waiting, prompt_tokens=14), going])[0] == 1  # 2 s steps are too slow for b
 
 
 def test_slo_aware_spreads_tight_targets_and_spares_those_on_pace() -> None:
@@ -236,6 +246,7 @@ def test_slo_aware_spreads_tight_targets_and_spares_those_on_pace() -> None:
 
 def test_an_unknown_router_is_named() -> None:
     with pytest.raises(
-        ConfigError, match="unknown router 'fast'; known routers are round-robin, least-loaded, slo-aware"
+        ConfigError,
+        match="unknown router 'fast'; known routers are round-robin, least-loaded, slo-aware and slo-aware:<d>",
     ):
         find_router("fast")

@@ -1,0 +1,142 @@
+"""What a router knows of all replicas' open requests, in columns that each event changes where it must.
+
+A router that looks at every request of every replica at each arrival takes time in proportion to the cluster; from
+these columns it takes what changed, or what it asks for. Knows no scheduler and no clock.
+R: replicas; K: places of a replica, taken or free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class Assigned:
+    """What a router knows of one request. Targets in seconds, None without one. received: tokens streamed so far."""
+
+    slo_class: str
+    prompt_tokens: int
+    arrival_s: float
+    tpot_slo_s: float | None
+    ttft_slo_s: float | None
+    received: int = 0
+    first_token_s: float | None = None
+
+
+FREE = -1
+"""Kind of a place that no request has."""
+
+
+class Fleet(Sequence[list[Assigned]]):
+    """The open requests of each replica, as of the last step's end; as a sequence, lists of them in the order of `add`.
+
+    Columns, [R, K]: kind, i64, which of `kinds` the request's class is, FREE where there is none; prompt, received,
+    i64, tokens; arrival_s, f64; tpot_s, f64, inf without a target; ttft_s, f64, nan without one; first_s, f64, inf
+    before the first token. open_counts: i64[R], of requests. changed: replicas that are not as they were when a router
+    last emptied it.
+    """
+
+    def __init__(self, replicas: int, places: int = 64):
+        self.kinds: list[str] = []
+        self.open_counts = np.zeros(replicas, np.int64)
+        self.kind = np.full((replicas, places), FREE, np.int64)
+        self.prompt, self.received = (np.zeros((replicas, places), np.int64) for _ in range(2))
+        self.arrival_s, self.tpot_s, self.ttft_s, self.first_s = (np.zeros((replicas, places)) for _ in range(4))
+        self.changed = set(range(replicas))
+        self._kind_of: dict[str, int] = {}
+        self._open: list[dict[int, Assigned]] = [{} for _ in range(replicas)]
+        self._free: list[list[int]] = [list(range(places - 1, -1, -1)) for _ in range(replicas)]
+
+    @classmethod
+    def of(cls, replicas: Sequence[list[Assigned]]) -> Fleet:
+        """The same as columns; itself where it is a fleet."""
+        if isinstance(replicas, Fleet):
+            return replicas
+        fleet = cls(len(replicas), max(map(len, replicas), default=1) or 1)
+        for index, requests in enumerate(replicas):
+            for request in requests:
+                fleet.add(index, request)
+        return fleet
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @overload
+    def __getitem__(self, index: int) -> list[Assigned]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Assigned]]: ...
+    def __getitem__(self, index: int | slice) -> list[Assigned] | list[list[Assigned]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        for place, known in self._open[index].items():
+            first_s = float(self.first_s[index, place])
+            known.received, known.first_token_s = (
+                int(self.received[index, place]),
+                None if first_s == np.inf else first_s,
+            )
+        return list(self._open[index].values())
+
+    def __iter__(self) -> Iterator[list[Assigned]]:
+        return (self[index] for index in range(len(self)))
+
+    def kind_named(self, slo_class: str) -> int:
+        """The number of a class, which gets one when it is asked for first."""
+        kind = self._kind_of.get(slo_class)
+        if kind is None:
+            kind = self._kind_of[slo_class] = len(self.kinds)
+            self.kinds.append(slo_class)
+        return kind
+
+    def add(self, replica: int, known: Assigned) -> int:
+        """Returns the request's place, which is its own until it ends."""
+        if not self._free[replica]:
+            self._grow()
+        place = self._free[replica].pop()
+        self._open[replica][place] = known
+        at = replica, place
+        self.kind[at] = self.kind_named(known.slo_class)
+        self.prompt[at], self.received[at], self.arrival_s[at] = known.prompt_tokens, known.received, known.arrival_s
+        self.tpot_s[at] = np.inf if known.tpot_slo_s is None else known.tpot_slo_s
+        self.ttft_s[at] = np.nan if known.ttft_slo_s is None else known.ttft_slo_s
+        self.first_s[at] = np.inf if known.first_token_s is None else known.first_token_s
+        self.open_counts[replica] += 1
+        self.changed.add(replica)
+        return place
+
+    def take(self, replica: int, places: np.ndarray, tokens: np.ndarray, now: float) -> None:
+        """A step that ended at `now` brought `tokens` (i64[U]) to the requests at `places` (i64[U])."""
+        self.received[replica, places] += tokens
+        self.first_s[replica, places] = np.minimum(self.first_s[replica, places], now)
+        self.changed.add(replica)
+
+    def end(self, replica: int, place: int) -> None:
+        """A request has ended."""
+        del self._open[replica][place]
+        self._free[replica].append(place)
+        self.kind[replica, place] = FREE
+        self.open_counts[replica] -= 1
+        self.changed.add(replica)
+
+    def check_integrity(self) -> None:
+        """Places, counts and requests agree; for tests."""
+        for index, requests in enumerate(self._open):
+            taken = set(np.flatnonzero(self.kind[index] != FREE).tolist())
+            free = self._free[index]
+            assert taken == set(requests) and self.open_counts[index] == len(taken)
+            assert taken.isdisjoint(free) and len(taken) + len(set(free)) == self.kind.shape[1] == len(taken) + len(
+                free
+            )
+
+    def _grow(self) -> None:
+        """Twice as many places on each replica."""
+        replicas, places = self.kind.shape
+        for name in ("kind", "prompt", "received", "arrival_s", "tpot_s", "ttft_s", "first_s"):
+            column = getattr(self, name)
+            more = np.full((replicas, places), FREE if name == "kind" else 0, column.dtype)
+            setattr(self, name, np.concatenate([column, more], axis=1))
+        for free in self._free:
+            free[:0] = range(2 * places - 1, places - 1, -1)

@@ -1,0 +1,200 @@
+"""Routers that read columns choose as those that look at every request, on traffic of every kind and at every size."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from adaserve_jax.bench.fleet import Assigned, Fleet
+from adaserve_jax.bench.fluctuating import fluctuating_trace
+from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.bench.request_columns import RequestColumns
+from adaserve_jax.bench.routers import LeastLoaded, SloAware, find_router
+from adaserve_jax.bench.simulation import SimulationPlan, _Simulation, simulate
+from adaserve_jax.bench.traces import Trace, TraceRequest
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.aggregate import summarize
+from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.types import SLO
+from tests.oracles import routers as oracles
+
+MACHINE = load_machine("llama-70b")
+LIMITS = MACHINE.limits(8)
+COSTS = CostTable(MACHINE.samples(LIMITS), LIMITS)
+KINDS = (
+    ("code", 0.036, 4.0),
+    ("chat", 0.05, None),
+    ("free", None, None),
+    ("summary", 0.15, 1.0),
+    ("never", 0.001, 0.1),
+)
+
+
+def arrival(rng: np.random.Generator, now: float) -> Assigned:
+    name, tpot_s, ttft_s = KINDS[rng.integers(len(KINDS))]
+    return Assigned(name, int(rng.integers(1, 2000)), now, tpot_s, ttft_s)
+
+
+class Traffic:
+    """Requests that come, get tokens and end at random on a few replicas, as columns and nowhere else."""
+
+    def __init__(self, replicas: int, seed: int):
+        self.rng, self.now = np.random.default_rng(seed), 0.0
+        self.fleet = Fleet(replicas, places=2)
+        self.places: list[dict[int, int]] = [{} for _ in range(replicas)]  # tokens that are left, by place
+
+    def passes(self) -> list[Assigned]:
+        """Steps end on some replicas; returns the requests that ended with them."""
+        self.now += float(self.rng.exponential(0.03))
+        ended = []
+        for replica in np.flatnonzero(self.rng.random(len(self.fleet)) < 0.4).tolist():
+            places = [place for place in self.places[replica] if self.rng.random() < 0.8]
+            if not places:
+                continue
+            tokens = self.rng.integers(1, 5, len(places))
+            self.fleet.take(replica, np.array(places), tokens, self.now)
+            for place, count in zip(places, tokens.tolist(), strict=True):
+                self.places[replica][place] -= count
+                if self.places[replica][place] <= 0:
+                    del self.places[replica][place]
+                    known = self.fleet[replica][list(self.fleet._open[replica]).index(place)]
+                    self.fleet.end(replica, place)
+                    ended.append(known)
+        self.fleet.check_integrity()
+        return ended
+
+    def comes(self, request: Assigned, replica: int) -> None:
+        self.places[replica][self.fleet.add(replica, request)] = int(self.rng.integers(1, 40))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_least_loaded_chooses_as_one_that_looks_at_every_request(seed: int) -> None:
+    """Of two loads that differ by rounding alone either may be chosen: they are added up in another order."""
+    traffic, fast, slow = Traffic(5, seed), LeastLoaded(COSTS, LIMITS), oracles.LeastLoaded(COSTS, LIMITS)
+    for _ in range(150):
+        for known in traffic.passes():
+            fast.ended(known)
+            slow.ended(known)
+        request = arrival(traffic.rng, traffic.now)
+        loads = [sum(map(slow.work_s, replica)) for replica in traffic.fleet]
+        assert fast.loads_s(traffic.fleet) == pytest.approx(loads, rel=1e-12, abs=1e-12)
+        chosen = fast.choose(request, traffic.fleet, traffic.now)
+        assert loads[chosen] == pytest.approx(min(loads), rel=1e-12, abs=1e-12)
+        assert fast.choose(request, list(traffic.fleet), traffic.now) == chosen  # lists, as in front of real servers
+        traffic.comes(request, chosen if traffic.rng.random() < 0.7 else int(traffic.rng.integers(5)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_slo_aware_chooses_as_one_that_looks_at_every_step_and_request(seed: int) -> None:
+    traffic, fast, slow = Traffic(4, seed), SloAware(COSTS, LIMITS), oracles.SloAware(COSTS, LIMITS)
+    everyone = np.arange(4)
+    for _ in range(80):
+        traffic.passes()
+        request, replicas = arrival(traffic.rng, traffic.now), list(traffic.fleet)
+        off, fullness = fast.off_pace(traffic.fleet, everyone, traffic.now)
+        slowly = [slow.off_pace(replica, traffic.now) for replica in replicas]
+        assert off.tolist() == [each for each, _ in slowly]
+        assert fullness == pytest.approx([each for _, each in slowly], rel=1e-9)
+        chosen = fast.choose(request, traffic.fleet, traffic.now)
+        assert chosen == slow.choose(request, replicas, traffic.now)
+        assert chosen == fast.choose(request, replicas, traffic.now)
+        traffic.comes(request, chosen if traffic.rng.random() < 0.7 else int(traffic.rng.integers(4)))
+
+
+class Both:
+    """The router of a simulation, held to its oracle at every arrival."""
+
+    def __init__(self, fast, slow) -> None:  # type: ignore[no-untyped-def]
+        self.fast, self.slow, self.asked = fast, slow, 0
+
+    def choose(self, request: Assigned, replicas: Fleet, now: float) -> int:
+        chosen, self.asked = self.fast.choose(request, replicas, now), self.asked + 1
+        assert chosen == self.slow.choose(request, list(replicas), now)
+        return chosen
+
+    def ended(self, request: Assigned) -> None:
+        self.fast.ended(request)
+        self.slow.ended(request)
+
+
+@pytest.mark.parametrize(("name", "oracle"), [("least-loaded", oracles.LeastLoaded), ("slo-aware", oracles.SloAware)])
+def test_a_simulation_routes_as_with_the_oracle(name: str, oracle) -> None:  # type: ignore[no-untyped-def]
+    trace = fluctuating_trace(seed=7, rate_rps=12.0, ttft_slo_s=4.0)
+    short = tuple(replace(each, output_tokens=5 + number % 20) for number, each in enumerate(trace.requests[:80]))
+    trace = Trace("short", "", short)
+    plan = SimulationPlan((), router=name, max_requests=4, keep_token_times=False)
+    simulation = _Simulation("spec:3", plan, MACHINE, trace, ("", ""), 3, None, False)
+    limits = plan.limits(MACHINE)
+    simulation._router = both = Both(simulation._router, oracle(CostTable(MACHINE.samples(limits), limits), limits))
+    found = simulation.run()
+    assert both.asked == len(found.records) == 80
+    simulation._fleet.check_integrity()
+    assert not simulation._fleet.open_counts.any()
+
+
+def test_a_sample_of_all_replicas_is_all_and_a_smaller_one_its_best() -> None:
+    """What is chosen is the best of some d replicas, another d each time, the same when it is done again."""
+    traffic, every = Traffic(6, 1), SloAware(COSTS, LIMITS)
+    for _ in range(60):
+        traffic.passes()
+        traffic.comes(arrival(traffic.rng, traffic.now), int(traffic.rng.integers(6)))
+    requests = [arrival(traffic.rng, traffic.now) for _ in range(40)]
+    whole = [every.choose(each, traffic.fleet, traffic.now) for each in requests]
+
+    def choices(name: str) -> list[int]:
+        router = find_router(name)(COSTS, LIMITS)
+        return [router.choose(each, traffic.fleet, traffic.now) for each in requests]
+
+    assert choices("slo-aware:6") == choices("slo-aware:900") == whole
+    assert choices("slo-aware:2") == choices("slo-aware:2") != whole
+    ones, twos = choices("slo-aware:1"), choices("slo-aware:2")
+    assert set(ones) == set(range(6))
+    agree = [sum(a == b for a, b in zip(few, whole, strict=True)) for few in (ones, twos, choices("slo-aware:5"))]
+    assert agree == sorted(agree)
+
+
+@pytest.mark.parametrize("name", ["slo-aware:", "slo-aware:0", "slo-aware:-1", "slo-aware:two", "slo-aware:²"])
+def test_a_sample_of_no_number_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="d is how many replicas are looked at, at least 1, got"):
+        find_router(name)
+
+
+def test_a_cluster_repeated_is_the_same() -> None:
+    trace = fluctuating_trace(seed=2, rate_rps=9.0, ttft_slo_s=4.0)
+    trace = Trace("short", "", tuple(replace(each, output_tokens=12) for each in trace.requests[:30]))
+    plan = SimulationPlan((), router="slo-aware:2", max_requests=8)
+    one, two = (simulate("ar", plan, MACHINE, trace, replicas=5) for _ in range(2))
+    assert one.records == two.records and one.wall_s == two.wall_s
+
+
+def test_rows_without_records_are_those_of_the_records() -> None:
+    trace = fluctuating_trace(seed=2, rate_rps=9.0, ttft_slo_s=4.0)
+    trace = Trace("short", "", tuple(replace(each, output_tokens=9) for each in trace.requests[:30]))
+    plan = SimulationPlan((), router="least-loaded", max_requests=8, keep_token_times=False)
+    kept = simulate("spec:2", plan, MACHINE, trace, replicas=3)
+    columns = simulate("spec:2", replace(plan, keep_records=False), MACHINE, trace, replicas=3)
+    assert columns.records == [] and columns.columns is columns.outcomes and kept.outcomes is kept.records
+    assert columns.wall_s == kept.wall_s
+    for one, other in zip(*(summarize(each.outcomes, wall_s=1.0) for each in (kept, columns)), strict=True):
+        for name, value in asdict(one).items():
+            is_number = isinstance(value, float)
+            assert asdict(other)[name] == (pytest.approx(value, rel=1e-12) if is_number else value), name
+
+
+def test_requests_in_columns_are_made_when_they_are_asked_for() -> None:
+    classes = (("a", SLO(relative=1.2, ttft_ms=4000)), ("b", SLO()))
+    columns = RequestColumns(
+        np.array([0.0, 0.5, 2.0]), np.array([3, 4, 5], np.int32), np.array([6, 7, 8], np.int32), np.array([1, 0, 1]),
+        classes,
+    )  # fmt: skip
+    made = (
+        TraceRequest(0.0, 3, 6, SLO(), "b"), TraceRequest(0.5, 4, 7, classes[0][1], "a"),
+        TraceRequest(2.0, 5, 8, SLO(), "b"),
+    )  # fmt: skip
+    assert tuple(columns) == made and columns[-1] == made[2] and columns[:2] == list(made[:2])
+    trace, listed = Trace("columns", "", columns), Trace("listed", "", made)
+    assert (trace.duration_s, trace.rate_rps, trace.classes) == (2.0, 1.5, ["a", "b"])
+    runs = [simulate("ar", SimulationPlan((), seed=4), MACHINE, each) for each in (trace, listed)]
+    assert runs[0].records == runs[1].records
