@@ -6,7 +6,6 @@ in a fresh 0700 directory carry `engine.wire` messages. Knows nothing of models 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import struct
@@ -105,8 +104,8 @@ class ProcessEngine:
         """The child, told what to run, and the thread that reads what it sends."""
         self._folder = _socket_folder()
         self._context = zmq.Context()
-        self._requests = _bind(self._context, zmq.PUSH, self._folder, "to_engine")
-        replies = _bind(self._context, zmq.PULL, self._folder, "from_engine")
+        self._requests = _to_engine(self._context, self._folder)
+        replies = _from_engine(self._context, self._folder)
         command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self._folder]
         # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -152,9 +151,9 @@ class ProcessEngine:
             )
 
     def _send(self, message: wire.ToEngine) -> None:
-        """Never waits: the socket has no limit, and a child without its end of it dies, which all requests are told."""
-        with contextlib.suppress(zmq.Again):
-            self._requests.send(wire.encode(message), zmq.DONTWAIT)
+        """Never waits and loses nothing that a living child could read: the socket has no limit, and keeps what it is
+        given before the child has its end of it."""
+        self._requests.send(wire.encode(message), zmq.DONTWAIT)
 
     def abort(self, request_id: str) -> None:
         with self._lock:
@@ -300,9 +299,17 @@ def _socket_folder() -> str:
     return folder
 
 
-def _bind(context: zmq.Context, kind: int, folder: str, name: str) -> zmq.Socket:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0)
+def _to_engine(context: zmq.Context, folder: str) -> zmq.Socket:
+    """Connects, and the child binds: a socket that binds has nowhere to put a message while nobody is connected."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(f"ipc://{folder}/{name}")
+    socket.connect(f"ipc://{folder}/to_engine")
+    return socket
+
+
+def _from_engine(context: zmq.Context, folder: str) -> zmq.Socket:
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(f"ipc://{folder}/from_engine")
     return socket

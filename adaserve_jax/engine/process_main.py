@@ -126,7 +126,7 @@ class Inbox:
     def __init__(self, context: zmq.Context, address: str):
         self._socket = context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.connect(address)
+        self._socket.bind(address)
 
     def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
         """Hand every message to the engine; returns once `stop` is set or the engine died."""

@@ -220,7 +220,7 @@ def test_what_is_left_at_the_cut_off_is_unfinished_and_its_connection_closed(ser
 
 def test_requests_are_sent_when_they_are_due_whatever_the_server_does(server, engine):
     number = len(server.asked)
-    loop = engine.drive(due(engine, *["silent"] * 10, gap_s=0.01), drain_s=0.0)
+    loop = engine.drive(due(engine, *["silent"] * 10, gap_s=0.01), drain_s=0.5)
     assert [p.record(run_id="", point="", policy="", rate_rps=1.0, start_s=loop.start_s, baseline_s=1.0).due_s
             for p in loop.probes] == pytest.approx([0.01 * i for i in range(10)], abs=1e-5)  # fmt: skip
     assert len(server.asked) - number == 10 and loop.late_max_s < 0.05

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterConfig
@@ -387,3 +388,11 @@ def test_errors_cross_with_class_and_text(error, kind):
     assert str(error) in str(again)
     if isinstance(again, RequestError):
         assert (again.param, again.code) == ("prompt", "c")
+
+
+def test_what_is_sent_before_the_child_listens_reaches_it(tmp_path):
+    with zmq.Context() as context, process._to_engine(context, str(tmp_path)) as ours:
+        ours.send(b"early", zmq.DONTWAIT)
+        with context.socket(zmq.PULL) as theirs:
+            theirs.bind(f"ipc://{tmp_path}/to_engine")
+            assert theirs.poll(PATIENCE_S * 1e3) and theirs.recv() == b"early"

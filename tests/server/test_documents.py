@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 import adaserve_jax
+from adaserve_jax import cluster
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors, protocol, responses
 from adaserve_jax.server.classes import SloClass
 from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
 
-TEXT = (Path(__file__).resolve().parent.parent.parent / "docs" / "http.md").read_text()
+DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
+TEXT = (DOCS / "http.md").read_text()
 NAMED = set(re.findall(r"`([^`\s]+)`", TEXT)) | set(re.findall(r'"(\w+)"', TEXT))
 METHODS = ("get", "post", "put", "delete", "patch")
 
@@ -55,10 +57,20 @@ def test_every_code_and_setting_is_documented_in_its_words():
 
 def test_every_code_in_the_source_is_one_of_the_table():
     files = Path(adaserve_jax.__file__).parent.rglob("*.py")
-    others = ("bench", "star")  # codes of a bench's rows, and of draft services, are not of answers
-    source = "".join(path.read_text() for path in files if path.parent.name not in others)
-    used = set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(re.findall(r'of_code\([^()]*"(\w+)"\)', source))
+    others = ("bench", "star", "cluster")  # codes of a bench's rows, draft services and routers are not of its answers
+    used = _codes_in(path for path in files if path.parent.name not in others)
     assert used and used <= set(errors.CODES)
+
+
+def test_every_code_of_a_router_is_a_servers_or_in_its_own_table():
+    own = set(re.findall(r"^\| `(\w+)` \| \d", (DOCS / "cluster.md").read_text(), re.MULTILINE))
+    used = _codes_in(Path(cluster.__file__).parent.glob("*.py"))
+    assert own and "not_routed" in used and used <= set(errors.CODES) | own
+
+
+def _codes_in(files: Iterable[Path]) -> set[str]:
+    source = "".join(path.read_text() for path in files)
+    return set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(re.findall(r'of_code\([^()]*"(\w+)"\)', source))
 
 
 def test_every_route_is_documented(server):
