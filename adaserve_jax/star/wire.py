@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -75,6 +75,19 @@ def target_frame(messages: Iterable[FromTarget]) -> bytes:
 def service_frame(messages: Iterable[FromService]) -> bytes:
     """The bytes of a frame of the service."""
     return _frame(pb.ServiceFrame(), messages, _WRITE)
+
+
+M = TypeVar("M")
+
+
+def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> list[bytes]:
+    """The messages in as many frames as the caps ask for. write: `target_frame` or `service_frame`."""
+    if len(messages) <= DEFAULT_CAPS.messages:
+        data = write(messages)
+        if len(data) <= MAX_FRAME_BYTES or len(messages) == 1:
+            return [data]
+    half = len(messages) // 2
+    return in_frames(write, messages[:half]) + in_frames(write, messages[half:])
 
 
 def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget | WireError]:
