@@ -118,15 +118,23 @@ class Registry:
     # ---- targets ----
 
     def _hear(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
-        if isinstance(message, Hello):
-            return self._hello(target_id, message, now)
+        """Every message is paid for before it is looked at; one that there was no allowance for does little."""
         target = self._targets.get(target_id)
         if target is None or not target.here:
+            if isinstance(message, Hello):
+                return self._hello(target_id, message, now)
             return self._refusal("invalid", "say Hello first", retry_after_s=RETRY_S)
+        wait_s = target.allowance.take(now)
+        if isinstance(message, Hello):
+            self._stats.duplicates += 1  # once for each stream
+            return None
         if isinstance(message, Close):
             self._end_number(target, message.session)
             return None
         if isinstance(message, (Open, Draft)):
+            if wait_s:
+                most = self._quotas.messages_per_s
+                return self._of_one("rate", f"more than {most:g} messages per second of one target", message, wait_s)
             return self._of_session(target, message, now)
         return self._refusal("invalid", f"a target says Hello, Open, Draft or Close, got {message!r:.50}")
 
@@ -137,6 +145,7 @@ class Registry:
         if target_id not in self._targets:
             allowance = Allowance(self._quotas.messages_per_s, self._quotas.messages_at_once, now)
             self._targets[target_id] = Target(target_id, allowance)
+        self._targets[target_id].allowance.take(now)
         self._targets[target_id].here = True
         limits = self._limits
         return Welcome(
@@ -186,10 +195,6 @@ class Registry:
         problem = problem_of_open(message, self._limits) if is_open else problem_of_draft(message, self._limits)
         if problem:
             return self._invalid(target, message, problem)
-        wait_s = target.allowance.take(now)
-        if wait_s:
-            most = self._quotas.messages_per_s
-            return self._refusal("rate", f"more than {most:g} messages per second of one target", message, wait_s)
         if self._stopped:
             return self._refusal("shutting_down", _STOPPING, message)
         length = len(message.tokens) if is_open else message.base + len(message.tokens)
@@ -285,9 +290,13 @@ class Registry:
         return Resync(message.session, message.epoch)
 
     def _invalid(self, target: Target, message: Open | Draft, problem: str) -> FromService | None:
-        """Ends the session that the message names; where it names none, nobody is answered."""
+        """Ends the session that the message names."""
         self._end_number(target, message.session)
-        refusal = self._refusal("invalid", problem, message)
+        return self._of_one("invalid", problem, message)
+
+    def _of_one(self, code: str, why: str, of: Open | Draft, retry_after_s: float = 0.0) -> Refused | None:
+        """Refused, where the message names a session; where it names none, nobody is answered."""
+        refusal = self._refusal(code, why, of, retry_after_s)
         return refusal if refusal.session else None
 
     def _refusal(self, code: str, why: str, of: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:

@@ -119,16 +119,17 @@ class DraftServer:
             self._worker.lost(stream)
 
     def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
-        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read so long."""
+        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read until its
+        messages are paid for."""
         now, rate = time.monotonic, self._settings.max_messages_per_s
         allowance = Allowance(rate, max(1, int(rate)), now())
         try:
             for data in requests:
-                while wait_s := allowance.take(now()):
-                    time.sleep(wait_s)
                 frame = read_target_frame(data, self._caps)
                 stream.untaken.acquire()
                 self._worker.heard(stream, frame)
+                if wait_s := allowance.owe(max(len(frame), 1), now()):
+                    stream.pause(wait_s)
         except WireError as error:
             self.audit.refuse("garbage")
             stream.send([Refused(error.code, str(error))])
@@ -157,6 +158,7 @@ class _Stream:
         self._unsent: queue.SimpleQueue[Sequence[FromService] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
+        self._is_over = threading.Event()
         self._grace = threading.Timer(LAST_WORDS_S, context.cancel)  # for a target that does not read them
         self._grace.daemon = True
         context.add_callback(self.over)
@@ -173,6 +175,10 @@ class _Stream:
     def taken(self) -> None:
         self.untaken.release()
 
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until the stream is over."""
+        self._is_over.wait(seconds)
+
     def end(self) -> None:
         with self._lock:
             ended, self._ended = self._ended, True
@@ -184,6 +190,7 @@ class _Stream:
         """Nothing more is sent."""
         self.end()
         self._grace.cancel()
+        self._is_over.set()
 
     def outgoing(self) -> Iterator[bytes]:
         """Frames as bytes, until the stream ends; at once where no answer to a Hello comes, since none was said."""

@@ -15,6 +15,7 @@ from tests.star.test_core_machine import nonsense
 from tests.star.toys import (
     PLAIN,
     SAMPLED,
+    VOCABULARY,
     ToyService,
     close,
     columns_of,
@@ -30,7 +31,25 @@ def test_a_welcome_says_what_the_service_can():
     service = ToyService("", level_s={(1, 3): 0.01}, catchup_s={16: 0.02}, pages=10)
     (welcome,) = service.say("a", hello())
     assert welcome == Welcome("v1", 4, 3, 40, 64, 60.0, {(1, 3): 0.01}, {16: 0.02})  # ten pages hold 40 tokens
+    assert service.say("a", hello()) == [] and service.core.stats.duplicates == 1  # once for each stream
+    service.core.gone("a", 0.0)
     assert service.say("a", hello(draft_version="v1")) == [welcome] and service.core.targets == ["a"]
+
+
+@pytest.mark.parametrize(
+    "message", [hello(), close(7), draft(1, 0, 0, 1, [VOCABULARY]), opened(1, -1, []), replace(close(1), session=None)]
+)
+def test_every_message_is_paid_for_whatever_it_says(message):
+    service = ToyService(core={"quotas": Quotas(messages_per_s=1.0, messages_at_once=10)})
+    service.say("a", opened(1, 0, [1]))
+    service.say("a", *[message] * 8)
+    (refused,) = service.say("a", opened(2, 0, [1]))
+    assert refused.code == "rate" and refused.session == 2
+    service.say("a", close(1))
+    assert service.core.num_sessions == 0, "what ends something is done in any case"
+    assert service.say("a", replace(opened(2, 0, [1]), session=None)) == []
+    service.now = 1.5
+    assert service.say("a", opened(2, 0, [1])) == [] and service.core.num_sessions == 1
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def test_room_of_what_is_on_the_device_is_nobodys():
 
 
 def test_one_target_cannot_have_everything():
-    quotas = Quotas(max_sessions=3, max_sessions_in_all=5, max_waiting=2, messages_per_s=10.0, messages_at_once=8)
+    quotas = Quotas(max_sessions=3, max_sessions_in_all=5, max_waiting=2, messages_per_s=10.0, messages_at_once=9)
     service = ToyService("ab", core={"quotas": quotas})
     answers = service.say("a", *[opened(number, 0, [1]) for number in (1, 2, 3, 4)])
     assert [(refused.code, refused.session) for refused in answers] == [("quota", 4)]

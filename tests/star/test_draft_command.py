@@ -75,7 +75,9 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
                     Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
         tree = target.receive()
         assert isinstance(tree, Tree) and len(tree.index) == 8
-        until(lambda: "adaserve_draft_service_rounds_total 1.0" in httpx.get(f"{found[3]}/metrics").text)  # a moment old
+        until(
+            lambda: "adaserve_draft_service_rounds_total 1.0" in httpx.get(f"{found[3]}/metrics").text
+        )  # a moment old
         process.send_signal(kind)
         assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
         target.close()

@@ -15,7 +15,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.limits import Quotas
-from adaserve_jax.star.messages import Close, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.messages import Close, Refused, Resync, Tree
 from adaserve_jax.star.server import DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, Caps, target_frame
@@ -60,8 +60,8 @@ def test_targets_have_their_own_trees_at_the_same_time():
         for thread in threads:
             thread.join(HANG_S)
         assert not failures
-        a.send(*map(Close, range(1, 6)), hello("a"))
-        assert isinstance(a.receive(), Welcome)
+        a.send(*map(Close, range(1, 6)), draft(1, 1, 9, 5, []))
+        assert a.receive() == Resync(1, 1), "it is closed"
         assert service.core.num_sessions == 5, "of b"
 
 
@@ -206,9 +206,9 @@ def test_nonsense_costs_its_own_session():
         assert is_right(answers[1], [*TEXT, 2, 2, 3, 2, 3])
         target.send(draft(1, 1, 10, 9, [1], give_up_s=HANG_S))
         assert target.receive() == Resync(1, 1), "the session has ended"
-        target.send(opened(0, 1, TEXT))
-        assert (refused := target.receive()).code == "invalid" and refused.session == 0
-        assert target.rest() == [], "who speaks of no session gets nothing more"
+        target.send(opened(0, 1, TEXT), Close(0))
+        rounds(target, 3)
+        assert service.worker._stats.nonsense == {"session": 1, "target": 2}, "of no session: counted, not answered"
 
 
 def test_a_flood_is_refused_and_others_go_on():
@@ -216,9 +216,35 @@ def test_a_flood_is_refused_and_others_go_on():
     with toy_service(quotas=quotas) as service, service.target("flood") as flood, service.target("good") as good:
         for number in range(50):
             flood.send(opened(1, number, TEXT))
-        codes = {(flood.receive()).code for _ in range(42)}
+        codes = {(flood.receive()).code for _ in range(43)}
         assert codes == {"rate"}
-        rounds(good, 1, count=3)
+        rounds(good, 1)
+
+
+def test_frames_are_paid_for_by_their_messages():
+    """Whatever they say: greetings, ends, nonsense. The stream is read no further until it has paid."""
+    taken: list[int] = []
+
+    class Counts:
+        def heard(self, stream, frame):
+            taken.append(len(frame))
+            stream.taken()
+
+        def lost(self, stream): ...
+
+    server = DraftServer(DraftServiceSettings(listen="127.0.0.1:0", max_messages_per_s=0.1), Counts(), Caps())
+    server.start()
+    targets = [Target(server.port) for _ in range(4)]
+    nonsense = draft(1, 1, 1, 5, [], give_up_s=float("nan"))
+    for target, frame in zip(
+        targets, ([hello()] * 3, [Close(1)] * 3, [nonsense] * 3, [opened(1, 1, [1])] * 3), strict=True
+    ):
+        target.send(*frame)
+        target.send(*frame)
+    until(lambda: len(taken) == 4)
+    for target in targets:
+        target.close()
+    assert server.stop(0.0).wait(HANG_S) and taken == [3] * 4
 
 
 def ended_with(port: int) -> tuple[grpc.StatusCode, str]:
