@@ -226,16 +226,28 @@ class Registry:
         return None
 
     def _why_no_more(self, target: Target, opened: Open, now: float) -> Refused | None:
-        """Why this target cannot have one session more."""
+        """Why this target cannot have one session more. Where there are too many, targets that are gone lose theirs
+        before their leases end."""
         if self.num_sessions >= self._quotas.max_sessions_in_all:
             self.expire(now)
         if len(target.sessions) >= self._quotas.max_sessions:
             why = f"{len(target.sessions)} sessions of this target are open, as many as one may have"
             return self._refusal("quota", why, opened, RETRY_S)
-        if self.num_sessions >= self._quotas.max_sessions_in_all:
+        if self.num_sessions >= self._quotas.max_sessions_in_all and not self._end_one_of_who_is_gone():
             why = f"{self.num_sessions} sessions are open, as many as there may be"
             return self._refusal("quota", why, opened, RETRY_S)
         return None
+
+    def _end_one_of_who_is_gone(self) -> bool:
+        """Of sessions whose target is not connected, the one that was heard of least lately; False: there is none."""
+        left = [s for target in self._targets.values() if not target.here for s in target.sessions.values()]
+        oldest = min(left, key=lambda session: (session.heard_s, session.key), default=None)
+        if oldest is None:
+            return False
+        self._end(oldest)
+        self._forget_if_empty(oldest.target)
+        self._stats.leases_ended += 1
+        return True
 
     def _draft(self, target: Target, draft: Draft, now: float) -> FromService | None:
         session = target.sessions.get(draft.session)
@@ -247,7 +259,8 @@ class Registry:
         self.note(session)
         if heard is not Heard.TAKEN:
             return self._not_taken(session, heard, draft)
-        if self._admission is not None and answered is not None and draft.round == answered[0].round + 1:
+        follows = answered is not None and len(answered[1].index) and draft.round == answered[0].round + 1
+        if self._admission is not None and answered is not None and follows:
             emitted = min(session.length - before, answered[0].depth + 1)
             if emitted > 0:
                 self._admission.verified(target.id, emitted, now - session.answered_s)
@@ -257,7 +270,7 @@ class Registry:
         if len(target.sessions) > self._quotas.max_waiting and self._is_waiting_enough(target):
             waiting = self._quotas.max_waiting
             return self._refusal("quota", f"{waiting} drafts of this target wait, as many as may", draft, RETRY_S)
-        deadline_s = now + min(float(draft.due_s), float(draft.give_up_s))
+        deadline_s = now + max(min(float(draft.due_s), float(draft.give_up_s)), 0.0)  # what is overdue is due now
         session.asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
         session.wanted_s = None
         self._arrivals += 1

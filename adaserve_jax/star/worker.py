@@ -174,6 +174,8 @@ class Worker:
             self._core.expire(now)
             self._expired_s = now
         batch = None if self._stopping else self._core.next_batch(now)
+        for target_id, frame in self._core.given_up():
+            self._send(target_id, frame, now)
         if batch is not None:
             self._serve(batch)
         elif not self._stopping:

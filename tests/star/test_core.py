@@ -238,6 +238,35 @@ def test_a_batch_that_fails_is_answered_at_once_and_fed_anew():
     assert service.core.next_batch(1.5) is None  # not again before it speaks
 
 
+@pytest.mark.parametrize("fed_only", [True, False])
+def test_a_draft_that_came_meanwhile_is_answered_when_the_batch_fails(fed_only: bool):
+    service = ToyService()
+    service.say("a", opened(1, 0, [1, 2]), draft(1, 0, 0, 2, [], depth=0 if fed_only else 2))
+    batch = service.core.next_batch(0.0)
+    assert batch is not None
+    service.say("a", draft(1, 0, 1, 2, [3], width=3))
+    ((_, (tree,)),) = service.core.failed(batch, 0.5)
+    assert (tree.round, tree.length, tree.width, len(tree.index)) == (1, 3, 3, 0)
+    assert service.core.num_waiting == 0 and service.core.next_batch(0.5) is None
+    service.say("a", draft(1, 0, 2, 3, []))
+    assert len(service.run()[1]) == 1
+
+
+def test_full_of_sessions_those_of_who_is_gone_make_room_the_oldest_first():
+    service = ToyService("abc", core={"quotas": Quotas(max_sessions=2, max_sessions_in_all=3)})
+    for target_id, number, now in (("a", 1, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)):
+        service.now = now
+        service.say(target_id, opened(number, 0, [1]))
+    assert service.say("c", opened(1, 0, [1]))[0].code == "quota", "all are here"
+    service.core.gone("b", 3.0)
+    assert service.say("c", opened(1, 0, [1])) == []
+    service.say("b", hello("b"))
+    assert service.say("b", draft(1, 0, 0, 1, [])) == [Resync(1, 0)] and service.say("b", draft(2, 0, 0, 1, [])) == []
+    assert service.core.num_sessions == 3
+    service.core.gone("b", 4.0)
+    assert service.say("c", opened(2, 0, [1])) == [] and service.say("c", opened(3, 0, [1]))[0].code == "quota"
+
+
 def test_when_it_stops_it_says_so():
     service = ToyService("ab")
     service.say("a", opened(1, 0, [1]))

@@ -207,6 +207,7 @@ class CoreService(Service):
         room = toys.ToyRoom(pages=400)
         self._core, self._device = DraftCore(bounds, room), toys.ToyDevice(room, bounds)
         self._works = False
+        self._greeted: ScriptedStream | None = None
 
     def restart(self) -> None:
         self.__post_init__()
@@ -214,8 +215,9 @@ class CoreService(Service):
 
     def hear(self, stream: ScriptedStream, frame: Sequence[FromTarget]) -> None:
         core = self._core
-        if stream is not self.streams[-1]:
+        if stream is not self._greeted:
             core.gone(HELLO.target_id, self.world.now)
+            self._greeted = stream
         self._answer_with(stream, core.receive(HELLO.target_id, self.listen(frame), self.world.now))
         self._work()
 
@@ -228,6 +230,8 @@ class CoreService(Service):
     def _work(self) -> None:
         core = self._core
         batch = None if self._works else core.next_batch(self.world.now)
+        for _, answers in core.given_up():
+            self._answer_with(self.streams[-1], answers)
         if batch is None:
             return
         self._works = True
