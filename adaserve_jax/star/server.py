@@ -64,6 +64,7 @@ class DraftServer:
         self._settings = settings
         self._worker = worker
         self._caps = caps
+        self._is_shut = False
         self._tokens = None if settings.token_file is None else Tokens.from_file(settings.token_file)
         most = settings.max_targets + SPARE_THREADS
         self._server = grpc.server(
@@ -92,6 +93,10 @@ class DraftServer:
     def start(self) -> None:
         self._server.start()
 
+    def shut(self) -> None:
+        """Let no stream in any more; those that stand go on."""
+        self._is_shut = True
+
     def stop(self, grace_s: float) -> threading.Event:
         """Take no more streams; those that stand have so long to end. Returns at once what is set when all have."""
         return self._server.stop(grace_s)
@@ -100,6 +105,8 @@ class DraftServer:
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The method: frames in, frames out."""
+        if self._is_shut:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the draft service is shutting down")
         peer = _peer_of(context)
         identity = self._identify(context)
         if identity is None:

@@ -124,6 +124,8 @@ class Worker:
         self._stats = WorkerStats()
         self._stopping = False
         self._failures = 0
+        self.died = False
+        """Whether the device's failures ended it."""
         now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._looked_s = now
@@ -136,7 +138,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self.died
 
     def heard(self, stream: Connection, frame: Frame) -> None:
         """A frame has come. Any thread; returns at once."""
@@ -160,6 +162,7 @@ class Worker:
                 self._turn()
         except Exception:
             _log.exception("the draft service ends")
+            self.died = True
             self._on_death()
         finally:
             self._say_goodbye()

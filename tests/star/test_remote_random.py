@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree
+from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree, WireError
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import DraftPlan
@@ -70,13 +70,13 @@ class Weather:
     def _refuses(self, draft: Any, tree: Tree) -> Tree | Refused:
         if self._maybe(0.1):
             return Refused("shutting_down", "bye", retry_after_s=0.2)
-        return Refused("no_pages", "full", draft.session, draft.epoch, 0.3) if self._maybe() else tree
+        return Refused("quota", "full", draft.session, draft.epoch, 0.3) if self._maybe() else tree
 
     def _garbled(self, draft: Any, tree: Tree) -> Any:
         parts = {name: getattr(tree, name) for name in ("index", "token", "parent", "cell", "log_q")}
         name = str(self._drawn.choice([*parts, "epoch", "round", "length", "session", "width", "text"]))
         if name == "text":
-            return ValueError("junk")
+            return WireError("junk", draft.session, draft.epoch)
         if name not in parts:
             return replace(tree, **{name: getattr(tree, name) + int(self._drawn.integers(-2, 3))})
         spoiled = parts[name].copy()
