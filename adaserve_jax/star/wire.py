@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.messages import (
     REFUSALS,
@@ -31,23 +30,13 @@ from adaserve_jax.star.messages import (
     Resync,
     Tree,
     Welcome,
+    WireError,
 )
 
 MAX_FRAME_BYTES = 4 * 2**20
 """Of one frame, in both directions; larger ones are refused before they are read."""
 METHOD = "/adaserve.star.v1.DraftService/Serve"
 """The one method of the service, a stream of frames in both directions."""
-
-
-class WireError(AdaServeError):
-    """What was received makes no sense. session, epoch: whose message it was; session 0: nobody's, or a target's."""
-
-    code = "invalid"
-
-    def __init__(self, message: str, session: int = 0, epoch: int = 0) -> None:
-        super().__init__(message)
-        self.session = session
-        self.epoch = epoch
 
 
 @dataclass(frozen=True)
