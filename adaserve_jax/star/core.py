@@ -136,7 +136,6 @@ class DraftCore:
             self.stats.fed_tokens += len(row.tokens)
             if row.depth:
                 self.stats.rounds += 1
-                self.stats.target_rounds[row.target_id] += 1
                 self._answer(batch, row, session, found, now, answers)
             self._registry.note(session)
         if self._admission is not None and batch.depth:

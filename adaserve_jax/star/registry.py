@@ -185,7 +185,6 @@ class Registry:
     def _forget_if_empty(self, target: Target) -> None:
         if not target.here and not target.sessions:
             del self._targets[target.id]
-            self._stats.target_rounds.pop(target.id, None)
 
     # ---- sessions ----
 

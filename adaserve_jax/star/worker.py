@@ -321,7 +321,7 @@ class Worker:
 
     def _snapshot(self, now: float) -> Snapshot:
         core, stats = self._core, self._stats
-        copied = replace(core.stats, refused=Counter(core.stats.refused), target_rounds=Counter())
+        copied = replace(core.stats, refused=Counter(core.stats.refused))
         ours = replace(stats, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
         return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
 
