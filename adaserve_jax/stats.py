@@ -157,10 +157,11 @@ class ServiceState:
 class DrafterStats:
     """What became of asking draft services. Counts since the start; services: by address, as of now.
 
-    rounds: steps that asked for trees; trees: those that came in time; late: those that did not; stale: answers to what
-    was asked no more; resyncs: sessions that were sent anew because a service asked for it; refused: sessions and
-    targets that got nothing; invalid: answers that make no sense; lost: streams that ended; breaker_opens; moved:
-    sessions that went to another service.
+    rounds: steps that asked for trees; trees: those that came in time; late: those that did not, or came empty; stale:
+    answers to what was asked no more; resyncs: sessions that were sent anew because a service asked for it; refused:
+    sessions and targets that got nothing; invalid: answers that make no sense; lost: streams that ended; breaker_opens;
+    moved: sessions that went to another service; errors: steps whose drafting failed on this side, of which the first
+    is logged.
     wait_s: seconds of the step loop spent waiting; round_s: sum over rounds of the time until the last tree was there.
     """
 
@@ -174,6 +175,7 @@ class DrafterStats:
     lost: int = 0
     breaker_opens: int = 0
     moved: int = 0
+    errors: int = 0
     wait_s: float = 0.0
     round_s: float = 0.0
     services: dict[str, ServiceState] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from rich.console import Console
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.limits import DraftLimits
+from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.messages import Draft, Hello, Open, Tree
 from adaserve_jax.star.server import DraftServer
 from adaserve_jax.star.settings import DraftServiceSettings
@@ -37,6 +37,8 @@ from adaserve_jax.types import CandidateTrees
 
 WIDTH = 4
 AIM_MS = 0.5
+MOST_MESSAGES = 10**9
+"""A second: nothing waits for its allowance here."""
 WARM_UP = 200
 """Rounds that are not counted."""
 
@@ -75,8 +77,10 @@ def serve(port: Connection, rows: int, nodes: int) -> None:
     depth = math.ceil(nodes / WIDTH)
     limits = DraftLimits("v", "v", "c", 32_000, depth, WIDTH, 1 << 16, max_rows=rows, max_feed=1024)
     device = Nothing(nodes, depth)
-    worker = Worker(DraftCore(limits, device), device)
-    server = DraftServer(DraftServiceSettings(listen="127.0.0.1:0", http=""), worker, Caps())
+    quotas = Quotas(messages_per_s=MOST_MESSAGES, messages_at_once=MOST_MESSAGES)
+    worker = Worker(DraftCore(limits, device, quotas=quotas), device)
+    settings = DraftServiceSettings(listen="127.0.0.1:0", http="", max_messages_per_s=MOST_MESSAGES)
+    server = DraftServer(settings, worker, Caps())
     worker.start()
     server.start()
     port.send(server.port)

@@ -22,6 +22,7 @@ TOTALS = {
     "lost": ("lost", "Streams to services that ended."),
     "breaker_opens": ("breaker_opens", "Times that a service was left alone for a while."),
     "moved": ("moved", "Sessions that went to another service."),
+    "errors": ("errors", "Steps whose drafting failed on this side; the log has the first."),
     "wait_seconds": ("wait_s", "Seconds of the step loop spent waiting for services."),
     "round_seconds": ("round_s", "Seconds until the last tree of each round was there."),
 }

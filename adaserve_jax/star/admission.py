@@ -46,11 +46,6 @@ class Admission:
         self._targets: dict[str, _Times] = {}
 
     @property
-    def service_s(self) -> dict[int, float]:
-        """S by rows, moving averages."""
-        return dict(self._service_s)
-
-    @property
     def tokens(self) -> float:
         """E[l] + 1, moving average; 0.0: not known."""
         return self._tokens if self._verified >= FEWEST else 0.0

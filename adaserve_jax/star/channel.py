@@ -18,7 +18,7 @@ from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import FromTarget, Refused
 from adaserve_jax.star.transport import Lost, Received
-from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, WireError, read_service_frame, target_frame
+from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, WireError, in_frames, read_service_frame, target_frame
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class GrpcStream:
 
     def send(self, frame: Sequence[FromTarget]) -> None:
         try:
-            parts = _parts(frame)
+            parts = in_frames(target_frame, frame)
         except Exception as error:
             self._fail(f"a frame could not be written: {type(error).__name__}")
             return
@@ -164,15 +164,6 @@ class GrpcStream:
                     self._received([Refused("unauthenticated", why)])
                 return why
         return None
-
-
-def _parts(frame: Sequence[FromTarget]) -> list[bytes]:
-    """The frame as bytes; as several frames where it would be too large for one."""
-    data = target_frame(frame)
-    if len(data) <= MAX_FRAME_BYTES or len(frame) == 1:
-        return [data]
-    half = len(frame) // 2
-    return _parts(frame[:half]) + _parts(frame[half:])
 
 
 def _why(error: grpc.RpcError) -> str:

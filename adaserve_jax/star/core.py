@@ -51,6 +51,7 @@ class DraftCore:
         self._dispatcher = Dispatcher(limits, self._keeper, batching=batching, tie_s=tie_s)
         self._registry = Registry(limits, quotas or Quotas(), self._keeper, room.capacity, self.stats, admission)
         self._flying: dict[int, Session] = {}  # by key
+        self._given_up: dict[str, list[FromService]] = {}
 
     # ---- what is going on ----
 
@@ -103,11 +104,13 @@ class DraftCore:
     # ---- the device ----
 
     def next_batch(self, now: float) -> Batch | None:
-        """What to run now; None when nothing can. Each is given back once, to `done` or `failed`."""
+        """What to run now; None when nothing can. Each is given back once, to `done` or `failed`. What is given up for
+        lack of time is answered by `given_up`."""
         ready = [session for session in self._registry.busy.values() if not session.flying]
         for session in ready:
             if session.asked is not None and self._dispatcher.is_late(session, now):
                 self._dispatcher.give_up(session)
+                self._nothing(session, now, self._given_up)
                 self._registry.note(session)
                 self.stats.expired += 1
         batch = self._dispatcher.next([session for session in ready if session.key in self._registry.busy], now)
@@ -115,6 +118,11 @@ class DraftCore:
             self._flying |= {row.key: self._registry.busy[row.key] for row in batch.rows}
         self.stats.evicted = self._keeper.evicted
         return batch
+
+    def given_up(self) -> Answers:
+        """Empty trees for the Drafts that `next_batch` gave up, so that nobody waits for them; each once."""
+        answers, self._given_up = self._given_up, {}
+        return list(answers.items())
 
     def done(self, batch: Batch, trees: CandidateTrees | None, now: float) -> Answers:
         """A batch has run. trees: of its rows in their order, of batch.depth levels and batch.width columns each, as
@@ -128,7 +136,6 @@ class DraftCore:
             self.stats.fed_tokens += len(row.tokens)
             if row.depth:
                 self.stats.rounds += 1
-                self.stats.target_rounds[row.target_id] += 1
                 self._answer(batch, row, session, found, now, answers)
             self._registry.note(session)
         if self._admission is not None and batch.depth:
@@ -136,17 +143,16 @@ class DraftCore:
         return list(answers.items())
 
     def failed(self, batch: Batch, now: float) -> Answers:
-        """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of it
-        is answered an empty one; the tokens are fed again when their sessions speak."""
+        """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of its
+        sessions is answered an empty one; the tokens are fed again when they speak."""
         answers: dict[str, list[FromService]] = {}
         for row, session in self._land(batch, now):
             if session.closed:
                 continue
             session.unfed(row.start)
-            if row.depth:
-                self._answer(batch, row, session, _NO_COLUMNS, now, answers)
             self.stats.failed += session.asked is not None or row.depth > 0
-            session.asked = None
+            if session.asked is not None:
+                self._nothing(session, now, answers)
             self._registry.note(session)
         return list(answers.items())
 
@@ -158,6 +164,16 @@ class DraftCore:
         for _, session in landed:
             self._keeper.landed(session)
         return landed
+
+    def _nothing(self, session: Session, now: float, answers: dict[str, list[FromService]]) -> None:
+        """Answer the Draft that waits with an empty tree."""
+        asked = session.asked
+        assert asked is not None
+        times = now - asked.received_s, 0.0
+        width = max(asked.draft.width, 1)
+        tree = Tree(session.number, session.epoch, asked.draft.round, session.length, width, *_NO_COLUMNS, *times)
+        session.answered, session.answered_s, session.asked = (asked.draft, tree), now, None
+        answers.setdefault(session.target.id, []).append(tree)
 
     def _answer(
         self,

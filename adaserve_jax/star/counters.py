@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CoreStats:
-    """Counters since the start. batches: runs of the device; rounds: Drafts searched; target_rounds: the same by
-    target, of the targets that are known; trees: Trees answered, with those sent again; fed_tokens: into KV; stale:
-    messages and trees of another epoch or round; duplicates: messages heard before; resyncs: sessions that had to be
-    opened anew; refused: by code; expired: Drafts whose tree could not be ready in time; failed: Drafts whose batch
-    failed; leases_ended: sessions; evicted: times that a session's KV went for another's; queue_s: seconds that
-    answered Drafts waited for the device, summed; busy_s: seconds of batches."""
+    """Counters since the start. batches: runs of the device; rounds: Drafts searched; trees: Trees answered, with those
+    sent again; fed_tokens: into KV; stale: messages and trees of another epoch or round; duplicates: messages heard
+    before; resyncs: sessions that had to be opened anew; refused: by code; expired: Drafts whose tree could not be
+    ready in time; failed: Drafts whose batch failed; leases_ended: sessions, with those that went for others' sake;
+    evicted: times that a session's KV went for another's; queue_s: seconds that answered Drafts waited for the device,
+    summed; busy_s: seconds of batches."""
 
     batches: int = 0
     rounds: int = 0
@@ -27,6 +27,5 @@ class CoreStats:
     failed: int = 0
     leases_ended: int = 0
     evicted: int = 0
-    target_rounds: Counter[str] = field(default_factory=Counter)
     queue_s: float = 0.0
     busy_s: float = 0.0

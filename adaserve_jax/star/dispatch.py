@@ -72,13 +72,12 @@ class Dispatcher:
 
     def give_up(self, session: Session) -> None:
         """Its tree cannot be ready. Where that is for its own lag, not for others that come first, the lag goes on
-        being fed among those that wait, so that a later Draft finds it there."""
+        being fed among those that wait, so that a later Draft finds it there. The caller answers it."""
         asked = session.asked
         assert asked is not None
         alone_s = self._alone_s(session, asked.draft.depth, asked.draft.width)
         session.feed = session.lag > 0
         session.wanted_s = asked.deadline_s if session.feed and asked.received_s + alone_s > asked.give_up_s else None
-        session.asked = None
 
     def next(self, sessions: Iterable[Session], now: float) -> Batch | None:
         """The next batch of those that have something to do (`asked`, or `feed`) and are not on the device."""
@@ -94,7 +93,7 @@ class Dispatcher:
                 long.append((session.wanted_s, session.key, session))
             else:
                 feeds.append(session)
-        short = self._in_order(short)
+        short = self._in_order(short, now)
         catching_up = [session for *_, session in sorted(long)]
         first_due = short[0].asked.deadline_s if short and short[0].asked else math.inf
         if short and (not long or self._fed_last or first_due <= min(long)[0]):
@@ -117,12 +116,12 @@ class Dispatcher:
 
     # ---- searches ----
 
-    def _in_order(self, waiting: list[Session]) -> list[Session]:
-        """By deadline; where deadlines are equal, targets take turns, the one served least lately first."""
+    def _in_order(self, waiting: list[Session], now: float) -> list[Session]:
+        """By deadline; where deadlines are equal, or over, targets take turns, the one served least lately first."""
         spans: dict[float, dict[Target, list[Session]]] = {}
         for session in sorted(waiting, key=lambda session: session.urgency):
             assert session.asked is not None
-            deadline_s = session.asked.deadline_s
+            deadline_s = max(session.asked.deadline_s, now)
             span = deadline_s / self._tie_s if self._tie_s else deadline_s
             span = math.floor(span) if self._tie_s and math.isfinite(span) else span
             spans.setdefault(span, {}).setdefault(session.target, []).append(session)
@@ -179,6 +178,8 @@ class Dispatcher:
         left = self._max_feed
         for session in ordered:
             count = min(session.lag, left)
+            if not session.feed and session.asked is None:
+                continue  # it has just lost its room to a more urgent one; it is fed when it speaks
             if not count or not self._keeper.reserve(session, session.computed + count, by_force=not rows):
                 continue
             rows.append(_row(session, session.computed, count, 0))

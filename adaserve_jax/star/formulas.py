@@ -17,11 +17,6 @@ MOST_TARGETS = 4096
 """Where `max_targets` stops counting."""
 
 
-def draft_s(depth: int, level_s: float) -> float:
-    """S, seconds of one draft: depth levels of level_s each. Eq. 5."""
-    return depth * level_s
-
-
 def return_s(network_s: float, verify_s: float) -> float:
     """Z, seconds from an answer until the same target asks again. Eq. 6."""
     return network_s + verify_s

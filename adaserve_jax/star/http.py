@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
+from socket import AF_INET6, SHUT_RDWR, socket
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.settings import host_port
 
 TIMEOUT_S = 5.0
-"""Of a connection that says nothing."""
+"""Of a connection, from its beginning to its end: one request."""
+MOST_CONNECTIONS = 16
+"""At once; more are closed unanswered."""
+_log = logging.getLogger(__name__)
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -26,7 +32,7 @@ class StatusServer:
         self.health = health
         self.metrics: Callable[[], bytes] | None = None
         host, port = host_port("http", address)
-        kind = type("Server", (ThreadingHTTPServer,), {"daemon_threads": True})
+        kind = type("Server", (_Server,), {})
         if ":" in host:
             kind.address_family = AF_INET6
         try:
@@ -43,9 +49,44 @@ class StatusServer:
         self._server.server_close()
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are few, for a short time."""
+
+    daemon_threads = True
+
+    def __init__(self, *given: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        deadline = threading.Timer(TIMEOUT_S, _cut, (request,))
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # an asker that has left is nobody's fault
+            _log.error("/health or /metrics failed: %s", type(error).__name__, exc_info=error)
+
+
+def _cut(connection: socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(SHUT_RDWR)
+
+
 class _Handler(BaseHTTPRequestHandler):
     status: StatusServer
-    timeout = TIMEOUT_S
     server_version = "adaserve"
     sys_version = ""
 

@@ -86,7 +86,7 @@ class Expected:
 @dataclass(frozen=True)
 class Quotas:
     """What one target may have. max_sessions: at once, of one target; max_sessions_in_all: of all targets. max_waiting:
-    Drafts of one target that wait at once. messages_per_s: Open and Draft messages of one target in the long run;
+    Drafts of one target that wait at once. messages_per_s: messages of one target in the long run, whatever they are;
     messages_at_once: that many without a pause. Raises ConfigError."""
 
     max_sessions: int = 64
@@ -112,12 +112,21 @@ class Allowance:
 
     def take(self, now: float) -> float:
         """Take one: 0.0, or the seconds until there is one, and nothing is taken."""
-        self._left = min(self._at_once, self._left + max(now - self._at, 0.0) * self._per_s)
-        self._at = max(self._at, now)
+        self._refill(now)
         if self._left >= 1.0:
             self._left -= 1.0
             return 0.0
         return (1.0 - self._left) / self._per_s
+
+    def owe(self, count: int, now: float) -> float:
+        """Take so many whether they are there or not; the seconds until none is owed."""
+        self._refill(now)
+        self._left -= count
+        return max(-self._left, 0.0) / self._per_s
+
+    def _refill(self, now: float) -> None:
+        self._left = min(self._at_once, self._left + max(now - self._at, 0.0) * self._per_s)
+        self._at = max(self._at, now)
 
 
 def problem_of_hello(hello: Hello) -> str:
@@ -182,9 +191,7 @@ def _problem_of_tokens(tokens: object, limits: DraftLimits) -> str:
     if tokens.dtype == np.int32 and len(tokens) and int(tokens.view(np.uint32).max()) < limits.vocabulary_size:
         return ""  # a negative one is the largest of all
     if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < limits.vocabulary_size):
-        return (
-            f"token ids must be from 0 to {limits.vocabulary_size - 1}, got {int(tokens.min())} to {int(tokens.max())}"
-        )
+        return f"token ids must be from 0 to {limits.vocabulary_size - 1}, got others"  # which are somebody's text
     return ""
 
 

@@ -24,6 +24,7 @@ from adaserve_jax.star.messages import (
     Resync,
     Tree,
     Welcome,
+    WireError,
 )
 from adaserve_jax.star.transport import Stream, Transport
 from adaserve_jax.stats import ServiceState
@@ -41,9 +42,9 @@ MISMATCHES = frozenset({"protocol_version", "vocabulary", "draft_version", "cell
 REFUSED_RETRY_S = 1.0
 """After how long one that refused for another reason is asked again, where it does not say."""
 
-AboutSession = Tree | Resync | Refused
-Deliver = Callable[["Link", AboutSession | None], None]
-"""deliver(link, message): called with the lock held; None: a message that makes no sense has come."""
+AboutSession = Tree | Resync | Refused | WireError
+Deliver = Callable[["Link", AboutSession], None]
+"""deliver(link, message): called with the lock held."""
 
 
 class Link:
@@ -163,7 +164,7 @@ class Link:
         else:
             stream.close()
 
-    def _received(self, attempt: int, frame: Sequence[FromService | Exception]) -> None:
+    def _received(self, attempt: int, frame: Sequence[FromService | WireError]) -> None:
         ended = None
         with self._lock:
             for message in frame:
@@ -177,10 +178,10 @@ class Link:
                     continue
                 elif isinstance(message, Load):
                     self.load = message
-                elif isinstance(message, (Tree, Resync, Refused)):
+                elif isinstance(message, (Tree, Resync, Refused, WireError)):
                     self._deliver(self, message)
                 else:
-                    self._deliver(self, None)
+                    self._deliver(self, WireError(f"a message must be one of a draft service, got {type(message)}"))
         if ended is not None:
             ended.close()
 
@@ -189,6 +190,7 @@ class Link:
             if attempt != self._attempt:
                 return
             self.lost += 1
+            why = printable(why)
             if self._reason != why:
                 _log.warning("draft service %s: stream lost: %s", self.address, why)
             self._end(why, self._backoff.next_s())
@@ -214,7 +216,7 @@ class Link:
 
     def _refuse(self, refused: Refused) -> Stream | None:
         self.refused += 1
-        reason = f"{refused.code}: {refused.message}"
+        reason = printable(f"{refused.code}: {refused.message}")
         if self._reason != reason:
             _log.warning("draft service %s: refused: %s", self.address, reason)
         if refused.code in MISMATCHES:
@@ -232,3 +234,8 @@ class Link:
         self._retry_s = self._clock() + retry_after_s
         self._changed(self)
         return stream
+
+
+def printable(said: str) -> str:
+    """What the other side says, in one line of a log: without control characters."""
+    return "".join(each if each.isprintable() else " " for each in said)

@@ -17,8 +17,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.errors import AdaServeError
+
 PROTOCOL_VERSION = 1
 """Of messages.py and draft.proto together: both sides must have the same."""
+
+
+class WireError(AdaServeError):
+    """What was received makes no sense. session, epoch: whose message it was; session 0: nobody's, or a target's."""
+
+    code = "invalid"
+
+    def __init__(self, message: str, session: int = 0, epoch: int = 0) -> None:
+        super().__init__(message)
+        self.session = session
+        self.epoch = epoch
 
 
 @dataclass(frozen=True)
@@ -69,11 +82,11 @@ class Refused:
 
 REFUSALS = (
     "protocol_version", "vocabulary", "draft_version", "cells", "unauthenticated", "full", "quota", "rate", "too_long",
-    "no_pages", "invalid", "shutting_down",
+    "invalid", "shutting_down",
 )  # fmt: skip
 """Codes of Refused. full: one target more would leave it slower than plain decoding; quota: too many sessions, or
-drafts asked for at once; rate: too many messages; too_long: longer than max_context; no_pages: no KV room now;
-invalid: what was said makes no sense."""
+drafts asked for at once; rate: too many messages; too_long: longer than max_context; invalid: what was
+said makes no sense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +135,7 @@ class Tree:
     """The candidates of one Draft. length: of the text that they follow, base + tokens. token, parent, cell: i32[C],
     log_q: f32[C], as `CandidateTrees` has them for one row of `width`, without absent nodes: index[C], i32, says which
     column each is (level * width + rank); parent is a column too, -1 the root. queue_s, service_s: spent waiting for
-    the device and on it."""
+    the device and on it. Without any node: the draft could not be ready in time, or failed; nobody need wait for it."""
 
     session: int
     epoch: int

@@ -5,7 +5,6 @@ Knows no link and no message; `star.remote` says what is told to whom. Imports n
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -36,12 +35,12 @@ class Session:
     """One request at the draft services. number: its name there; epoch, round: those last used, see `star.messages`.
 
     length: tokens of its text. told: how many of them its service has. place: number of that service, None before the
-    first; stream: which stream of it the session was opened in, -1 when it has to be opened anew. refused_until: when
-    it may be asked again.
+    first; stream: which stream of it the session was opened in, -1 when it has to be opened anew. refused: services
+    that refused it, and when each may be asked again.
     """
 
     __slots__ = (
-        "_tokens", "epoch", "length", "number", "place", "refused_until", "round", "sampling", "stream", "told",
+        "_tokens", "epoch", "length", "number", "place", "refused", "round", "sampling", "stream", "told",
     )  # fmt: skip
 
     def __init__(self, number: int, sampling: Sampling) -> None:
@@ -53,7 +52,7 @@ class Session:
         self.told = 0
         self.place: int | None = None
         self.stream = -1
-        self.refused_until = -math.inf
+        self.refused: dict[int, float] = {}
         self._tokens = np.empty(_LEAST, np.int32)
 
     def tokens(self, start: int = 0) -> np.ndarray:

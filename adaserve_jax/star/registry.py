@@ -118,15 +118,23 @@ class Registry:
     # ---- targets ----
 
     def _hear(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
-        if isinstance(message, Hello):
-            return self._hello(target_id, message, now)
+        """Every message is paid for before it is looked at; one that there was no allowance for does little."""
         target = self._targets.get(target_id)
         if target is None or not target.here:
+            if isinstance(message, Hello):
+                return self._hello(target_id, message, now)
             return self._refusal("invalid", "say Hello first", retry_after_s=RETRY_S)
+        wait_s = target.allowance.take(now)
+        if isinstance(message, Hello):
+            self._stats.duplicates += 1  # once for each stream
+            return None
         if isinstance(message, Close):
             self._end_number(target, message.session)
             return None
         if isinstance(message, (Open, Draft)):
+            if wait_s:
+                most = self._quotas.messages_per_s
+                return self._of_one("rate", f"more than {most:g} messages per second of one target", message, wait_s)
             return self._of_session(target, message, now)
         return self._refusal("invalid", f"a target says Hello, Open, Draft or Close, got {message!r:.50}")
 
@@ -137,6 +145,7 @@ class Registry:
         if target_id not in self._targets:
             allowance = Allowance(self._quotas.messages_per_s, self._quotas.messages_at_once, now)
             self._targets[target_id] = Target(target_id, allowance)
+        self._targets[target_id].allowance.take(now)
         self._targets[target_id].here = True
         limits = self._limits
         return Welcome(
@@ -176,7 +185,6 @@ class Registry:
     def _forget_if_empty(self, target: Target) -> None:
         if not target.here and not target.sessions:
             del self._targets[target.id]
-            self._stats.target_rounds.pop(target.id, None)
 
     # ---- sessions ----
 
@@ -186,10 +194,6 @@ class Registry:
         problem = problem_of_open(message, self._limits) if is_open else problem_of_draft(message, self._limits)
         if problem:
             return self._invalid(target, message, problem)
-        wait_s = target.allowance.take(now)
-        if wait_s:
-            most = self._quotas.messages_per_s
-            return self._refusal("rate", f"more than {most:g} messages per second of one target", message, wait_s)
         if self._stopped:
             return self._refusal("shutting_down", _STOPPING, message)
         length = len(message.tokens) if is_open else message.base + len(message.tokens)
@@ -221,16 +225,28 @@ class Registry:
         return None
 
     def _why_no_more(self, target: Target, opened: Open, now: float) -> Refused | None:
-        """Why this target cannot have one session more."""
+        """Why this target cannot have one session more. Where there are too many, targets that are gone lose theirs
+        before their leases end."""
         if self.num_sessions >= self._quotas.max_sessions_in_all:
             self.expire(now)
         if len(target.sessions) >= self._quotas.max_sessions:
             why = f"{len(target.sessions)} sessions of this target are open, as many as one may have"
             return self._refusal("quota", why, opened, RETRY_S)
-        if self.num_sessions >= self._quotas.max_sessions_in_all:
+        if self.num_sessions >= self._quotas.max_sessions_in_all and not self._end_one_of_who_is_gone():
             why = f"{self.num_sessions} sessions are open, as many as there may be"
             return self._refusal("quota", why, opened, RETRY_S)
         return None
+
+    def _end_one_of_who_is_gone(self) -> bool:
+        """Of sessions whose target is not connected, the one that was heard of least lately; False: there is none."""
+        left = [s for target in self._targets.values() if not target.here for s in target.sessions.values()]
+        oldest = min(left, key=lambda session: (session.heard_s, session.key), default=None)
+        if oldest is None:
+            return False
+        self._end(oldest)
+        self._forget_if_empty(oldest.target)
+        self._stats.leases_ended += 1
+        return True
 
     def _draft(self, target: Target, draft: Draft, now: float) -> FromService | None:
         session = target.sessions.get(draft.session)
@@ -242,7 +258,8 @@ class Registry:
         self.note(session)
         if heard is not Heard.TAKEN:
             return self._not_taken(session, heard, draft)
-        if self._admission is not None and answered is not None and draft.round == answered[0].round + 1:
+        follows = answered is not None and len(answered[1].index) and draft.round == answered[0].round + 1
+        if self._admission is not None and answered is not None and follows:
             emitted = min(session.length - before, answered[0].depth + 1)
             if emitted > 0:
                 self._admission.verified(target.id, emitted, now - session.answered_s)
@@ -252,7 +269,7 @@ class Registry:
         if len(target.sessions) > self._quotas.max_waiting and self._is_waiting_enough(target):
             waiting = self._quotas.max_waiting
             return self._refusal("quota", f"{waiting} drafts of this target wait, as many as may", draft, RETRY_S)
-        deadline_s = now + min(float(draft.due_s), float(draft.give_up_s))
+        deadline_s = now + max(min(float(draft.due_s), float(draft.give_up_s)), 0.0)  # what is overdue is due now
         session.asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
         session.wanted_s = None
         self._arrivals += 1
@@ -285,9 +302,13 @@ class Registry:
         return Resync(message.session, message.epoch)
 
     def _invalid(self, target: Target, message: Open | Draft, problem: str) -> FromService | None:
-        """Ends the session that the message names; where it names none, nobody is answered."""
+        """Ends the session that the message names."""
         self._end_number(target, message.session)
-        refusal = self._refusal("invalid", problem, message)
+        return self._of_one("invalid", problem, message)
+
+    def _of_one(self, code: str, why: str, of: Open | Draft, retry_after_s: float = 0.0) -> Refused | None:
+        """Refused, where the message names a session; where it names none, nobody is answered."""
+        refusal = self._refusal(code, why, of, retry_after_s)
         return refusal if refusal.session else None
 
     def _refusal(self, code: str, why: str, of: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:

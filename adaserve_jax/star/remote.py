@@ -18,7 +18,7 @@ import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.answers import Answers, Asked
 from adaserve_jax.star.link import AboutSession, Link
-from adaserve_jax.star.messages import Hello, Refused, Resync, Tree, Welcome
+from adaserve_jax.star.messages import Hello, Refused, Resync, Tree, Welcome, WireError
 from adaserve_jax.star.mirror import Mirror, Session
 from adaserve_jax.star.rounds import Round
 from adaserve_jax.star.telling import Frames, Telling
@@ -97,8 +97,10 @@ class RemoteDrafter:
         try:
             return self._propose(plan, plan.draft)
         except Exception:
-            _log.exception("step %d: drafting failed; it is decoded without", plan.step)
             with self._changed:
+                self._stats.errors += 1
+                if self._stats.errors == 1:  # the others are likely the same, step after step
+                    _log.exception("step %d: drafting failed; it is decoded without", plan.step)
                 for session in self._mirror.sessions():
                     session.stream = -1
             return CandidateTrees.empty(plan.num_decode)
@@ -163,7 +165,7 @@ class RemoteDrafter:
             self._round = Round()  # what comes from now on is late
         found, invalid = self._answers.candidates(plan, this.answers)
         with self._changed:
-            self._learn(this, invalid, started)
+            self._learn(this, invalid, started, give_up)
         return found if this.answers else CandidateTrees.empty(plan.num_decode)
 
     def _wait(self, draft: DraftPlan, this: Round, give_up: float) -> None:
@@ -184,13 +186,14 @@ class RemoteDrafter:
                 this.again = []
             self._send(frames)
 
-    def _learn(self, this: Round, invalid: list[Asked], started: float) -> None:
-        """Count a round, tell the breakers, and note how long rounds take."""
+    def _learn(self, this: Round, invalid: list[Asked], started: float, give_up: float) -> None:
+        """Count a round, tell the breakers, and note how long rounds take. A tree that the service could not have ready
+        is a late one, though nobody had to wait for it."""
         stats, now = self._stats, self._clock()
         stats.rounds += 1
         stats.trees += len(this.answers) - len(invalid)
         stats.invalid += len(invalid)
-        stats.late += len(this.pending)
+        stats.late += len(this.pending) + this.empty
         if this.answers:
             stats.round_s += this.last_s - started
         good, bad = this.judged(invalid)
@@ -198,8 +201,8 @@ class RemoteDrafter:
             self._links[number].worked()
         for number in bad:
             self._links[number].breaker.bad(now)
-        if this.pending:  # no round takes less, so the next wait is twice this one
-            self._usual_s = max(self._usual_s, now - started)
+        if this.pending or this.empty:  # no round takes less, so the next wait is twice this one
+            self._usual_s = max(self._usual_s, (give_up if this.empty else now) - started)
         elif this.answers:
             took_s = this.last_s - started
             self._usual_s += (took_s - self._usual_s) * (USUAL_RATE if self._usual_s else 1.0)
@@ -213,11 +216,13 @@ class RemoteDrafter:
             if frame:
                 self._links[number].send(frame)
 
-    def _deliver(self, link: Link, message: AboutSession | None) -> None:
+    def _deliver(self, link: Link, message: AboutSession) -> None:
         """Called by links, with the lock, in threads of their transports."""
         stats, this = self._stats, self._round
-        if message is None:
+        if isinstance(message, WireError):
             stats.invalid += 1
+            if self._telling.present(link, message.session, message.epoch) is not None:
+                this.spoil(message.session)
         elif isinstance(message, Tree):
             if not this.take(link.number, message, self._clock()):
                 stats.stale += 1
@@ -231,14 +236,14 @@ class RemoteDrafter:
                 this.give_up(session.number, again=True)
             else:
                 stats.refused += 1
-                self._refuse(session, message)
+                self._refuse(session, link.number, message)
                 this.give_up(session.number)
         if not this.waits:
             self._changed.notify_all()
 
-    def _refuse(self, session: Session, refused: Refused) -> None:
+    def _refuse(self, session: Session, place: int, refused: Refused) -> None:
         session.stream = -1
-        session.refused_until = self._clock() + refused.retry_after_s if refused.retry_after_s else np.inf
+        session.refused[place] = self._clock() + refused.retry_after_s if refused.retry_after_s else np.inf
 
     def _link_changed(self, link: Link) -> None:
         """A stream has begun or ended; called by links, with the lock."""

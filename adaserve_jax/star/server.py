@@ -22,7 +22,15 @@ from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import FromService, Refused
 from adaserve_jax.star.security import AUTHORIZATION, Audit, Tokens, check_secured
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
-from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, Caps, WireError, read_target_frame, service_frame
+from adaserve_jax.star.wire import (
+    MAX_FRAME_BYTES,
+    METHOD,
+    Caps,
+    WireError,
+    in_frames,
+    read_target_frame,
+    service_frame,
+)
 from adaserve_jax.star.worker import Connection, Frame
 
 MOST_UNTAKEN = 64
@@ -33,6 +41,8 @@ PING_S, PING_TIMEOUT_S = 20.0, 10.0
 """How often a silent connection is asked for a sign of life, and how long it has to give one."""
 HELLO_S = 30.0
 """In which a new stream has to say who it is."""
+LAST_WORDS_S = 5.0
+"""In which a target has to read what is sent before its stream ends."""
 SPARE_THREADS = 8
 """Beside one for each stream: what comes beyond is refused by a thread too."""
 _log = logging.getLogger(__name__)
@@ -54,6 +64,7 @@ class DraftServer:
         self._settings = settings
         self._worker = worker
         self._caps = caps
+        self._is_shut = False
         self._tokens = None if settings.token_file is None else Tokens.from_file(settings.token_file)
         most = settings.max_targets + SPARE_THREADS
         self._server = grpc.server(
@@ -82,6 +93,10 @@ class DraftServer:
     def start(self) -> None:
         self._server.start()
 
+    def shut(self) -> None:
+        """Let no stream in any more; those that stand go on."""
+        self._is_shut = True
+
     def stop(self, grace_s: float) -> threading.Event:
         """Take no more streams; those that stand have so long to end. Returns at once what is set when all have."""
         return self._server.stop(grace_s)
@@ -90,37 +105,38 @@ class DraftServer:
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """The method: frames in, frames out."""
+        if self._is_shut:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the draft service is shutting down")
         peer = _peer_of(context)
         identity = self._identify(context)
         if identity is None:
             self.audit.refuse("unauthenticated")
-            yield service_frame([Refused("unauthenticated", "this draft service asks for a token that it knows")])
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token that is known")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "this draft service asks for a token that it knows")
         why = self.audit.open(peer, self._settings.max_targets, self._settings.max_streams_per_peer)
         if why:
             self.audit.refuse("streams")
-            yield service_frame([Refused("full", why, retry_after_s=1.0)])
-            return
-        stream = _Stream(identity, context)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        stream = _Stream(identity, context, self.audit)
         try:
             threading.Thread(target=self._read, args=(stream, requests), name="draft-reader", daemon=True).start()
             yield from stream.outgoing()
         finally:
             self.audit.close(peer)
-            stream.end()
+            stream.over()
             self._worker.lost(stream)
 
     def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
-        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read so long."""
+        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read until its
+        messages are paid for."""
         now, rate = time.monotonic, self._settings.max_messages_per_s
         allowance = Allowance(rate, max(1, int(rate)), now())
         try:
             for data in requests:
-                while wait_s := allowance.take(now()):
-                    time.sleep(wait_s)
                 frame = read_target_frame(data, self._caps)
                 stream.untaken.acquire()
                 self._worker.heard(stream, frame)
+                if wait_s := allowance.owe(max(len(frame), 1), now()):
+                    stream.pause(wait_s)
         except WireError as error:
             self.audit.refuse("garbage")
             stream.send([Refused(error.code, str(error))])
@@ -141,25 +157,47 @@ class DraftServer:
 class _Stream:
     """Implements `worker.Connection`."""
 
-    def __init__(self, identity: str, context: grpc.ServicerContext) -> None:
+    def __init__(self, identity: str, context: grpc.ServicerContext, audit: Audit) -> None:
         self.identity = identity
+        self._context = context
+        self._audit = audit
         self.untaken = threading.Semaphore(MOST_UNTAKEN)
         self._unsent: queue.SimpleQueue[Sequence[FromService] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
         self._ended = False
-        context.add_callback(self.end)
+        self._is_over = threading.Event()
+        self._grace = threading.Timer(LAST_WORDS_S, context.cancel)  # for a target that does not read them
+        self._grace.daemon = True
+        context.add_callback(self.over)
 
     def send(self, frame: Sequence[FromService]) -> None:
-        if self._unsent.qsize() >= MOST_UNSENT:
+        if self._ended:
+            return
+        self._unsent.put(frame)
+        if self._unsent.qsize() > MOST_UNSENT:
+            self._audit.refuse("unread")
             self.end()
-        if not self._ended:
-            self._unsent.put(frame)
+            self._context.cancel()  # gRPC's thread waits for the target to read, and would for ever
 
     def taken(self) -> None:
         self.untaken.release()
 
+    def pause(self, seconds: float) -> None:
+        """Wait so long, or until the stream is over."""
+        self._is_over.wait(seconds)
+
     def end(self) -> None:
-        self._ended = True
+        with self._lock:
+            ended, self._ended = self._ended, True
+            if not ended:
+                self._grace.start()
         self._unsent.put(None)
+
+    def over(self) -> None:
+        """Nothing more is sent."""
+        self.end()
+        self._grace.cancel()
+        self._is_over.set()
 
     def outgoing(self) -> Iterator[bytes]:
         """Frames as bytes, until the stream ends; at once where no answer to a Hello comes, since none was said."""
@@ -168,7 +206,7 @@ class _Stream:
         except queue.Empty:
             return
         while frame is not None:
-            yield service_frame(frame)
+            yield from in_frames(service_frame, frame)
             frame = self._unsent.get()
 
 

@@ -26,7 +26,7 @@ from adaserve_jax.types import Progress
 DEAD_STATUS = 70
 """Exit status of a service that ended because its device failed (EX_SOFTWARE)."""
 LAST_BATCH_S, GRACE_S = 5.0, 2.0
-"""At the end: how long to wait for the batch on the device, and for connections to end."""
+"""At the end: how long to wait for the batch on the device, then for connections to end."""
 LEAST_TOKENS = 2**16
 """Of a message, that are read at any rate: a text that is somewhat too long is told so."""
 
@@ -57,11 +57,13 @@ class DraftService:
         """In Prometheus' text format."""
         return exposition(ServiceCollector(self.worker, self.audit, self.model))
 
-    def close(self) -> None:
-        """Tell all targets that the service ends, and end it."""
-        ended = self._server.stop(GRACE_S)
-        self.worker.stop(LAST_BATCH_S)
-        ended.wait()
+    def close(self) -> bool:
+        """Let nobody in any more, tell all targets that the service ends, and end it; False: a batch does not end, and
+        its model is still used."""
+        self._server.shut()
+        ended = self.worker.stop(LAST_BATCH_S)
+        self._server.stop(GRACE_S).wait()
+        return ended
 
 
 def limits_of(settings: DraftServiceSettings, model: DraftModel) -> DraftLimits:
@@ -103,11 +105,10 @@ def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callab
             with _signals(ended):
                 ready(_line(settings, service, status))
                 ended.wait()
-            died = not service.worker.alive
         finally:
-            service.close()
-            model.close()
-    return DEAD_STATUS if died else 0
+            if service.close():
+                model.close()
+    return DEAD_STATUS if service.worker.died else 0
 
 
 def _health(service: DraftService) -> tuple[bool, dict[str, Any]]:

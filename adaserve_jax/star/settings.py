@@ -76,8 +76,8 @@ FIELD_HELP = {
     "max_sessions": "requests of all targets together that the service drafts for at once",
     "max_sessions_per_target": "the same for one target; 0: all",
     "max_targets": "targets that are connected at once",
-    "max_streams_per_peer": "connections at once from one address, or with one client certificate",
-    "max_messages_per_s": "messages of one target in a second, after a burst of as many; more are refused",
+    "max_streams_per_peer": "connections at once from one address, whoever they are",
+    "max_messages_per_s": "messages of one connection in a second, after a burst of as many; more are refused",
     "max_context": "longest text of a request, its tree included; 0: what the draft supports, at most 2048 on a CPU "
     "and 8192 elsewhere",
     "max_batch": "requests that are drafted for together",
@@ -93,7 +93,7 @@ FIELD_HELP = {
     "tls_client_ca": "PEM file of the authorities whose certificates targets must have; none: they need none",
     "insecure": "listen beyond loopback without a token and without client certificates: whoever reaches the port may "
     "use the draft",
-    "http": "host:port for /metrics and /health, without TLS; '': off",
+    "http": "host:port for /metrics and /health, without TLS or a password, on any address; '': off",
     "one_by_one": "draft for one request at a time, for measurements",
     "calibration": "file of the acceptance table; none: the calibration.json beside the draft",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",

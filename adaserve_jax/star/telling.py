@@ -93,10 +93,10 @@ class Telling:
         self._sessions.pop(session.number, None)
 
     def _home(self, session: Session, usable: dict[int, Link], frames: Frames, now: float) -> Link | None:
-        """The link of a session's service, which is another one if its own cannot be asked; None: nobody can be."""
-        if now < session.refused_until:
-            return None
-        if session.place in usable:
+        """The link of a session's service, which is another one if its own cannot be asked, or has refused it; None:
+        nobody can be."""
+        refusing = {place for place, until in session.refused.items() if now < until}
+        if session.place in usable and session.place not in refusing:
             return usable[session.place]
         moves = session.place is not None
         number = choose(
@@ -104,10 +104,13 @@ class Telling:
             (
                 Place(link.number, link.address, link.load.queue_s, link.load.busy, link.sessions)
                 for link in usable.values()
+                if link.number not in refusing
                 if link.welcome is not None and link.sessions < link.welcome.max_sessions
                 if not moves or link.breaker.state == "closed"
             ),
         )
+        if session.place in refusing:
+            self.close(session, frames)  # it has no place there that others could not have
         if number is None:
             return None
         if moves:

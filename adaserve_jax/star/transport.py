@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from adaserve_jax.star.messages import FromService, FromTarget
+from adaserve_jax.star.messages import FromService, FromTarget, WireError
 
-Received = Callable[[Sequence[FromService | Exception]], None]
-"""received(frame): called in a thread of the transport, one frame after another; must return soon and not raise. An
-exception stands where a message made no sense."""
+Received = Callable[[Sequence[FromService | WireError]], None]
+"""received(frame): called in a thread of the transport, one frame after another; must return soon and not raise. A
+WireError stands where a message made no sense."""
 Lost = Callable[[str], None]
 """lost(why): the stream has ended; called once, nothing is received after it. why: for the log, without secrets."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.star import draft_pb2 as pb
 from adaserve_jax.star.messages import (
     REFUSALS,
@@ -31,23 +30,13 @@ from adaserve_jax.star.messages import (
     Resync,
     Tree,
     Welcome,
+    WireError,
 )
 
 MAX_FRAME_BYTES = 4 * 2**20
 """Of one frame, in both directions; larger ones are refused before they are read."""
 METHOD = "/adaserve.star.v1.DraftService/Serve"
 """The one method of the service, a stream of frames in both directions."""
-
-
-class WireError(AdaServeError):
-    """What was received makes no sense. session, epoch: whose message it was; session 0: nobody's, or a target's."""
-
-    code = "invalid"
-
-    def __init__(self, message: str, session: int = 0, epoch: int = 0) -> None:
-        super().__init__(message)
-        self.session = session
-        self.epoch = epoch
 
 
 @dataclass(frozen=True)
@@ -75,6 +64,19 @@ def target_frame(messages: Iterable[FromTarget]) -> bytes:
 def service_frame(messages: Iterable[FromService]) -> bytes:
     """The bytes of a frame of the service."""
     return _frame(pb.ServiceFrame(), messages, _WRITE)
+
+
+M = TypeVar("M")
+
+
+def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> list[bytes]:
+    """The messages in as many frames as the caps ask for. write: `target_frame` or `service_frame`."""
+    if len(messages) <= DEFAULT_CAPS.messages:
+        data = write(messages)
+        if len(data) <= MAX_FRAME_BYTES or len(messages) == 1:
+            return [data]
+    half = len(messages) // 2
+    return in_frames(write, messages[:half]) + in_frames(write, messages[half:])
 
 
 def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget | WireError]:

@@ -29,8 +29,8 @@ LOOK_EVERY_S = 0.2
 """How often the snapshot is replaced, at least."""
 MOST_FAILURES = 3
 """Of batches one after another, until the service ends."""
-MOST_FRAMES = 256
-"""Taken in between two batches at most, so that a flood does not keep the device waiting."""
+MOST_MESSAGES = 1024
+"""Taken in between two batches, up to the end of their frame, so that a flood does not keep the device waiting."""
 ROWS_EDGES = (1, 2, 4, 8, 16, 32, 64)
 _log = logging.getLogger(__name__)
 Frame = Sequence[FromTarget | WireError]
@@ -124,6 +124,8 @@ class Worker:
         self._stats = WorkerStats()
         self._stopping = False
         self._failures = 0
+        self.died = False
+        """Whether the device's failures ended it."""
         now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._looked_s = now
@@ -136,7 +138,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self.died
 
     def heard(self, stream: Connection, frame: Frame) -> None:
         """A frame has come. Any thread; returns at once."""
@@ -160,6 +162,7 @@ class Worker:
                 self._turn()
         except Exception:
             _log.exception("the draft service ends")
+            self.died = True
             self._on_death()
         finally:
             self._say_goodbye()
@@ -167,13 +170,15 @@ class Worker:
     def _turn(self) -> None:
         """Take in what has come, run one batch, or wait for something to come."""
         taken = 0
-        while taken < MOST_FRAMES and self._take(block_s=None):
-            taken += 1
+        while taken < MOST_MESSAGES and (messages := self._take(block_s=None)):
+            taken += messages
         now = self._clock()
         if now - self._expired_s >= EXPIRE_EVERY_S:
             self._core.expire(now)
             self._expired_s = now
         batch = None if self._stopping else self._core.next_batch(now)
+        for target_id, frame in self._core.given_up():
+            self._send(target_id, frame, now)
         if batch is not None:
             self._serve(batch)
         elif not self._stopping:
@@ -212,22 +217,23 @@ class Worker:
             stats.rows_searched += len(batch.rows)
             stats.rows[next((edge for edge in ROWS_EDGES if edge >= len(batch.rows)), math.inf)] += 1
 
-    def _take(self, block_s: float | None) -> bool:
-        """Take in one frame; False where none came. block_s: how long to wait for it; None: not at all."""
+    def _take(self, block_s: float | None) -> int:
+        """Take in one frame; its messages, 1 at least, and 0 where none came. block_s: how long to wait for it; None:
+        not at all."""
         try:
             item = self._inbox.get(block=block_s is not None, timeout=block_s)
         except queue.Empty:
-            return False
+            return 0
         if item is None:
             self._stopping = True
-            return True
+            return 1
         stream, frame = item
         if frame is None:
             self._gone(stream)
-        else:
-            self._try(stream, frame)
-            stream.taken()
-        return True
+            return 1
+        self._try(stream, frame)
+        stream.taken()
+        return max(len(frame), 1)
 
     # ---- what comes ----
 
@@ -251,12 +257,13 @@ class Worker:
                 return
         errors = [each for each in frame if isinstance(each, WireError)]
         said = [_named(each, stream) for each in frame if not isinstance(each, WireError)]
-        # What makes no sense ends its session, after what made sense before it.
+        # What makes no sense ends its session, after what made sense before it; what names none is only counted.
         replies = self._core.receive(target_id, [*said, *(Close(each.session) for each in errors)], now)
         for error in errors:
             self._stats.nonsense["session" if error.session else "target"] += 1
             self._core.stats.refused[error.code] += 1
-            replies.append(Refused(error.code, str(error), error.session, error.epoch))
+            if error.session:
+                replies.append(Refused(error.code, str(error), error.session, error.epoch))
         if replies:
             self._send(target_id, replies, now)
         if any(isinstance(reply, Refused) and reply.session == 0 for reply in replies):
@@ -314,7 +321,7 @@ class Worker:
 
     def _snapshot(self, now: float) -> Snapshot:
         core, stats = self._core, self._stats
-        copied = replace(core.stats, refused=Counter(core.stats.refused), target_rounds=Counter())
+        copied = replace(core.stats, refused=Counter(core.stats.refused))
         ours = replace(stats, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
         return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
 

@@ -26,6 +26,7 @@ from adaserve_jax.star.messages import (
     Resync,
     Tree,
     Welcome,
+    WireError,
 )
 from adaserve_jax.star.remote import RemoteDrafter
 from adaserve_jax.star.transport import Lost, Received
@@ -36,7 +37,7 @@ VOCABULARY = 512
 DEPTHS, RANKS, BINS = 3, 2, 4
 HELLO = Hello("target", "vocabulary", "cells", verify_s=0.010)
 WELCOME = Welcome("draft-1", 6, 4, 4096, 64, 60.0, {(1, 1): 0.001}, {16: 0.002})
-Frame = Sequence[FromService | Exception]
+Frame = Sequence[FromService | WireError]
 
 
 def table(seed: int = 0) -> ChanceTable:
@@ -126,7 +127,7 @@ class Service:
     streams: list[ScriptedStream] = field(default_factory=list)
     spoil: Callable[[Frame], list[tuple[float, Frame]]] = lambda frame: [(0.0, frame)]
     listen: Callable[[Sequence[FromTarget]], Sequence[FromTarget]] = lambda frame: frame
-    answer: Callable[[Draft, Tree], FromService | Exception | None] = lambda draft, tree: tree
+    answer: Callable[[Draft, Tree], FromService | WireError | None] = lambda draft, tree: tree
 
     def open(self, received: Received, lost: Lost) -> ScriptedStream:
         assert not self.world.held, "opened with the lock held"
@@ -154,7 +155,7 @@ class Service:
         self.streams[-1].deliver(frame)
 
     def hear(self, stream: ScriptedStream, frame: Sequence[FromTarget]) -> None:
-        answers: list[FromService | Exception] = []
+        answers: list[FromService | WireError] = []
         for message in self.listen(frame):
             self.heard.append(message)
             answered = self._answer(message)
@@ -166,7 +167,7 @@ class Service:
                 (self.work_s if works else 0.0) + self.way_s + delay_s, lambda frame=spoiled: stream.deliver(frame)
             )
 
-    def _answer(self, message: FromTarget) -> FromService | Exception | None:
+    def _answer(self, message: FromTarget) -> FromService | WireError | None:
         if isinstance(message, Hello):
             return self.welcome
         if isinstance(message, Close):

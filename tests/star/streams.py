@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,14 @@ from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, hello, limits
 
 HANG_S = 60.0
 """Nothing takes so long, unless it hangs."""
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what other threads do."""
+    patience_s = time.monotonic() + HANG_S
+    while not holds():
+        assert time.monotonic() < patience_s, "it hangs"
+        time.sleep(0.001)
 
 
 class Target:

@@ -70,7 +70,7 @@ def test_times_are_measured_as_they_come():
     for _ in range(200):
         admission.served(2, 0.03)
         admission.verified("a", 2, 0.06)
-    assert admission.service_s[2] == pytest.approx(0.03) and admission.tokens == pytest.approx(2.0)
+    assert admission._service_s[2] == pytest.approx(0.03) and admission.tokens == pytest.approx(2.0)
     assert admission._targets["a"].return_s == pytest.approx(0.06)
 
 
@@ -108,7 +108,7 @@ def test_a_service_learns_its_times_from_what_it_does_and_refuses_by_them():
         service.now += 0.020
     admission = service.core._admission
     assert admission is not None
-    assert admission.service_s == {1: pytest.approx(0.010)} and admission.tokens == pytest.approx(2.0)
+    assert admission._service_s == {1: pytest.approx(0.010)} and admission.tokens == pytest.approx(2.0)
     # A round of two takes 30 ms for 2 tokens: 66 tokens/s; of seven 70 ms.
     assert isinstance(service.say("b", hello("b", plain_s=0.02, verify_s=0.02))[0], Welcome)
     (refused,) = service.say("c", hello("c", plain_s=0.0149, verify_s=0.02))

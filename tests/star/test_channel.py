@@ -16,11 +16,10 @@ import pytest
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.channel import GrpcTransport, _parts
-from adaserve_jax.star.messages import Open
+from adaserve_jax.star.channel import GrpcTransport
 from adaserve_jax.star.remote import RemoteDrafter
 from adaserve_jax.star.session import Sampling
-from adaserve_jax.star.wire import METHOD, read_target_frame
+from adaserve_jax.star.wire import METHOD
 from adaserve_jax.tree.chances import ChanceTable
 from tests.star.scripted import Row, plan_of
 from tests.star.streams import HANG_S, toy_service
@@ -198,12 +197,3 @@ def test_a_port_that_speaks_something_else_or_nothing_is_a_service_that_is_not_t
     with drafter(port) as drafts:
         while not drafts.stats().lost:
             assert drafts.connect(0.01) is None
-
-
-def test_what_is_too_large_for_one_frame_goes_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaserve_jax.star.channel.MAX_FRAME_BYTES", 4000)
-    tokens = np.full(600, 2**30, np.int32)
-    frame = [Open(number, 1, tokens, 0, 0, 0.0, 0, 1.0, 0.0) for number in range(1, 4)]
-    parts = _parts(frame)
-    assert len(parts) == 3 and all(len(part) <= 4000 for part in parts)
-    assert [message.session for part in parts for message in read_target_frame(part)] == [1, 2, 3]  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from tests.star.test_core_machine import nonsense
 from tests.star.toys import (
     PLAIN,
     SAMPLED,
+    VOCABULARY,
     ToyService,
     close,
     columns_of,
@@ -30,7 +31,25 @@ def test_a_welcome_says_what_the_service_can():
     service = ToyService("", level_s={(1, 3): 0.01}, catchup_s={16: 0.02}, pages=10)
     (welcome,) = service.say("a", hello())
     assert welcome == Welcome("v1", 4, 3, 40, 64, 60.0, {(1, 3): 0.01}, {16: 0.02})  # ten pages hold 40 tokens
+    assert service.say("a", hello()) == [] and service.core.stats.duplicates == 1  # once for each stream
+    service.core.gone("a", 0.0)
     assert service.say("a", hello(draft_version="v1")) == [welcome] and service.core.targets == ["a"]
+
+
+@pytest.mark.parametrize(
+    "message", [hello(), close(7), draft(1, 0, 0, 1, [VOCABULARY]), opened(1, -1, []), replace(close(1), session=None)]
+)
+def test_every_message_is_paid_for_whatever_it_says(message):
+    service = ToyService(core={"quotas": Quotas(messages_per_s=1.0, messages_at_once=10)})
+    service.say("a", opened(1, 0, [1]))
+    service.say("a", *[message] * 8)
+    (refused,) = service.say("a", opened(2, 0, [1]))
+    assert refused.code == "rate" and refused.session == 2
+    service.say("a", close(1))
+    assert service.core.num_sessions == 0, "what ends something is done in any case"
+    assert service.say("a", replace(opened(2, 0, [1]), session=None)) == []
+    service.now = 1.5
+    assert service.say("a", opened(2, 0, [1])) == [] and service.core.num_sessions == 1
 
 
 @pytest.mark.parametrize(
@@ -68,7 +87,7 @@ def test_trees_are_of_the_text_the_sampling_and_the_depth_asked_for():
     assert (first.length, third.length, first.queue_s, first.service_s) == (3, 1, 1.0, 0.25)
     stats = service.core.stats
     assert (stats.batches, stats.rounds, stats.trees, stats.fed_tokens) == (1, 3, 3, 7)
-    assert stats.target_rounds == {"a": 2, "b": 1} and (stats.queue_s, stats.busy_s) == (3.0, 0.25)
+    assert (stats.queue_s, stats.busy_s) == (3.0, 0.25)
 
 
 def test_a_tree_is_asked_for_again_at_the_same_text():
@@ -193,7 +212,7 @@ def test_leases_give_room_back():
     assert service.core.expire(10.0) == 0 and service.core.expire(10.5) == 1
     assert list(service.room.held) == [2] and service.core.stats.leases_ended == 1
     assert service.core.expire(18.5) == 1 and service.room.held == {}
-    assert service.core.stats.target_rounds == {} and service.core.targets == ["b"]
+    assert service.core.targets == ["b"]
 
 
 def test_full_of_sessions_the_dead_make_room():
@@ -217,6 +236,35 @@ def test_a_batch_that_fails_is_answered_at_once_and_fed_anew():
     feed = service.core.next_batch(1.0)
     assert feed is not None and service.core.failed(feed, 1.5) == []
     assert service.core.next_batch(1.5) is None  # not again before it speaks
+
+
+@pytest.mark.parametrize("fed_only", [True, False])
+def test_a_draft_that_came_meanwhile_is_answered_when_the_batch_fails(fed_only: bool):
+    service = ToyService()
+    service.say("a", opened(1, 0, [1, 2]), draft(1, 0, 0, 2, [], depth=0 if fed_only else 2))
+    batch = service.core.next_batch(0.0)
+    assert batch is not None
+    service.say("a", draft(1, 0, 1, 2, [3], width=3))
+    ((_, (tree,)),) = service.core.failed(batch, 0.5)
+    assert (tree.round, tree.length, tree.width, len(tree.index)) == (1, 3, 3, 0)
+    assert service.core.num_waiting == 0 and service.core.next_batch(0.5) is None
+    service.say("a", draft(1, 0, 2, 3, []))
+    assert len(service.run()[1]) == 1
+
+
+def test_full_of_sessions_those_of_who_is_gone_make_room_the_oldest_first():
+    service = ToyService("abc", core={"quotas": Quotas(max_sessions=2, max_sessions_in_all=3)})
+    for target_id, number, now in (("a", 1, 0.0), ("b", 1, 1.0), ("b", 2, 2.0)):
+        service.now = now
+        service.say(target_id, opened(number, 0, [1]))
+    assert service.say("c", opened(1, 0, [1]))[0].code == "quota", "all are here"
+    service.core.gone("b", 3.0)
+    assert service.say("c", opened(1, 0, [1])) == []
+    service.say("b", hello("b"))
+    assert service.say("b", draft(1, 0, 0, 1, [])) == [Resync(1, 0)] and service.say("b", draft(2, 0, 0, 1, [])) == []
+    assert service.core.num_sessions == 3
+    service.core.gone("b", 4.0)
+    assert service.say("c", opened(2, 0, [1])) == [] and service.say("c", opened(3, 0, [1]))[0].code == "quota"
 
 
 def test_when_it_stops_it_says_so():

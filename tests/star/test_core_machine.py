@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaserve_jax.star.core import DraftCore
+from adaserve_jax.star.core import Answers, DraftCore
 from adaserve_jax.star.dispatch import Batch
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.types import CandidateTrees
@@ -206,6 +206,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
     @rule()
     def take_off(self) -> None:
         batch = self.core.next_batch(self.now)
+        self.hand_out(self.core.given_up())
         if batch is not None:
             self.flying.append((batch, self.device.run(batch)))
 
@@ -217,6 +218,9 @@ class DraftServiceMachine(RuleBasedStateMachine):
             for row in batch.rows:
                 self.device.kv[row.key][row.start :] = [-1] * len(row.tokens)
         answers = self.core.failed(batch, self.now) if fails else self.core.done(batch, trees, self.now)
+        self.hand_out(answers)
+
+    def hand_out(self, answers: Answers) -> None:
         for target in self.targets:
             target.down += [frame for target_id, frame in answers if target_id == target.id]
 

@@ -146,6 +146,10 @@ def test_what_cannot_be_ready_is_not_computed():
     rows, trees = service.run()
     assert rows == [("a", 2, 1)] and [tree.session for tree in trees] == [2]
     assert service.core.stats.expired == 1 and service.core.num_waiting == 0
+    (nothing,) = service.nothing
+    assert (nothing.session, nothing.round, nothing.length, nothing.width, len(nothing.index)) == (1, 1, 4, 2, 0)
+    assert service.say("a", draft(1, 0, 1, 4, [], give_up_s=0.023)) == [nothing], "said again, answered again"
+    assert service.core.given_up() == []
 
 
 def test_nobody_is_made_late_by_company():
@@ -233,8 +237,35 @@ def test_room_of_what_is_on_the_device_is_nobodys():
     assert service.room.held == {} and len(service.run()[1]) == 1
 
 
+def test_who_claims_to_be_late_is_no_earlier_than_who_is():
+    """Overdue is overdue: those take turns, whatever they claim, whenever they came."""
+    service = ToyService("ab", max_rows=1)
+    waiting(service, ("a", 1), ("a", 2), ("a", 3), ("b", 1))
+    for number in (1, 2, 3):
+        service.say("a", draft(number, 0, 1, 4, [], due_s=-1e9))
+    service.now = 0.5
+    service.say("b", draft(1, 0, 1, 4, [], due_s=-0.001))
+    service.now = 0.6
+    order = [rows[0] for rows in drained(service)]
+    assert order == [("a", 1), ("b", 1), ("a", 2), ("a", 3)] or order == [("b", 1), ("a", 1), ("a", 2), ("a", 3)]
+
+
+def test_who_was_evicted_while_it_was_fed_waits_until_it_speaks():
+    """Else it would take the room back as soon as it is idle, and lose it again, round after round."""
+    service = ToyService("ab", pages=4, max_feed=8)
+    service.say("a", opened(1, 0, [1] * 16))
+    assert service.run()[0] == [("a", 1, 8)]
+    service.say("b", opened(1, 0, [2] * 16), draft(1, 0, 0, 16, [], depth=0))
+    service.say("b", draft(1, 0, 1, 12, []))
+    assert drained(service) == [[("b", 1)]] * 2, "a's room goes to b, whose Draft waits"
+    for number in range(2, 5):
+        service.say("b", draft(1, 0, number, 12, []))
+        assert drained(service) == [[("b", 1)]]
+    assert service.core.stats.evicted == 1
+
+
 def test_one_target_cannot_have_everything():
-    quotas = Quotas(max_sessions=3, max_sessions_in_all=5, max_waiting=2, messages_per_s=10.0, messages_at_once=8)
+    quotas = Quotas(max_sessions=3, max_sessions_in_all=5, max_waiting=2, messages_per_s=10.0, messages_at_once=9)
     service = ToyService("ab", core={"quotas": quotas})
     answers = service.say("a", *[opened(number, 0, [1]) for number in (1, 2, 3, 4)])
     assert [(refused.code, refused.session) for refused in answers] == [("quota", 4)]

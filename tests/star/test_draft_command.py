@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -23,7 +22,7 @@ from adaserve_jax.star.cells import cells_hash
 from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree
 from adaserve_jax.tree.chances import read_chances
 from tests.conftest import ROOT
-from tests.star.streams import HANG_S, Target
+from tests.star.streams import HANG_S, Target, until
 
 SMALL = (
     "--max-sessions",
@@ -76,8 +75,9 @@ def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signal
                     Draft(1, 1, 1, len(text), text[:0], 4, 2, True, 1.0, HANG_S))  # fmt: skip
         tree = target.receive()
         assert isinstance(tree, Tree) and len(tree.index) == 8
-        while "adaserve_draft_service_rounds_total 1.0" not in httpx.get(f"{found[3]}/metrics").text:
-            time.sleep(0.01)  # the numbers are a moment old
+        until(
+            lambda: "adaserve_draft_service_rounds_total 1.0" in httpx.get(f"{found[3]}/metrics").text
+        )  # a moment old
         process.send_signal(kind)
         assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
         target.close()

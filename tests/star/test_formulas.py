@@ -7,7 +7,6 @@ import pytest
 
 from adaserve_jax.star.formulas import (
     accepted,
-    draft_s,
     emitted,
     full_targets,
     max_targets,
@@ -27,7 +26,7 @@ T_WAIT = (0.00001, 0.0005, 0.0006, 0.0039, 0.0130, 0.0223)
 
 
 def test_by_hand():
-    assert draft_s(4, 0.0015) == pytest.approx(0.006) and return_s(0.001, 0.03) == pytest.approx(0.031)
+    assert return_s(0.001, 0.03) == pytest.approx(0.031)
     assert accepted(0.5, 3) == pytest.approx(0.875) and emitted(0.5, 3) == pytest.approx(1.875)
     assert accepted(0.8, 5) == pytest.approx(0.8 * (1 - 0.8**5) / (1 - 0.8))
     assert accepted(1.0, 4) == 4.0 and accepted(0.0, 4) == 0.0

@@ -25,7 +25,7 @@ from adaserve_jax.runtime.timing import Effort
 from adaserve_jax.star.cells import cells_hash
 from adaserve_jax.star.dispatch import Batch, BatchRow
 from adaserve_jax.star.http import StatusServer
-from adaserve_jax.star.messages import Close, Draft, Hello, Open
+from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync
 from adaserve_jax.star.metrics import PREFIX
 from adaserve_jax.star.model import DraftModel, load
 from adaserve_jax.star.service import DraftService
@@ -270,8 +270,8 @@ def test_over_the_wire_trees_are_those_of_a_local_drafter(service: DraftService,
             for name in ("token", "parent", "cell"):
                 np.testing.assert_array_equal(getattr(tree, name), getattr(expected, name)[0, there], name)
             np.testing.assert_allclose(tree.log_q, expected.log_q[0, there], atol=1e-4)
-    target.send(*(Close(key + 1) for key in range(4)), hello(model))
-    assert target.receive() == welcome
+    target.send(*(Close(key + 1) for key in range(4)), Draft(1, 1, 9, 0, np.zeros(0, np.int32), 0, 0, True, 1.0, 1.0))
+    assert target.receive() == Resync(1, 1), "it is closed"
     target.close()
 
 

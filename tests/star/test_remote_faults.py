@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.link import MISMATCH_RETRY_S, WELCOME_S
-from adaserve_jax.star.messages import Close, Draft, Load, Open, Refused, Resync, Tree
+from adaserve_jax.star.messages import Close, Draft, Load, Open, Refused, Resync, Tree, WireError
 from tests.star.scripted import VOCABULARY, WELCOME, Row, Scene, plan_of, without
 
 
@@ -21,14 +21,18 @@ def text(length: int, seed: int = 0) -> list[int]:
 class Typist:
     """Requests that grow by two tokens each step; the same plans whatever the drafter brings."""
 
-    def __init__(self, scene: Scene, rows: int = 2, seed: int = 0) -> None:
+    def __init__(self, scene: Scene, rows: int = 2, seed: int = 0, due_s: float = np.inf) -> None:
         self.scene = scene
+        self._due_s = due_s
         self._drawn = np.random.default_rng(seed)
         self._texts = [self._drawn.integers(0, VOCABULARY, 10).tolist() for _ in range(rows)]
         self._known = [0] * rows
 
     def step(self) -> list[bool]:
-        rows = [Row(slot, text, known) for slot, (text, known) in enumerate(zip(self._texts, self._known, strict=True))]
+        rows = [
+            Row(slot, text, known, due_s=self._due_s)
+            for slot, (text, known) in enumerate(zip(self._texts, self._known, strict=True))
+        ]
         got = self.scene.propose(rows)
         self._known = [len(text) for text in self._texts]
         self._texts = [[*text, *self._drawn.integers(0, VOCABULARY, 2).tolist()] for text in self._texts]
@@ -177,9 +181,94 @@ def test_a_tree_that_makes_no_sense_is_dropped_and_counted_alone(name: str) -> N
 
 def test_a_message_that_could_not_be_read_is_counted() -> None:
     scene = Scene.of()
-    scene.service.spoil = lambda frame: [(0.0, [ValueError("junk"), *frame, "junk"])]  # type: ignore[list-item]
+    scene.service.spoil = lambda frame: [(0.0, [WireError("junk"), *frame, WireError("junk", 1, 7)])]
     assert Typist(scene).step() == [True, True]
     assert scene.drafter.stats().invalid == 2
+
+
+def test_a_tree_that_could_not_be_read_is_not_waited_for() -> None:
+    scene = Scene.of()
+    scene.service.answer = lambda draft, tree: WireError("NaN", 1, draft.epoch) if draft.session == 1 else tree
+    assert Typist(scene, rows=2).step() == [False, True]
+    stats = scene.drafter.stats()
+    assert scene.drafter.wait_s < 0.02 and (stats.invalid, stats.late, stats.trees) == (1, 0, 1)
+
+
+def test_a_service_whose_trees_cannot_be_read_is_left_alone() -> None:
+    scene = Scene.of()
+    scene.service.answer = lambda draft, tree: WireError("NaN", draft.session, draft.epoch)
+    Typist(scene).steps(3)
+    assert scene.drafter.stats().services[scene.service.address].breaker == "open"
+
+
+def no_nodes(tree: Tree) -> Tree:
+    return replace(tree, **{name: getattr(tree, name)[:0] for name in ("index", "token", "parent", "cell", "log_q")})
+
+
+def test_an_empty_tree_is_no_candidates_and_nobody_waits_for_more() -> None:
+    scene = Scene.of()
+    scene.service.answer = lambda draft, tree: no_nodes(tree) if draft.session == 1 else tree
+    assert Typist(scene, rows=2).step() == [False, True]
+    stats = scene.drafter.stats()
+    assert scene.drafter.wait_s < 0.02 and (stats.late, stats.trees, stats.invalid) == (1, 1, 0)
+
+
+def test_empty_trees_do_not_make_waits_shorter_until_nothing_can_be_in_time() -> None:
+    """Who gives up within 30 ms gets empty trees; the row is overdue, so its wait follows usual rounds."""
+    scene = Scene.of(deadline_ms=100.0)
+    typist = Typist(scene, rows=1, due_s=-1.0)
+    typist.steps(2)
+    asked: list[float] = []
+
+    def slow(draft: Draft, tree: Tree) -> Tree:
+        asked.append(draft.give_up_s)
+        return no_nodes(tree) if draft.give_up_s < 0.030 else tree
+
+    scene.service.answer = slow
+    assert typist.steps(6)[-1] == [True] and max(asked) >= 0.030
+    assert asked[:3] == sorted(asked[:3]), "each wait is longer than the one before"
+
+
+def test_a_session_that_one_service_refuses_goes_to_another() -> None:
+    scene = Scene.of(services=2)
+    typist = Typist(scene, rows=1)
+    home = next(service for service in scene.services if typist.step() == [True] and service.sessions)
+    other = next(service for service in scene.services if service is not home)
+    home.answer = lambda draft, tree: Refused("quota", "no", draft.session, draft.epoch, retry_after_s=1.0)
+    assert typist.step() == [False] and scene.drafter.wait_s < 0.02
+    assert typist.steps(2) == [[True]] * 2 and len(other.sessions) == 1
+    scene.world.sleep(0.1)
+    assert not home.sessions, "it was told that nobody needs it there"
+    stats = scene.drafter.stats()
+    assert (stats.moved, stats.services[home.address].sessions, stats.services[other.address].sessions) == (1, 0, 1)
+    other.answer = lambda draft, tree: Refused("too_long", "no", draft.session, draft.epoch)
+    home.answer = lambda draft, tree: tree
+    assert typist.steps(2) == [[False]] * 2, "the first one has not said yet that it may be asked"
+    scene.world.sleep(1.0)
+    assert typist.step() == [True] and home.sessions
+
+
+def test_what_a_service_says_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene.of(connected=False)
+    scene.service.welcome = Refused("full", "no\r\nERROR forged\x1b[2J")
+    scene.drafter.connect(0.5)
+    scene.service.welcome = WELCOME
+    scene.world.sleep(10.0)
+    assert scene.drafter.connect(1.0) is not None
+    scene.service.cut("reset\nforged")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all(line.isprintable() for line in said), said
+    assert scene.drafter.stats().services[scene.service.address].reason.isprintable()
+
+
+def test_errors_of_its_own_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene.of()
+    typist = Typist(scene)
+    typist.step()
+    scene.drafter._mirror.follow = None  # type: ignore[assignment, method-assign]
+    assert typist.steps(3) == [[False, False]] * 3
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert scene.drafter.stats().errors == 3
 
 
 def test_resync_opens_the_session_anew_within_the_same_step() -> None:
@@ -218,7 +307,7 @@ def test_resync_of_an_epoch_that_is_over_changes_nothing() -> None:
 def test_a_refused_session_is_not_asked_again_before_its_time() -> None:
     scene = Scene.of()
     typist = Typist(scene)
-    refused = Refused("no_pages", "no room", 1, 1, retry_after_s=1.0)
+    refused = Refused("quota", "no room", 1, 1, retry_after_s=1.0)
     scene.service.answer = lambda draft, tree: refused if draft.session == 1 else tree
     assert typist.step() == [False, True]
     assert scene.drafter.wait_s < 0.02

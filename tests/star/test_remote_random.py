@@ -16,7 +16,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree
+from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree, WireError
 from adaserve_jax.star.session import Sampling
 from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import DraftPlan
@@ -70,13 +70,13 @@ class Weather:
     def _refuses(self, draft: Any, tree: Tree) -> Tree | Refused:
         if self._maybe(0.1):
             return Refused("shutting_down", "bye", retry_after_s=0.2)
-        return Refused("no_pages", "full", draft.session, draft.epoch, 0.3) if self._maybe() else tree
+        return Refused("quota", "full", draft.session, draft.epoch, 0.3) if self._maybe() else tree
 
     def _garbled(self, draft: Any, tree: Tree) -> Any:
         parts = {name: getattr(tree, name) for name in ("index", "token", "parent", "cell", "log_q")}
         name = str(self._drawn.choice([*parts, "epoch", "round", "length", "session", "width", "text"]))
         if name == "text":
-            return ValueError("junk")
+            return WireError("junk", draft.session, draft.epoch)
         if name not in parts:
             return replace(tree, **{name: getattr(tree, name) + int(self._drawn.integers(-2, 3))})
         spoiled = parts[name].copy()
@@ -207,6 +207,7 @@ class CoreService(Service):
         room = toys.ToyRoom(pages=400)
         self._core, self._device = DraftCore(bounds, room), toys.ToyDevice(room, bounds)
         self._works = False
+        self._greeted: ScriptedStream | None = None
 
     def restart(self) -> None:
         self.__post_init__()
@@ -214,8 +215,9 @@ class CoreService(Service):
 
     def hear(self, stream: ScriptedStream, frame: Sequence[FromTarget]) -> None:
         core = self._core
-        if stream is not self.streams[-1]:
+        if stream is not self._greeted:
             core.gone(HELLO.target_id, self.world.now)
+            self._greeted = stream
         self._answer_with(stream, core.receive(HELLO.target_id, self.listen(frame), self.world.now))
         self._work()
 
@@ -228,6 +230,8 @@ class CoreService(Service):
     def _work(self) -> None:
         core = self._core
         batch = None if self._works else core.next_batch(self.world.now)
+        for _, answers in core.given_up():
+            self._answer_with(self.streams[-1], answers)
         if batch is None:
             return
         self._works = True

@@ -71,3 +71,10 @@ def test_an_allowance_fills_up_again():
     assert allowance.take(0.11) == 0.0 and allowance.take(0.11) > 0.0
     assert [allowance.take(9.0) for _ in range(3)] == [0.0, 0.0, pytest.approx(0.1)]
     assert allowance.take(8.0) > 0.0  # a clock that goes back gives nothing
+
+
+def test_what_is_owed_is_paid_over_time():
+    allowance = Allowance(10.0, 4, 0.0)
+    assert allowance.owe(3, 0.0) == 0.0 and allowance.owe(6, 0.0) == pytest.approx(0.5)
+    assert allowance.owe(1, 0.3) == pytest.approx(0.3) and allowance.take(0.6) > 0.0
+    assert allowance.owe(1, 0.7) == pytest.approx(0.0)

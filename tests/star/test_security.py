@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.messages import Refused, Welcome
+from adaserve_jax.star.messages import Refused, Resync, Welcome
 from adaserve_jax.star.security import Audit, Tokens, check_secured, is_loopback
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
 from tests.star.streams import Target, toy_service
-from tests.star.toys import hello, opened
+from tests.star.toys import draft, hello, opened
 
 FIRST, SECOND = "first-0123456789abcdef", "second-0123456789abcdef"
 
@@ -69,8 +69,6 @@ def test_only_who_has_a_token_gets_in(tokens: Path):
     with toy_service(token_file=str(tokens)) as service:
         for token in (None, "wrong-0123456789abcdef"):
             target = Target(service.port, token=token)
-            target.send(hello("a"))
-            assert target.receive().code == "unauthenticated"
             with pytest.raises(grpc.RpcError) as raised:
                 target.receive()
             assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
@@ -79,8 +77,8 @@ def test_only_who_has_a_token_gets_in(tokens: Path):
         assert service.core.targets == []
         with service.target("a", token=FIRST) as one, service.target("a", token=SECOND) as other:
             one.send(opened(1, 1, [1, 2]))
-            other.send(opened(1, 1, [3, 4]), hello("a"))
-            assert isinstance(other.receive(), Welcome)
+            other.send(opened(1, 1, [3, 4]), draft(2, 1, 1, 0, [1]))
+            assert other.receive() == Resync(2, 1)
             assert service.core.targets == ["token-1/a", "token-2/a"], "the same name, but not the same target"
 
 

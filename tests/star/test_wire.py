@@ -233,3 +233,18 @@ def test_the_generated_code_is_of_this_protocol(name: str, tmp_path: Path):
     command = ["-m", "grpc_tools.protoc", f"-I{STAR}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
     subprocess.run([sys.executable, *command, str(STAR / "draft.proto")], check=True, timeout=60)
     assert (tmp_path / name).read_text() == (STAR / name).read_text()
+
+
+@pytest.mark.parametrize("cap", ["MAX_FRAME_BYTES", "messages"])
+def test_what_is_too_large_for_one_frame_goes_in_several(cap: str, monkeypatch: pytest.MonkeyPatch):
+    if cap == "messages":
+        monkeypatch.setattr(wire, "DEFAULT_CAPS", wire.Caps(messages=3))
+    else:
+        monkeypatch.setattr(wire, cap, 40)
+    closes, resyncs = [Close(number) for number in range(1, 12)], [Resync(number, 2) for number in range(1, 12)]
+    for write, read, said in (
+        (wire.target_frame, wire.read_target_frame, closes), (wire.service_frame, wire.read_service_frame, resyncs),
+    ):  # fmt: skip
+        frames = wire.in_frames(write, said)
+        assert len(frames) > 1 and [each for frame in frames for each in read(frame, wire.DEFAULT_CAPS)] == said
+    assert wire.in_frames(wire.service_frame, []) == [b""]

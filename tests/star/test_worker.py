@@ -11,7 +11,7 @@ from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.messages import Load, Refused, Tree
 from adaserve_jax.star.worker import BusyMeter, Worker
 from tests.star.streams import HANG_S
-from tests.star.toys import ToyDevice, ToyRoom, draft, hello, limits, opened
+from tests.star.toys import ToyDevice, ToyRoom, close, draft, hello, limits, opened
 
 
 class Stream:
@@ -106,10 +106,21 @@ def test_the_load_is_told_every_quarter_second_at_most():
     stream.wait(1)
     for frames, later_s in enumerate((0.1, 0.1, 0.1), 2):
         clock.now += later_s
-        worker.heard(stream, [hello("a")])
+        worker.heard(stream, [draft(1, 1, 1, 0, [1])])
         stream.wait(frames)
-    assert [type(each).__name__ for each in stream.sent] == ["Welcome", "Load", "Welcome", "Welcome", "Welcome", "Load"]
+    assert [type(each).__name__ for each in stream.sent] == ["Welcome", "Load", "Resync", "Resync", "Resync", "Load"]
     assert worker.stop(HANG_S)
+
+
+def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
+    monkeypatch.setattr("adaserve_jax.star.worker.MOST_MESSAGES", 5)
+    bounds, room = limits(), ToyRoom()
+    worker = Worker(DraftCore(bounds, room), ToyDevice(room, bounds), clock=Clock())
+    stream = Stream()
+    for frame in ([hello("a"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])], [close(2)] * 3, [close(2)], []):
+        worker.heard(stream, frame)
+    worker._turn()
+    assert worker._stats.frames == 2 and worker._stats.searches == 1, "six messages: a frame is taken whole"
 
 
 def test_nothing_that_is_said_ends_the_loop(monkeypatch):

@@ -151,7 +151,8 @@ class ToyDevice:
 
 
 class ToyService:
-    """A core with its room and its device; `now` is set by the test. keywords: of `limits`."""
+    """A core with its room and its device; `now` is set by the test. keywords: of `limits`. nothing: the answers to
+    Drafts that were given up."""
 
     def __init__(self, targets="a", *, pages: int = 1000, core: dict | None = None, **changes):
         self.bounds = limits(**changes)
@@ -159,6 +160,7 @@ class ToyService:
         self.device = ToyDevice(self.room, self.bounds)
         self.core = DraftCore(self.bounds, self.room, **(core or {}))
         self.now = 0.0
+        self.nothing: list[Tree] = []
         for target_id in targets:
             self.say(target_id, hello(target_id))
 
@@ -168,6 +170,7 @@ class ToyService:
     def run(self, seconds: float = 0.0) -> tuple[list[tuple[str, int, int]], list[Tree]]:
         """One batch: (target, session, tokens fed) of its rows, and the trees that were answered."""
         batch = self.core.next_batch(self.now)
+        self.nothing += [tree for _, frame in self.core.given_up() for tree in frame if isinstance(tree, Tree)]
         if batch is None:
             return [], []
         trees = self.device.run(batch)
