@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 SMALL = (
     "--max-sessions", "16", "--max-batch", "4", "--max-batch-tokens", "32", "--max-context", "128", "--page-size", "16",
-    "--max-depth", "3", "--max-width", "1", "--lease-s", "3", "--http", "127.0.0.1:0",
+    "--max-depth", "3", "--max-width", "1", "--lease-s", "1", "--http", "127.0.0.1:0",
 )  # fmt: skip
 _READY = re.compile(r"ready: grpc://127\.0\.0\.1:(\d+) drafts .* metrics on (\S+/metrics)\n")
 
@@ -37,6 +37,13 @@ class ServiceProcess:
     def kill(self) -> None:
         """As a crash does: without a word. Safe from any thread, and twice."""
         self._process.send_signal(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """Its connections stand, and nothing is said, until it thaws."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def start_again(self) -> None:
         """At the address that it had, once it is dead."""
