@@ -16,6 +16,8 @@ SMALL = (
     "--max-sessions", "16", "--max-batch", "4", "--max-batch-tokens", "32", "--max-context", "128", "--page-size", "16",
     "--max-depth", "3", "--max-width", "1", "--lease-s", "1", "--http", "127.0.0.1:0",
 )  # fmt: skip
+MAIN = "import sys; sys.modules['torch'] = None; from adaserve_jax.cli import main; main()"
+"""`adaserve`, as where torch is not installed: transformers would spend seconds on it."""
 _READY = re.compile(r"ready: grpc://127\.0\.0\.1:(\d+) drafts .* metrics on (\S+/metrics)\n")
 
 
@@ -61,7 +63,7 @@ class ServiceProcess:
         self._reap()
 
     def _start(self, port: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "adaserve_jax.cli", "draft", "--listen", f"127.0.0.1:{port}", *SMALL]
+        command = [sys.executable, "-c", MAIN, "draft", "--listen", f"127.0.0.1:{port}", *SMALL]
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
     def _reap(self) -> None:

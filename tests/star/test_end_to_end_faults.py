@@ -8,6 +8,7 @@ that knows bytes on each side of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import subprocess
 import sys
@@ -143,14 +144,15 @@ def parts() -> Iterator[World]:
             world = World(llm, front, frames, back, service, expected["ar"], accepted, rounds)
             world.generate()
             llm.set_policy(SPECULATES)
+            world.drafts_are_used()
             yield world
             assert llm.stats().compiles_after_ready == 0
 
 
 @pytest.fixture
 def world(parts: World) -> Iterator[World]:
-    """Speculation works before the test, and again after it; then nothing is left at the service."""
-    parts.drafts_are_used()
+    """Speculation works before the test, as it did after the one before it, and again after it; then nothing is left at
+    the service."""
     yield parts
     parts.frames.up = parts.frames.down = NO_FAULTS
     parts.frames.on_message = lambda kind: None
@@ -196,7 +198,7 @@ def test_messages(world: World, faults: Faults) -> None:
     counts.clear()
     kinds = [name for name in ("lost", "doubled", "late", "delayed", "garbled", "cut") if getattr(faults, name)]
     world.frames.up = world.frames.down = faults
-    world.generate_until(lambda: all(counts[kind] >= 2 for kind in kinds))
+    world.generate_until(lambda: all(counts[kind] for kind in kinds))
 
 
 @pytest.mark.slow
@@ -216,13 +218,19 @@ def test_streams_that_are_cut(world: World) -> None:
     world.generate_until(lambda: world.counts.lost > lost + 1)
 
 
-@pytest.mark.parametrize("side", ["front", "back"])
-def test_junk_in_a_connection_both_ways(world: World, side: str) -> None:
+def test_junk_in_a_connection_both_ways(world: World) -> None:
     """What gRPC cannot read ends the connection, at the target and at the service; the next one serves."""
-    lost, draw = world.counts.lost, random.Random(3)
-    proxy: ByteProxy = getattr(world, side)
-    world.frames.on_message = every(20, lambda: proxy.junk(draw.randbytes(200)))
-    world.generate_until(lambda: world.counts.lost > lost)
+    draw, junked = random.Random(3), []
+
+    def junk(proxy: ByteProxy) -> None:
+        junked.append(proxy)
+        proxy.junk(draw.randbytes(200))
+
+    for proxy in (world.front, world.back):
+        lost = world.counts.lost
+        world.frames.on_message = at(20, "tree", functools.partial(junk, proxy))
+        world.generate_until(lambda lost=lost: world.counts.lost > lost)
+    assert junked == [world.front, world.back]
 
 
 def test_the_service_is_killed_and_started_again(world: World) -> None:
@@ -240,7 +248,9 @@ def test_the_service_is_killed_and_started_again(world: World) -> None:
     world.service.start_again()
     ready = threading.Thread(target=world.service.wait)
     ready.start()
-    world.generate_until(lambda: not ready.is_alive())
+    while ready.is_alive():
+        world.generate()
+        ready.join(0.5)
     assert world.counts.lost > lost
 
 
@@ -273,7 +283,7 @@ def hello(**values: Any) -> Callable[[Any], None]:
         ({"draft_version": "another"}, "draft_version"),
         ({"protocol_version": 2}, "protocol_version"),
         ({"vocabulary_hash": "another"}, "vocabulary"),
-        ({"cells_hash": "another"}, "cells"),
+        pytest.param({"cells_hash": "another"}, "cells", marks=pytest.mark.slow),
     ],
 )
 def test_of_another_version(world: World, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], code: str) -> None:
@@ -350,17 +360,6 @@ def test_a_network_that_loses_packets_and_has_spikes(world: World) -> None:
             world.drafts_are_used()
         finally:
             world.front.lead(world.frames.address)
-
-
-def every(count: int, call: Callable[[], None]) -> Callable[[str], None]:
-    """Calls at each so manieth message."""
-    seen = iter(range(1, sys.maxsize))
-
-    def saw(kind: str) -> None:
-        if next(seen) % count == 0:
-            call()
-
-    return saw
 
 
 def at(count: int, kind: str, call: Callable[[], None]) -> Callable[[str], None]:
