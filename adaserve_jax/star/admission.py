@@ -76,9 +76,9 @@ class Admission:
 
     def admit(self, target_id: str, *, plain_s: float, verify_s: float, requests: int = 0) -> str:
         """Admit it: "", or why not, and it is not admitted. plain_s, verify_s: of its Hello; requests: that the targets
-        which are there have now. Who is there already stays; what is not known yet keeps nobody out. Nor is anybody kept
-        out where nobody is: it takes nothing from others, says itself when drafts are worth their time, and without it
-        nothing would be measured again after an hour in which the device was slow."""
+        which are there have now. Who is there already stays; what is not known yet keeps nobody out. Nor is anybody
+        kept out where nobody is: it takes nothing from others, says itself when drafts are worth their time, and
+        without it nothing would be measured again after an hour in which the device was slow."""
         there = self._targets.get(target_id)
         if there is not None:
             there.plain_s, there.verify_s = plain_s, verify_s

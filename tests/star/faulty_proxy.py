@@ -150,7 +150,10 @@ class FrameProxy:
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         with grpc.insecure_channel("{}:{}".format(*self.upstream), [("grpc.use_local_subchannel_pool", 1)]) as channel:
             call = channel.stream_stream(METHOD)(iter(outgoing.get, None))
-            context.add_callback(call.cancel)
+
+            def end() -> None:
+                outgoing.put(None)
+                call.cancel()
 
             def forward() -> None:
                 # gRPC raises bare exceptions where a stream ends; a cut is one too
@@ -158,9 +161,9 @@ class FrameProxy:
                     for data in requests:
                         for said in up.passes(data):
                             outgoing.put(said)
-                outgoing.put(None)
-                call.cancel()
+                end()
 
+            context.add_callback(end)
             threading.Thread(target=forward, name="proxy-up", daemon=True).start()
             try:
                 for data in call:
@@ -168,8 +171,7 @@ class FrameProxy:
             except (grpc.RpcError, ConnectionError) as error:
                 context.abort(grpc.StatusCode.UNAVAILABLE, f"behind the proxy: {type(error).__name__}")
             finally:
-                call.cancel()
-                outgoing.put(None)
+                end()
 
 
 class _Handlers(grpc.GenericRpcHandler):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 from typing import IO
-
-import httpx
+from urllib.request import urlopen
 
 from tests.conftest import ROOT
 
@@ -54,7 +54,8 @@ class ServiceProcess:
 
     def number(self, metric: str) -> float:
         """What /metrics says of it; no older than LOOK_EVERY_S of the service."""
-        found = re.search(rf"^adaserve_draft_service_{metric} (\S+)$", httpx.get(self._metrics).text, re.MULTILINE)
+        with urlopen(self._metrics) as said:
+            found = re.search(rf"^adaserve_draft_service_{metric} (\S+)$", said.read().decode(), re.MULTILINE)
         assert found is not None, metric
         return float(found[1])
 
@@ -64,7 +65,8 @@ class ServiceProcess:
 
     def _start(self, port: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", MAIN, "draft", "--listen", f"127.0.0.1:{port}", *SMALL]
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        quiet = os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=quiet, stdout=subprocess.PIPE, text=True)
 
     def _reap(self) -> None:
         self._process.wait()

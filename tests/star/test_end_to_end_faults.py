@@ -34,6 +34,7 @@ DEADLINE_S = 0.15
 """Below the 200 ms of a spike."""
 SCHEDULING_S = 5.0
 """How long a thread that may run is kept from it, at the very most, on a machine with much else to do."""
+LOOK_S = 0.05
 OPTIONS: dict[str, Any] = {
     "deterministic": True, "max_requests": 4, "max_context": 128, "page_size": 16, "num_pages": 48,
     "max_batch_tokens": 32, "max_depth": 3, "max_width": 1,
@@ -110,7 +111,7 @@ class World:
 
     def nothing_is_kept(self) -> None:
         """The requests have ended: the service frees their KV, at their end or with their leases."""
-        wait_until(lambda: self.service.number("kv_pages_used") == 0)
+        wait_until(lambda: self.service.number("kv_pages_used") == 0, LOOK_S)
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +197,9 @@ def test_spikes_of_200_ms(world: World) -> None:
 def test_messages(world: World, faults: Faults) -> None:
     counts = world.frames.counts
     counts.clear()
-    kinds = [name for name in ("lost", "doubled", "late", "delayed", "garbled", "cut") if getattr(faults, name)]
+    least = {"lost": 4, "doubled": 4, "late": 4, "delayed": 1, "garbled": 1, "cut": 1}
     world.frames.up = world.frames.down = faults
-    world.generate_until(lambda: all(counts[kind] for kind in kinds))
+    world.generate_until(lambda: all(counts[kind] >= least[kind] for kind in least if getattr(faults, kind)))
 
 
 @pytest.mark.slow
@@ -342,11 +343,12 @@ def test_a_target_dies(world: World) -> None:
             client.kill()
     world.drafts_are_used()
     world.nothing_is_kept()
-    wait_until(lambda: world.service.number("leases_ended_total") >= ended + 3)
+    wait_until(lambda: world.service.number("leases_ended_total") >= ended + 3, LOOK_S)
 
 
-def test_a_network_that_loses_packets_and_has_spikes(world: World) -> None:
-    """5% of packets lost, then 200 ms there and back: TCP sends again, which takes longer than a step waits."""
+def test_a_network_that_loses_packets_and_has_spikes_and_is_gone(world: World) -> None:
+    """5% of packets lost: TCP sends again, which takes longer than a step waits; then 200 ms there and back; then no
+    packet at all, until the service is left alone."""
     with network() as way, contextlib.closing(ByteProxy(world.frames.address, way.listening)) as far:
         try:
             world.front.lead(far.address)
@@ -358,6 +360,10 @@ def test_a_network_that_loses_packets_and_has_spikes(world: World) -> None:
             way.delay_s = 0.1
             world.generate_until(lambda: world.counts.late > late)
             way.delay_s = 0.0
+            world.drafts_are_used()
+            way.loss, opens = 1.0, world.counts.breaker_opens
+            world.generate_until(lambda: world.counts.breaker_opens > opens)
+            way.loss = 0.0
             world.drafts_are_used()
         finally:
             world.front.lead(world.frames.address)
