@@ -9,8 +9,8 @@ PATIENCE_S = 100.0
 """Nothing takes as long; below the time that a test has in all."""
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], every_s: float = 0.002) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "waited too long"
-        time.sleep(0.002)
+        time.sleep(every_s)

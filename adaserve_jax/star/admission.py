@@ -71,7 +71,9 @@ class Admission:
 
     def admit(self, target_id: str, *, plain_s: float, verify_s: float, requests: int = 0) -> str:
         """Admit it: "", or why not, and it is not admitted. plain_s, verify_s: of its Hello; requests: that the targets
-        which are there have now. Who is there already stays; what is not known yet keeps nobody out."""
+        which are there have now. Who is there already stays; what is not known yet keeps nobody out. Nor is anybody
+        kept out where nobody is: it takes nothing from others, says itself when drafts are worth their time, and
+        without it nothing would be measured again after an hour in which the device was slow."""
         there = self._targets.get(target_id)
         if there is not None:
             there.plain_s, there.verify_s = plain_s, verify_s
@@ -84,7 +86,7 @@ class Admission:
 
     def _why_not(self, coming: _Times, each: float) -> str:
         """each: requests of one target."""
-        if self._served < FEWEST or not self.tokens:
+        if self._served < FEWEST or not self.tokens or not self._targets:
             return ""
         service_s, now = measured(self._service_s), len(self._targets)
         for times, is_new in ((coming, True), *((times, False) for times in self._targets.values())):
