@@ -106,10 +106,15 @@ class LocalCluster:
     async def stop(self) -> None:
         """Drain the router, then end targets, then drafts. Nothing is left afterwards."""
         self._phase = "stopping"
-        for names in (["router"], [t.member.name for t in self._targets], [d.member.name for d in self._drafts]):
-            self.write()
-            await asyncio.gather(*(self._keepers[name].stop() for name in names))
-        self._listener.close()
+        await self._down(["router"])
+        self._listener.close()  # nobody will answer what would wait there
+        await self._down([target.member.name for target in self._targets])
+        await self._down([draft.member.name for draft in self._drafts])
+
+    async def _down(self, names: list[str]) -> None:
+        ending = asyncio.gather(*(self._keepers[name].stop() for name in names))
+        self.write()
+        await ending
 
     def kill(self) -> None:
         """End all at once; `stop` is still to be awaited."""

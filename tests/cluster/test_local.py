@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from adaserve_jax.cli.app import main
 from adaserve_jax.cluster.control import give_order
 from adaserve_jax.cluster.plan import ClusterPlan, filled, target_environment
-from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.run_folder import RunFolder, default_folder
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import ConfigError
 from tests.cluster.conftest import BODY, wait_until
@@ -64,6 +65,9 @@ class Up:
 
     def pids(self) -> list[int]:
         return [each["pid"] for each in self.state()["members"]]
+
+    def member_pid(self, state: dict, name: str) -> int:
+        return next(each["pid"] for each in state["members"] if each["name"] == name)
 
     def post(self) -> httpx.Response:
         return httpx.post(f"{self.state()['url']}/v1/completions", json=BODY, timeout=60)
@@ -157,6 +161,39 @@ def test_the_death_of_the_cluster_itself_leaves_no_orphan(tmp_path):
     up.process.kill()
     up.process.communicate()
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_cluster_whose_folder_is_gone_serves_on_and_ends_cleanly(tmp_path):
+    folder = tmp_path / "run"
+    up = Up(folder, 1, 0)
+    state, pids = up.state(), up.pids()
+    shutil.rmtree(folder)
+    folder.touch()
+    os.kill(up.member_pid(state, "target-0"), signal.SIGKILL)  # a change that is to be written down
+    wait_until(lambda: httpx.post(f"{state['url']}/v1/completions", json=BODY, timeout=60).status_code == 200)
+    up.process.send_signal(signal.SIGTERM)
+    _, said = up.process.communicate(timeout=100)
+    assert up.process.returncode == 0 and not any(map(is_alive, pids))
+    assert said.decode().count("state.json cannot be written") == 1
+
+
+def test_the_state_of_a_cluster_that_was_killed_is_not_shown(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.write({"phase": "ready"})
+    assert folder.read() == {"phase": "ready"}
+    os.close(folder._lock)
+    with pytest.raises(ConfigError, match="no cluster runs in"):
+        folder.read()
+
+
+def test_the_usual_folder_outlives_a_login(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "adaserve" / os.uname().nodename
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_folder() == Path("/home/me/.local/state/adaserve") / os.uname().nodename
 
 
 def test_orders_to_no_cluster_say_so(tmp_path, monkeypatch, capsys):
