@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from adaserve_jax.cluster import forwarding
 from adaserve_jax.cluster.router import OF_ONE_SERVER
-from tests.bench.fake_server import STREAM, FakeServer, chunk, stream, token
-from tests.cluster.conftest import BODY, TOKEN, error, events, routed, target, wait_until, whole
+from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
+from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
 from tests.server.conftest import running
 
 GENERATION = "/v1/completions"
@@ -112,6 +113,83 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
     assert first + "\n\n" == token("whole").decode() and done == "data: [DONE]"
     failure = json.loads(second.removeprefix("data: "))["error"]
     assert failure["code"] == "target_lost" and failure["type"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("begun", [[], [STREAM, chunk(token("a"))]])
+def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
+    asked: list[int] = []
+
+    def each(number: int):
+        def generate(_):
+            asked.append(number)
+            return [*begun, "silence"] if number == asked[0] else whole(f"of {number}")
+
+        alive = target(generate)
+        return lambda it: ["silence"] if it.route == "/health" and asked[:1] == [number] else alive(it)
+
+    fast = {"router": "round-robin", "poll_timeout": 0.3}
+    with FakeServer(each(0)) as one, FakeServer(each(1)) as two, routed(one.url, two.url, **fast) as router:
+        answered = router.post(stream=bool(begun))
+        if begun:
+            assert json.loads(answered.text.split("\n\n")[1].removeprefix("data: "))["error"]["code"] == "target_lost"
+        else:
+            assert answered.json()["choices"][0]["text"] == f"of {asked[-1]}" and asked[0] != asked[-1]
+
+
+def test_what_goes_on_at_a_target_that_is_slow_to_say_how_it_is_goes_on():
+    held = threading.Event()
+    script = target(lambda _: [STREAM, *[part for _ in range(20) for part in (chunk(token("a")), 0.1)], b"0\r\n\r\n"])
+
+    def slow(it):
+        if it.route != "/health":
+            held.set()
+        return ["silence"] if it.route == "/health" and held.is_set() else script(it)
+
+    with FakeServer(slow) as server, routed(server.url, poll_timeout=0.8) as router:
+        text = router.post(stream=True).text
+    assert text == token("a").decode() * 20
+
+
+@pytest.mark.parametrize("route, said", [
+    ("/metrics", b"adaserve_requests_running 1e999\n"),
+    ("/metrics", b"adaserve_requests_running 1.2.3\n"),
+    ("/version", b"[" * 200_000),
+    ("/version", b'{"engine": {"max_requests": Infinity}}'),
+    ("/v1/models", b'{"data": [{"baseline_ms": 1e999, "slo_classes": {}}]}'),
+    ("/health", b"[" * 200_000),
+])  # fmt: skip
+def test_whatever_a_target_says_of_itself_it_is_asked_on(route, said):
+    down = threading.Event()
+    cards = b'{"data": [{"baseline_ms": 10, "slo_classes": {}}]}'
+
+    def script(it):
+        if it.route == "/health" and down.is_set():
+            return answer("200 OK", said) if route == "/health" else error("503 Service Unavailable", "dead")
+        if it.route == "/health":
+            return HEALTHY
+        return answer("200 OK", said if it.route == route else cards if it.route == "/v1/models" else b"{}")
+
+    with FakeServer(script) as server, routed(server.url) as router:
+        wait_until(lambda: [it.route for it in server.asked].count("/metrics") > 1)
+        down.set()
+        router.up(0)
+        down.clear()
+        router.up(1)
+
+
+def test_a_long_answer_that_is_cut_is_neither_whole_nor_begun_again(monkeypatch, caplog):
+    monkeypatch.setattr(forwarding, "MOST_WHOLE_BYTES", 1000)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\ncontent-type: application/json\r\n\r\n"
+    script = target(lambda _: [head + bytes(3000), 0.05, bytes(100), "close"])
+    with FakeServer(script) as one, FakeServer(script) as two, routed(one.url, two.url) as router:
+        with pytest.raises(httpx.RemoteProtocolError):
+            router.post()
+        wait_until(lambda: router.router.status()["in_flight"] == 0)
+        assert sum(it.route == GENERATION for it in one.asked + two.asked) == 1
+        assert sum(each["stream_cuts"] for each in router.router.status()["targets"]) == 1
+        assert sum(each["ejections"] for each in router.router.status()["targets"]) == 1
+        assert router.http.get("/health").status_code == 200
+    assert "without completing" not in caplog.text
 
 
 def test_a_stream_that_lost_only_its_end_is_whole():
