@@ -44,13 +44,15 @@ class MemberFailed(AdaServeError):
 @dataclass(frozen=True)
 class Patience:
     """Seconds. every: between two looks. start: from a start until it must be ready; unwell: that a process may be
-    unwell until it is replaced; grace: from SIGTERM to SIGKILL. first_wait, most_wait: before another start, doubled
+    unwell until it is replaced; grace: from SIGTERM to SIGKILL; margin: of what a
+    grace is beyond the limits that a process has itself. first_wait, most_wait: before another start, doubled
     each time; well: after so many seconds ready, the next wait is the first one again. ask: for one look."""
 
     every: float = 0.5
     start: float = 900.0
     unwell: float = 30.0
     grace: float = 45.0
+    margin: float = 10.0
     first_wait: float = 0.5
     most_wait: float = 30.0
     well: float = 60.0
@@ -102,7 +104,7 @@ class Child(Protocol):
 
 async def launch(member: Member) -> Child:
     """Start it in a session of its own, tied to this process. Raises OSError."""
-    command = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *member.argv)
+    command = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(member.patience.grace), *member.argv)
     descriptor = _open_log(member.log)
     try:
         return await asyncio.create_subprocess_exec(

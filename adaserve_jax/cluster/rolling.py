@@ -69,6 +69,15 @@ async def replace_in_turn(
         yield f"{url}: is used again"
 
 
+async def replace_drafts(drafts: Mapping[str, Callable[[], Awaitable[None]]]) -> AsyncIterator[str]:
+    """What is done, as it is done; targets decode without a draft that is not there. drafts: by name, what replaces
+    one. Raises what replacing raises."""
+    for name, replace in drafts.items():
+        yield f"{name}: is replaced"
+        await replace()
+        yield f"{name}: is used again"
+
+
 async def _draining(url: str, router: RouterOrders, drain_s: float) -> AsyncIterator[int]:
     """How many requests are left, whenever that changes, until none is or the time is up."""
     loop = asyncio.get_running_loop()

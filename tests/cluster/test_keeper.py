@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 from adaserve_jax.cluster import keeper as keeping
 from adaserve_jax.cluster.keeper import Backoff, Keeper, Member, MemberFailed, Patience
 from adaserve_jax.cluster.plan import free_ports
+from tests.cluster.conftest import wait_until
+from tests.conftest import ROOT
 
 MEMBER = str(Path(__file__).parent / "member.py")
 FAST = Patience(every=0.02, grace=20.0, first_wait=0.02, most_wait=0.1, unwell=0.2)
@@ -217,3 +220,30 @@ def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, m
 
     asyncio.run(go())
     assert (tmp_path / "m.log.1").read_text() == "x" * 101
+
+
+KEEPS = """
+import asyncio, sys
+from adaserve_jax.cluster.keeper import Keeper, Member, Patience
+async def go():
+    keeper = Keeper(Member("m", tuple(sys.argv[2:]), sys.argv[1], __import__("pathlib").Path("m.log"),
+                           patience=Patience(every=0.02, grace=0.2)))
+    keeper.start()
+    await keeper.ready()
+    print(keeper.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(go())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+def test_not_even_what_ignores_sigterm_outlives_the_keeper(tmp_path):
+    stubborn = member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}")
+    command = (sys.executable, "-c", KEEPS, stubborn.health_url, *stubborn.argv)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as keeps:
+        pid = int(keeps.stdout.readline())
+        child = int((tmp_path / "child").read_text())
+        assert is_alive(pid) and is_alive(child)
+        keeps.kill()
+    wait_until(lambda: not is_alive(pid) and not is_alive(child))

@@ -42,7 +42,7 @@ def test_the_death_of_a_process_or_of_its_actor_is_survived(cluster, name, which
 
 def test_targets_are_replaced_in_turn(cluster):
     before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
-    lines = list(give_order(cluster.folder.socket, "restart"))
+    lines = list(give_order(cluster.folder.socket, "restart targets"))
     assert [line.rpartition(": ")[2] for line in lines].count("is used again") == 2
     wait_until(lambda: all(cluster.member(f"target-{i}")["replacements"] >= 1 for i in range(2)))
     after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
