@@ -72,7 +72,8 @@ def up(
         str | None, typer.Option(help="of a running Ray cluster, or auto; left out: one is started for this cluster")
     ] = None,
     placement: Annotated[
-        str, typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK, STRICT_SPREAD, STRICT_PACK")
+        str,
+        typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK, STRICT_SPREAD, STRICT_PACK"),
     ] = "SPREAD",
     serve_options: Annotated[
         list[str] | None,
@@ -151,7 +152,7 @@ def status(run_folder: Folder = None) -> None:
     state = folder.read()
     typer.echo(f"{state['url']}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
     try:
-        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token)
+        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
     except NoAnswer as error:
         routed = {}
         typer.echo(str(error))

@@ -1,8 +1,8 @@
 """A cluster on this machine: starts drafts, targets and the router, keeps them running, takes orders, stops them all.
 
 The router, the drafts and one target start at once; the other targets once that one is ready, whose compiled programs
-they find. Requests are answered from the first ready target on. The router's socket is held here, so that clients that connect
-while it is started again wait instead of being refused.
+they find. Requests are answered from the first ready target on. The router's socket is held here, so that clients that
+connect while it is started again wait instead of being refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LocalCluster:
             placed.member.name: Keeper(placed.member, self._changed.set)
             for placed in (*self._drafts, *self._targets, self._router())
         }
-        self.orders = RouterOrders(self.url, folder.token)
+        self.orders = RouterOrders(self.url, folder.token, plan.router.tls_cert)
         self._phase = "starting"
         self._rolling = asyncio.Lock()
 
@@ -149,7 +149,7 @@ class LocalCluster:
         return {
             "orchestrator": "local", "pid": os.getpid(), "phase": self._phase, "url": self.url,
             "started_unix_s": self.started_s, "serves_after_s": self.serves_s, "ready_after_s": self.ready_s,
-            "token_file": str(self._folder.token_file),
+            "token_file": str(self._folder.token_file), "tls_cert": self.plan.router.tls_cert,
             "members": [self._shown("router", "router", self.url), *members],
         }  # fmt: skip
 

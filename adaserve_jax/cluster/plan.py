@@ -76,6 +76,9 @@ class ClusterPlan:
                 "tls_client_ca cannot be given to a cluster, which asks its router how it is without a certificate; "
                 "start 'adaserve cluster route' with it in front of the targets"
             )
+        if self.router.tls_cert is not None:  # also read from elsewhere, by `adaserve cluster status`
+            certificate = str(Path(self.router.tls_cert).absolute())
+            object.__setattr__(self, "router", replace(self.router, tls_cert=certificate))
         for option in (*self.serve_options, *self.draft_options):
             if option.partition("=")[0] in OWN_OPTIONS:
                 raise ConfigError(
@@ -158,9 +161,7 @@ def target_at(plan: ClusterPlan, number: int, host: str, port: int, drafts: Iter
     assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts is told of them"
     command = filled((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
     patience = replace(plan.patience, grace=plan.target_grace_s)
-    member = Member(
-        name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), patience=patience
-    )
+    member = Member(name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), patience=patience)
     return Placed(member, "target", url=url)
 
 

@@ -98,7 +98,9 @@ class Poller:
                     await self._learn(target, facts=not was_healthy)
                 except Exception:  # whatever it says of itself, its health is asked on
                     if target.url not in self._odd:
-                        _log.exception("target %s says of itself what cannot be read; its load is not known", target.name)
+                        _log.exception(
+                            "target %s says of itself what cannot be read; its load is not known", target.name
+                        )
                     self._odd.add(target.url)
             await asyncio.sleep(self._every_s)
 

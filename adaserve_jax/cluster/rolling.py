@@ -15,11 +15,12 @@ POLL_S = 0.2
 
 
 class RouterOrders:
-    """Orders to a running router, by its token."""
+    """Orders to a running router, by its token. certificate: file of the router's, where it has one."""
 
-    def __init__(self, url: str, token: str):
+    def __init__(self, url: str, token: str, certificate: str | None):
         self.url = url
         self._token = token
+        self._certificate = certificate
 
     async def status(self) -> dict:
         """Raises NoAnswer."""
@@ -41,7 +42,7 @@ class RouterOrders:
 
     async def _ask(self, path: str, body: dict | None) -> dict:
         """Raises NoAnswer, also when it refuses."""
-        status, answer = await ask(self.url + path, body=body, token=self._token)
+        status, answer = await ask(self.url + path, body=body, token=self._token, certificate=self._certificate)
         if status != 200:
             raise NoAnswer(f"the router refused {path} with status {status}: {answer.get('error', answer)}")
         return answer

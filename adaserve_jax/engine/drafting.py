@@ -141,7 +141,9 @@ def ready(drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect
         )  # fmt: skip
         return Drafting(drafter, guessed(samples, limits))
     said = (welcome.max_depth, welcome.max_width, welcome.max_context)
-    if any(has < wanted for has, wanted in zip(said, (limits.max_depth, limits.max_width, limits.max_context), strict=True)):
+    if any(
+        has < wanted for has, wanted in zip(said, (limits.max_depth, limits.max_width, limits.max_context), strict=True)
+    ):
         _log.warning(
             "the draft service searches to depth %d and width %d, in contexts of %d tokens, and this engine was to "
             "have %d, %d and %d: what is beyond is decoded without drafts", *said, limits.max_depth, limits.max_width,

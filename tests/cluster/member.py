@@ -2,7 +2,8 @@
 
 It says on /health what the file of --state says, "ok" without one, and answers POST with one JSON body. WHAT:
 `--state=FILE`, `--child=FILE` (has a child of its own, whose pid it writes there), `--stubborn` (ignores SIGTERM),
-`--status=N` (ends with N at once), `--ends=FILE` (as well, with what the file says, while there is one); other options are taken and ignored.
+`--status=N` (ends with N at once), `--ends=FILE` (as well, with what the file says, while there is one); other options
+are taken and ignored.
 """
 
 from __future__ import annotations

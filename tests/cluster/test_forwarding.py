@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
 import tempfile
 import threading
 from pathlib import Path
@@ -12,6 +14,7 @@ import httpx
 import pytest
 
 from adaserve_jax.cluster import forwarding
+from adaserve_jax.cluster.asking import NoAnswer, ask_now
 from adaserve_jax.cluster.router import OF_ONE_SERVER
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
 from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
@@ -290,6 +293,26 @@ def test_orders_need_the_token():
         assert router.http.get("/cluster", headers=key).status_code == 200
         assert router.http.post("/cluster/drain", json={}, headers=key).status_code == 403  # no token was given
         assert router.post().status_code == 200  # the target's to check
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_the_token_is_told_to_the_certificate_of_the_cluster_only(tmp_path):
+    for name in ("own", "other"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+             "2", "-subj", "/CN=example.org", "-keyout", f"{name}.key", "-out", f"{name}.pem"],
+            cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+    own, other = str(tmp_path / "own.pem"), str(tmp_path / "other.pem")
+    tls = {"tls_cert": own, "tls_key": str(tmp_path / "own.key"), "token_file": _token_file()}
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, **tls) as router:
+        url = router.url.replace("http:", "https:") + "/cluster"
+        assert ask_now(url, token=TOKEN, certificate=own)[1]["status"] == "ok"
+        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+            ask_now(url, token=TOKEN, certificate=other)
+        with pytest.raises(NoAnswer, match="a token would be told"):
+            ask_now(url, token=TOKEN)
+        assert ask_now(url.replace("/cluster", "/health"))[1]["status"] == "ok"  # which is told nothing
 
 
 @pytest.mark.parametrize("path", OF_ONE_SERVER)

@@ -268,7 +268,7 @@ def test_a_port_is_kept_for_the_server_that_it_was_chosen_for():
     with pytest.raises(OSError), socket.socket() as other:
         other.bind(("127.0.0.1", held.number))
     for _ in range(2):  # a server may come again
-        with listen(ServerSettings(port=held.number)) as server, socket.create_connection(server.getsockname()):
-            with pytest.raises(OSError):
-                HeldPort("127.0.0.1", held.number)
+        with listen(ServerSettings(port=held.number)) as server, pytest.raises(OSError):
+            socket.create_connection(server.getsockname()).close()
+            HeldPort("127.0.0.1", held.number)
     held.close()
