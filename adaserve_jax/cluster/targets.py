@@ -111,7 +111,7 @@ class Target:
         return {
             "url": self.url, "state": state, "detail": self.why, "in_flight": len(self.flights),
             "choices": self.choices, "other_choices": self.others, "requests": self.requests,
-            "ejections": self.ejections, "stream_cuts": self.cuts,
+            "ejections": self.ejections, "cuts": self.cuts,
         }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
     cut = [STREAM, chunk(token("whole")), chunk(token("half")[:9]), "close"]
     with FakeServer(target(lambda _: cut)) as server, routed(server.url) as router:
         text = router.post(stream=True).text
-        assert router.router.status()["targets"][0]["stream_cuts"] == 1
+        assert router.router.status()["targets"][0]["cuts"] == 1
     first, second, done = text.split("\n\n")[:3]
     assert first + "\n\n" == token("whole").decode() and done == "data: [DONE]"
     failure = json.loads(second.removeprefix("data: "))["error"]
@@ -189,7 +189,7 @@ def test_a_long_answer_that_is_cut_is_neither_whole_nor_begun_again(monkeypatch,
             router.post()
         wait_until(lambda: router.router.status()["in_flight"] == 0)
         assert sum(it.route == GENERATION for it in one.asked + two.asked) == 1
-        assert sum(each["stream_cuts"] for each in router.router.status()["targets"]) == 1
+        assert sum(each["cuts"] for each in router.router.status()["targets"]) == 1
         assert sum(each["ejections"] for each in router.router.status()["targets"]) == 1
         assert router.http.get("/health").status_code == 200
     assert "without completing" not in caplog.text
@@ -199,7 +199,7 @@ def test_a_stream_that_lost_only_its_end_is_whole():
     full = stream(token("a"), b"data: [DONE]\n\n", end=False)
     with FakeServer(target(lambda _: [*full, "close"])) as server, routed(server.url) as router:
         assert router.post(stream=True).text == token("a").decode() + "data: [DONE]\n\n"
-        assert router.router.status()["targets"][0]["stream_cuts"] == 0
+        assert router.router.status()["targets"][0]["cuts"] == 0
 
 
 def test_a_request_that_ends_its_targets_does_not_end_them_all():
