@@ -206,8 +206,8 @@ def test_the_usual_folder_outlives_a_login(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "adaserve" / os.uname().nodename
     monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert default_folder() == Path("/home/me/.local/state/adaserve") / os.uname().nodename
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".local" / "state" / "adaserve" / os.uname().nodename
 
 
 def test_orders_to_no_cluster_say_so(tmp_path, monkeypatch, capsys):
