@@ -62,6 +62,12 @@ class HttpConnection(asyncio.Protocol):
         self.opened_s = 0.0
         self.is_open = False
 
+    @property
+    def socket(self) -> Any:
+        """The one below, as the event loop shows it. Only once it is open."""
+        assert self._transport is not None
+        return self._transport.get_extra_info("socket")
+
     def send(self, message: bytes, answer: Answer) -> None:
         """Write a whole request. Only on an idle connection."""
         assert self._transport is not None and self._answer is None

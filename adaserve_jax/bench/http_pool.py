@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -15,6 +16,23 @@ OnFailed = Callable[[str], None]
 
 MIN_LIFE_S = 1.0
 """A server that closes idle connections sooner gets no other ones until a request needs them."""
+
+
+SILENCE_S = 10
+"""Of a connection after which its other end's machine is asked whether it is there, every third of this."""
+UNANSWERED_S = 30
+"""After which it is taken to be gone, and the connection ends."""
+
+
+def _notice_a_lost_peer(connection: socket.socket) -> None:
+    """Have the kernel end it when the machine at its other end vanishes (RFC 1122, 4.2.3.6; RFC 5482)."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE_S), ("TCP_KEEPINTVL", SILENCE_S // 3), ("TCP_KEEPCNT", UNANSWERED_S // SILENCE_S),
+        ("TCP_USER_TIMEOUT", UNANSWERED_S * 1000),
+    ):  # fmt: skip
+        if hasattr(socket, name):  # not of every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class ConnectionPool:
@@ -108,6 +126,7 @@ class ConnectionPool:
                 _, connection = await self._loop.create_connection(
                     lambda: HttpConnection(self._keep, self._drop), settings.host, settings.port, ssl=self._tls
                 )
+            _notice_a_lost_peer(connection.socket)
         except UnicodeError as error:  # a name that cannot be looked up
             raise OSError(str(error)) from error
         self._all.add(connection)

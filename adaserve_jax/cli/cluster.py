@@ -72,7 +72,8 @@ def up(
         str | None, typer.Option(help="of a running Ray cluster, or auto; left out: one is started for this cluster")
     ] = None,
     placement: Annotated[
-        str, typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK or STRICT_PACK")
+        str,
+        typer.Option(help="how Ray places targets and drafts: SPREAD over machines, PACK, STRICT_SPREAD, STRICT_PACK"),
     ] = "SPREAD",
     serve_options: Annotated[
         list[str] | None,
@@ -151,7 +152,7 @@ def status(run_folder: Folder = None) -> None:
     state = folder.read()
     typer.echo(f"{state['url']}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
     try:
-        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token)
+        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
     except NoAnswer as error:
         routed = {}
         typer.echo(str(error))
@@ -167,11 +168,16 @@ def status(run_folder: Folder = None) -> None:
 
 
 @cluster.command("restart")
-def restart(run_folder: Folder = None) -> None:
-    """Replace every target, one after another, without losing a request."""
-    from adaserve_jax.cluster.control import give_order
+def restart(
+    what: Annotated[str, typer.Argument(help="what to replace: targets, drafts or all")] = "targets",
+    run_folder: Folder = None,
+) -> None:
+    """Replace every target, one after another, without losing a request; or drafts, without which targets decode."""
+    from adaserve_jax.cluster.control import REPLACED, give_order
 
-    for line in give_order(_folder(run_folder).socket, "restart"):
+    if what not in REPLACED:
+        raise ConfigError(f"what is replaced must be one of {', '.join(REPLACED)}, got {what!r}")
+    for line in give_order(_folder(run_folder).socket, f"restart {what}"):
         typer.echo(line)
 
 

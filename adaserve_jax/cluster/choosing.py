@@ -19,6 +19,8 @@ TOKENS_THAT_DOUBLE_A_STEP = 64
 LEVEL_SHARE = 0.1
 """A guess: of the time of one token, what a level of the draft's search takes."""
 GUESSED_DEPTH = 4
+REAL_CHANGE = 0.25
+"""Of the time of one token, by its share; less is how it scatters from start to start."""
 
 
 def guessed_machine(baseline_s: float, max_requests: int) -> Machine:
@@ -45,8 +47,12 @@ class Chooser:
         self._router = self._build(self._machine or guessed_machine(GUESSED_BASELINE_S, GUESSED_REQUESTS))
 
     def learn(self, baseline_s: float, max_requests: int) -> None:
-        """What a target says of itself, both above 0; without effect where there is a measured profile."""
-        if self._machine is None and self._learned != (baseline_s, max_requests):
+        """What a target says of itself, both above 0; without effect where there is a measured profile, and where it is
+        what was said before but for how such times scatter: a new router has forgotten how long outputs are."""
+        if self._machine is not None:
+            return
+        before_s, before = self._learned or (0.0, 0)
+        if max_requests != before or abs(baseline_s - before_s) > REAL_CHANGE * before_s:
             self._learned = (baseline_s, max_requests)
             self._router = self._build(guessed_machine(baseline_s, max_requests))
 

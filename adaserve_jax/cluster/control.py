@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from adaserve_jax.errors import AdaServeError, ConfigError
 
-Answering = Callable[[str], AsyncIterator[str]]
-ORDERS = ("restart", "down")
+Restarting = Callable[[str], AsyncIterator[str]]
+REPLACED = ("targets", "drafts", "all")
+ORDERS = (*(f"restart {what}" for what in REPLACED), "down")
+_log = logging.getLogger(__name__)
 
 
 class OrderServer:
-    """Takes orders while it is entered. down: sets `stop`; others: `answering(order)` yields what is done."""
+    """Takes orders while it is entered. down: sets `stop`; restart: `restarting(one of REPLACED)` yields what is
+    done."""
 
-    def __init__(self, path: Path, answering: Answering, stop: asyncio.Event):
+    def __init__(self, path: Path, restarting: Restarting, stop: asyncio.Event):
         self._path = path
-        self._answering = answering
+        self._restarting = restarting
         self._stop = stop
         self._tasks: set[asyncio.Task] = set()
 
@@ -54,13 +58,15 @@ class OrderServer:
             if order == "down":
                 self._stop.set()
             elif order in ORDERS:
-                async for line in self._answering(order):
+                async for line in self._restarting(order.partition(" ")[2]):
                     writer.write(json.dumps({"line": line}).encode() + b"\n")
             else:
                 raise ConfigError(f"an order must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
             writer.write(b'{"done": true}\n')
-        except AdaServeError as error:
-            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+        except Exception as error:
+            if not isinstance(error, AdaServeError):
+                _log.exception("the order %r failed", order)
+            writer.write(json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n")
 
 
 def give_order(path: Path, order: str) -> Iterator[str]:

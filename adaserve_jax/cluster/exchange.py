@@ -7,6 +7,7 @@ event loop. Knows nothing of what the bodies mean.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
@@ -56,8 +57,15 @@ class Exchange:
         self._paused = self._ended = self._closed = self._resent = False
         self._lost: TargetLost | None = None
         self._changed = asyncio.Event()
+        self._heard_s = time.monotonic()
+        """When anything came last, or it began."""
         self._connection: HttpConnection | None = None
         pool.acquire(self._send, self._not_connected)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since anything came; 0 while nobody takes what came."""
+        return 0.0 if self._paused else time.monotonic() - self._heard_s
 
     async def head(self) -> None:
         """Wait until status and headers are there. Raises TargetLost."""
@@ -74,7 +82,7 @@ class Exchange:
                 self._held -= len(part)
                 yield part
             if self._paused and self._connection is not None:
-                self._paused = False
+                self._paused, self._heard_s = False, time.monotonic()
                 self._connection.resume()
             elif self._ended:
                 return
@@ -116,11 +124,12 @@ class Exchange:
     # ---- what the connection calls ----
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
-        self.status = status
+        self.status, self._heard_s = status, time.monotonic()
         self.headers = {name: value for name, value in headers.items() if name not in OF_ONE_HOP}
         self._changed.set()
 
     def on_body(self, at_s: float, part: bytes) -> None:
+        self._heard_s = at_s
         self._parts.append(part)
         self._held += len(part)
         if self._held > MOST_HELD_BYTES and not self._paused and self._connection is not None:

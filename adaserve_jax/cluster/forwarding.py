@@ -29,7 +29,7 @@ from adaserve_jax.cluster.passing import (
 from adaserve_jax.cluster.requests import Classes, Wanted, read_request
 from adaserve_jax.cluster.router_metrics import RouterMetrics
 from adaserve_jax.cluster.targets import Flight, Target, TargetSet
-from adaserve_jax.server.connection import direct_body
+from adaserve_jax.server.connection import cut_off, direct_body
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.streaming import CLIENT_CLOSED_REQUEST
 
@@ -61,7 +61,6 @@ class Forwarder:
         self._metrics = metrics
         self._classes = classes
         self._most_wait_s = most_wait_s
-        self._exchanges: set[Exchange] = set()
         self._stopping = False
         self.in_flight = 0
 
@@ -94,8 +93,8 @@ class Forwarder:
     def abort_all(self) -> None:
         """End what is under way as if its targets had gone."""
         self._stopping = True
-        for exchange in list(self._exchanges):
-            exchange.give_up("the router stops")
+        for target in self._targets.all:
+            target.give_up("the router stops")
         self._targets.changed()
 
     async def _answer(self, passing: Passing, scope: Scope, send: Send) -> None:
@@ -147,34 +146,45 @@ class Forwarder:
         target.flights.add(flight)
         target.requests += 1
         exchange = Exchange(target.pool, passing.message_for(target))
-        self._exchanges.add(exchange)
+        target.exchanges.add(exchange)
         try:
             await exchange.head()
             if exchange.headers.get("content-type", "").startswith("text/event-stream"):
                 await self._stream(target, flight, exchange, scope, send)
                 return None
-            return await self._whole(target, flight, exchange, send)
+            return await self._whole(target, flight, exchange, scope, send)
         except TargetLost as gone:
             self._unfit(target, gone.why)
             return Failed("lost" if gone.taken else "unreachable", gone.taken)
         finally:
             target.flights.discard(flight)
-            self._exchanges.discard(exchange)
+            target.exchanges.discard(exchange)
             exchange.close()
 
-    async def _whole(self, target: Target, flight: Flight, exchange: Exchange, send: Send) -> Failed | None:
-        """An answer in one body. Raises TargetLost as long as nothing was sent."""
+    async def _whole(
+        self, target: Target, flight: Flight, exchange: Exchange, scope: Scope, send: Send
+    ) -> Failed | None:
+        """An answer in one body; of one that was cut after a part of it was sent, the client sees its connection end.
+        Raises TargetLost as long as nothing was sent."""
         parts, size, started = [], 0, False
-        async for part in exchange.parts():
-            size += len(part)
-            if size <= MOST_WHOLE_BYTES:
-                parts.append(part)
-                continue
+        try:
+            async for part in exchange.parts():
+                size += len(part)
+                if size <= MOST_WHOLE_BYTES:
+                    parts.append(part)
+                    continue
+                if not started:
+                    started = True
+                    await send(_head(exchange))
+                    await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TargetLost as gone:
             if not started:
-                started = True
-                await send(_head(exchange))
-                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+                raise
+            self._cut(target, gone.why)
+            cut_off(scope)
+            await asyncio.sleep(0)  # the connection learns of its end
+            return None
         if started:
             await send({"type": "http.response.body", "body": b""})
             return None
@@ -210,8 +220,7 @@ class Forwarder:
                 raise
             last = b""
             if not gate.done:
-                target.cuts += 1
-                self._unfit(target, gone.why)
+                self._cut(target, gone.why)
                 last = cut_event()
         if not started:
             await send(_head(exchange))
@@ -225,6 +234,11 @@ class Forwarder:
             for choice in flight.assigned:
                 choice.received = max(round(tokens / len(flight.assigned)), 1)
                 self._chooser.ended(choice)
+
+    def _cut(self, target: Target, why: str) -> None:
+        """An answer of it that the client has begun to read has no end."""
+        target.cuts += 1
+        self._unfit(target, why)
 
     def _unfit(self, target: Target, why: str) -> None:
         """It gets nothing until it says itself that it is well."""

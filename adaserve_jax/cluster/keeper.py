@@ -31,6 +31,9 @@ RECOVERING = "restarting"
 FIRST_STARTS = 3
 """Starts that may end before the first that became ready."""
 LOG_TAIL_LINES = 12
+LOG_TAIL_BYTES = 2**16
+MOST_LOG_BYTES = 2**24
+"""A log that is longer when its process starts is put aside, in the place of the one that was put aside before."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,13 +44,15 @@ class MemberFailed(AdaServeError):
 @dataclass(frozen=True)
 class Patience:
     """Seconds. every: between two looks. start: from a start until it must be ready; unwell: that a process may be
-    unwell until it is replaced; grace: from SIGTERM to SIGKILL. first_wait, most_wait: before another start, doubled
+    unwell until it is replaced; grace: from SIGTERM to SIGKILL; margin: of what a
+    grace is beyond the limits that a process has itself. first_wait, most_wait: before another start, doubled
     each time; well: after so many seconds ready, the next wait is the first one again. ask: for one look."""
 
     every: float = 0.5
     start: float = 900.0
     unwell: float = 30.0
     grace: float = 45.0
+    margin: float = 10.0
     first_wait: float = 0.5
     most_wait: float = 30.0
     well: float = 60.0
@@ -99,9 +104,8 @@ class Child(Protocol):
 
 async def launch(member: Member) -> Child:
     """Start it in a session of its own, tied to this process. Raises OSError."""
-    member.log.parent.mkdir(parents=True, exist_ok=True)
-    command = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *member.argv)
-    descriptor = os.open(member.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    command = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(member.patience.grace), *member.argv)
+    descriptor = _open_log(member.log)
     try:
         return await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=descriptor, stderr=descriptor,
@@ -109,6 +113,19 @@ async def launch(member: Member) -> Child:
         )  # fmt: skip
     finally:
         os.close(descriptor)
+
+
+def _open_log(path: Path) -> int:
+    """A descriptor to append to it; where it cannot be written, what a process says is lost, and it runs all the
+    same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", path, error.strerror)
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 class Keeper:
@@ -133,7 +150,13 @@ class Keeper:
         self._replacing = asyncio.Event()
         self._ready = asyncio.Event()
         self._ever_ready = False
-        self._ready_since = clock()
+        self._took_too_long = False
+        self._ready_since: float | None = None
+        """Of this life; None: it has not been ready yet."""
+        self._failures = 0
+        """Lives that ended without ever being ready, since the first start or the last replacement."""
+        self._replacement: asyncio.Future[None] | None = None
+        """Done once the process that was asked for is ready, or is given up."""
 
     @property
     def pid(self) -> int | None:
@@ -154,10 +177,18 @@ class Keeper:
             raise MemberFailed(f"{self.member.name} was stopped before it was ready")
 
     async def replace(self) -> None:
-        """End it cleanly and start it anew; returns when the new one is ready. Raises MemberFailed."""
+        """End it cleanly and start it anew; returns when the new one is ready. Raises MemberFailed where that does not
+        become ready; it is tried again all the same, like one that died."""
         self._ready.clear()
+        self._failures = 0
+        if self._replacement is None or self._replacement.done():
+            self._replacement = asyncio.get_running_loop().create_future()
         self._replacing.set()
-        await self.ready()
+        assert self._task is not None, "a keeper is started before its process is replaced"
+        await asyncio.wait({self._replacement, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._replacement.done():
+            raise MemberFailed(f"{self.member.name} was stopped before it was ready")
+        self._replacement.result()
 
     async def stop(self) -> None:
         """End it for good: SIGTERM, and SIGKILL to its whole group after the grace."""
@@ -176,7 +207,9 @@ class Keeper:
     def log_tail(self) -> str:
         """The last lines of its output."""
         try:
-            lines = self.member.log.read_text(errors="replace").splitlines()
+            with self.member.log.open("rb") as log:
+                log.seek(max(os.fstat(log.fileno()).st_size - LOG_TAIL_BYTES, 0))
+                lines = log.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
         except OSError:
             return ""
         return "\n".join(lines[-LOG_TAIL_LINES:])
@@ -184,7 +217,6 @@ class Keeper:
     async def _keep(self) -> None:
         """Until `stop`. Raises MemberFailed when it cannot be started the first time."""
         backoff = Backoff(self.member.patience)
-        failures = 0
         while not self._stopping:
             self._replacing.clear()
             asked_for = await self._live()
@@ -193,29 +225,38 @@ class Keeper:
             if asked_for:
                 self.replacements += 1
                 continue
-            failures += 1
-            self._check_first_start(failures)
+            if self._ready_since is None:
+                self._failures += 1
+                self._check_start()
             self.restarts += 1
             self._ready.clear()
-            ready_s = self._clock() - self._ready_since if self._ever_ready else 0.0
-            wait_s = backoff.after(ready_s)
+            wait_s = backoff.after(0.0 if self._ready_since is None else self._clock() - self._ready_since)
             _log.warning("%s %s; it is started again in %.1f s", self.member.name, self.detail, wait_s)
             self._enter("backoff", self.detail)
             await self._pause(wait_s)
 
-    def _check_first_start(self, failures: int) -> None:
-        """Raises MemberFailed: it has never been ready, and another start is not worth it."""
+    def _check_start(self) -> None:
+        """Raises MemberFailed: it has never been ready, and another start is not worth it. Who waits for a replacement
+        is told."""
         wrong_use = self._child is not None and self._child.returncode == USAGE_STATUS
-        if not self._ever_ready and (wrong_use or failures >= FIRST_STARTS):
+        if not wrong_use and self._failures < FIRST_STARTS and not self._took_too_long:
+            return
+        failed = MemberFailed(f"{self.member.name} {self.detail}; its log ends with:\n{self.log_tail()}")
+        if not self._ever_ready:
             self._enter("stopped", self.detail)
-            raise MemberFailed(f"{self.member.name} {self.detail}; its log ends with:\n{self.log_tail()}")
+            raise failed
+        if self._replacement is not None and not self._replacement.done():
+            self._replacement.set_exception(failed)
+            self._replacement.exception()  # who waited may be gone
 
     async def _live(self) -> bool:
         """One life of the process, to its end. Returns whether its end was asked for."""
         self._enter("starting")
+        self._ready_since, self._took_too_long = None, False
         try:
             child = self._child = await launch(self.member)
         except OSError as error:
+            self._child = None
             self.detail = f"could not be started: {error}"
             return False
         watching = asyncio.ensure_future(self._watch())
@@ -252,20 +293,21 @@ class Keeper:
         """Ask it how it is, again and again; returns why it must be replaced."""
         patience, began = self.member.patience, self._clock()
         unwell_since: float | None = None
-        became_ready = False
         while True:
             well, said = await self._look()
             now = self._clock()
             if well:
                 unwell_since = None
-                if not became_ready:
-                    became_ready = self._ever_ready = True
-                    self._ready_since = now
+                if self._ready_since is None:
+                    self._ever_ready, self._ready_since, self._failures = True, now, 0
                 if not self._replacing.is_set():  # else it is about to end, and the next one is waited for
                     self._enter("ready")
                     self._ready.set()
-            elif not became_ready:
+                    if self._replacement is not None and not self._replacement.done():
+                        self._replacement.set_result(None)
+            elif self._ready_since is None:
                 if now - began > patience.start:
+                    self._took_too_long = True
                     return f"was not ready within {patience.start:g} s ({said})"
             else:
                 unwell_since = now if unwell_since is None else unwell_since

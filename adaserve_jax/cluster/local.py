@@ -1,15 +1,14 @@
 """A cluster on this machine: starts drafts, targets and the router, keeps them running, takes orders, stops them all.
 
-Drafts come first, since targets measure them while they start; then one target, whose compiled programs the others
-find; then the others. The router is there from the beginning. Its socket is held here, so that clients that connect
-while it is started again wait instead of being refused.
+The router, the drafts and one target start at once; the other targets once that one is ready, whose compiled programs
+they find. Requests are answered from the first ready target on. The router's socket is held here, so that clients that
+connect while it is started again wait instead of being refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -19,15 +18,15 @@ from typing import Any
 
 from adaserve_jax.cluster.control import OrderServer
 from adaserve_jax.cluster.keeper import Keeper, Member
-from adaserve_jax.cluster.plan import ClusterPlan, Placed, draft_at, free_ports, target_at
-from adaserve_jax.cluster.rolling import RouterOrders, replace_in_turn
+from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, Placed, draft_at, target_at
+from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_in_turn
 from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.router_command import router_command
 from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.serve import listen
 
 WRITE_EVERY_S = 0.2
-_log = logging.getLogger(__name__)
 
 
 class LocalCluster:
@@ -39,6 +38,8 @@ class LocalCluster:
         self.started_s = time.time()
         self.ready_s: float | None = None
         """Seconds that the start took."""
+        self.serves_s: float | None = None
+        """Seconds until the first target was ready."""
         self._folder = folder
         self._listener = listen(plan.router.server)
         self.url = url_of(self._listener, plan.router.server)
@@ -48,13 +49,14 @@ class LocalCluster:
             placed.member.name: Keeper(placed.member, self._changed.set)
             for placed in (*self._drafts, *self._targets, self._router())
         }
-        self.orders = RouterOrders(self.url, folder.token)
+        self.orders = RouterOrders(self.url, folder.token, plan.router.tls_cert)
         self._phase = "starting"
         self._rolling = asyncio.Lock()
 
     def _place(self) -> tuple[list[Placed], list[Placed]]:
         plan, host, logs = self.plan, self.plan.member_host, self._folder.logs
-        ports = iter(free_ports(plan.targets + 2 * plan.drafts, host))
+        self._ports = [HeldPort(host) for _ in range(plan.targets + 2 * plan.drafts)]
+        ports = iter([port.number for port in self._ports])
         drafts = [draft_at(plan, i, host, next(ports), next(ports), logs) for i in range(plan.drafts)]
         addresses = [draft.address for draft in drafts]
         return drafts, [target_at(plan, i, host, next(ports), addresses, logs) for i in range(plan.targets)]
@@ -68,7 +70,7 @@ class LocalCluster:
         command, environment = router_command(settings, descriptor)
         member = Member(
             "router", command, f"{self.url}/health", self._folder.logs / "router.log", environment, (descriptor,),
-            ("ok", "starting", "no_target"), self.plan.patience,
+            ("ok", "starting", "no_target"), replace(self.plan.patience, grace=self.plan.router_grace_s),
         )  # fmt: skip
         return Placed(member, "router", url=self.url)
 
@@ -76,25 +78,27 @@ class LocalCluster:
         """Returns when requests are served by every target. Raises MemberFailed, and then `stop` is still to be
         called."""
         began = time.monotonic()
-        await self._up(["router"])
-        await self._up([draft.member.name for draft in self._drafts])
-        names = [target.member.name for target in self._targets]
-        await self._up(names[:1])
-        await self._up(names[1:])
+        first, *others = (target.member.name for target in self._targets)
+
+        async def targets() -> None:
+            await self._up(first)
+            self.serves_s = time.monotonic() - began
+            await asyncio.gather(*map(self._up, others))
+
+        await asyncio.gather(self._up("router"), *(self._up(each.member.name) for each in self._drafts), targets())
         self.ready_s = time.monotonic() - began
         self._phase = "ready"
         self.write()
 
-    async def _up(self, names: list[str]) -> None:
-        """Start these and wait until all are ready. Raises MemberFailed."""
-        for name in names:
-            self._keepers[name].start()
-        await asyncio.gather(*(self._keepers[name].ready() for name in names))
+    async def _up(self, name: str) -> None:
+        """Start it and wait until it is ready. Raises MemberFailed."""
+        self._keepers[name].start()
+        await self._keepers[name].ready()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Write down what changes, and take orders, until `stop`."""
         stopping = asyncio.ensure_future(stop.wait())
-        async with OrderServer(self._folder.socket, self._order, stop):
+        async with OrderServer(self._folder.socket, self.restart, stop):
             while not stopping.done():
                 self.write()
                 self._changed.clear()
@@ -106,29 +110,37 @@ class LocalCluster:
     async def stop(self) -> None:
         """Drain the router, then end targets, then drafts. Nothing is left afterwards."""
         self._phase = "stopping"
-        for names in (["router"], [t.member.name for t in self._targets], [d.member.name for d in self._drafts]):
-            self.write()
-            await asyncio.gather(*(self._keepers[name].stop() for name in names))
-        self._listener.close()
+        await self._down(["router"])
+        self._listener.close()  # nobody will answer what would wait there
+        await self._down([target.member.name for target in self._targets])
+        await self._down([draft.member.name for draft in self._drafts])
+        for port in self._ports:
+            port.close()
+
+    async def _down(self, names: list[str]) -> None:
+        ending = asyncio.gather(*(self._keepers[name].stop() for name in names))
+        self.write()
+        await ending
 
     def kill(self) -> None:
         """End all at once; `stop` is still to be awaited."""
         for keeper in self._keepers.values():
             keeper.kill()
 
-    async def restart(self):
-        """Replace every target in turn; yields what is done. Raises AdaServeError."""
+    async def restart(self, what: str):
+        """Replace the targets, the drafts or all of these, one after another; yields what is done. Raises
+        AdaServeError."""
+        if self._phase != "ready":
+            raise AdaServeError(f"the cluster is {self._phase}; order this once it is ready")
         async with self._rolling:
-            by_url = {target.url: self._keepers[target.member.name].replace for target in self._targets}
-            async for line in replace_in_turn(by_url, self.orders, drain_s=self.plan.patience.grace):
-                _log.info("%s", line)
-                yield line
-
-    async def _order(self, order: str):
-        """What an order answers, line by line."""
-        if order == "restart":
-            async for line in self.restart():
-                yield line
+            if what != "targets":
+                drafts = [draft.member.name for draft in self._drafts]
+                async for line in replace_drafts({name: self._keepers[name].replace for name in drafts}):
+                    yield line
+            if what != "drafts":
+                by_url = {target.url: self._keepers[target.member.name].replace for target in self._targets}
+                async for line in replace_in_turn(by_url, self.orders, drain_s=self.plan.target_grace_s):
+                    yield line
 
     def state(self) -> dict[str, Any]:
         """For state.json: addresses, processes, phases; no secrets."""
@@ -136,8 +148,8 @@ class LocalCluster:
         members = [self._shown(each.member.name, each.kind, each.url or each.address) for each in placed]
         return {
             "orchestrator": "local", "pid": os.getpid(), "phase": self._phase, "url": self.url,
-            "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
-            "token_file": str(self._folder.token_file),
+            "started_unix_s": self.started_s, "serves_after_s": self.serves_s, "ready_after_s": self.ready_s,
+            "token_file": str(self._folder.token_file), "tls_cert": self.plan.router.tls_cert,
             "members": [self._shown("router", "router", self.url), *members],
         }  # fmt: skip
 

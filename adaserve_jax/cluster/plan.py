@@ -7,21 +7,24 @@ Commands are templates, so that tests put stand-ins in their place, and so that 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adaserve_jax.cluster.keeper import Member, Patience
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.server.draining import ABORT_GRACE_S
 
 TARGET_COMMAND = ("{python}", "-m", "adaserve_jax.cli", "serve", "--host", "{host}", "--port", "{port}", "{drafter}")
 DRAFT_COMMAND = (
     "{python}", "-m", "adaserve_jax.cli", "draft", "--listen", "{host}:{port}", "--http", "{host}:{http_port}",
 )  # fmt: skip
 MOST_MEMBERS = 256
+HOLDS = sys.platform == "linux"
 OWN_OPTIONS = ("--host", "--port", "--drafter", "--listen", "--http")
 """Of members' commands, that the cluster gives itself."""
 
@@ -41,6 +44,27 @@ class ClusterPlan:
     draft_command: tuple[str, ...] = DRAFT_COMMAND
     patience: Patience = field(default_factory=Patience)
 
+    @property
+    def target_shutdown_s(self) -> float:
+        """That a target gives requests in flight when it ends: by its own options, or as the router does."""
+        given = [self.router.shutdown_timeout]
+        for option, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
+            name, equals, value = option.partition("=")
+            if name == "--shutdown-timeout":
+                with contextlib.suppress(ValueError):  # the server says what is wrong with it
+                    given.append(float(value if equals else after))
+        return given[-1]
+
+    @property
+    def target_grace_s(self) -> float:
+        """From a target's SIGTERM to its SIGKILL."""
+        return self.target_shutdown_s + ABORT_GRACE_S + self.patience.margin
+
+    @property
+    def router_grace_s(self) -> float:
+        """From the router's SIGTERM to its SIGKILL."""
+        return self.router.shutdown_timeout + ABORT_GRACE_S + self.patience.margin
+
     def __post_init__(self) -> None:
         if not 1 <= self.targets <= MOST_MEMBERS:
             raise ConfigError(f"targets must be from 1 to {MOST_MEMBERS}, got {self.targets}")
@@ -52,6 +76,9 @@ class ClusterPlan:
                 "tls_client_ca cannot be given to a cluster, which asks its router how it is without a certificate; "
                 "start 'adaserve cluster route' with it in front of the targets"
             )
+        if self.router.tls_cert is not None:  # also read from elsewhere, by `adaserve cluster status`
+            certificate = str(Path(self.router.tls_cert).absolute())
+            object.__setattr__(self, "router", replace(self.router, tls_cert=certificate))
         for option in (*self.serve_options, *self.draft_options):
             if option.partition("=")[0] in OWN_OPTIONS:
                 raise ConfigError(
@@ -59,18 +86,34 @@ class ClusterPlan:
                 )
 
 
+class HeldPort:
+    """A TCP port that nobody listens on. On Linux it is kept from others until `close`: there a server may listen on a
+    port that a socket with SO_REUSEADDR is bound to, as servers' sockets are, and nobody is given it who asks for any.
+    Elsewhere it is only free now. Raises OSError: somebody has it."""
+
+    def __init__(self, host: str, number: int = 0):
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if number or HOLDS:
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, number))
+            self.number: int = self._socket.getsockname()[1]
+        except OSError:
+            self.close()
+            raise
+        if not HOLDS:
+            self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 def free_ports(count: int, host: str) -> list[int]:
     """TCP ports that nobody listens on now."""
-    holders: list[socket.socket] = []
-    try:
-        for _ in range(count):
-            holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-            holder.bind((host, 0))
-            holders.append(holder)
-        return [holder.getsockname()[1] for holder in holders]
-    finally:
-        for holder in holders:
-            holder.close()
+    held = [HeldPort(host) for _ in range(count)]
+    for port in held:
+        port.close()
+    return [port.number for port in held]
 
 
 def filled(template: Iterable[str], **values: str | int) -> tuple[str, ...]:
@@ -101,19 +144,24 @@ class Placed:
     address: str = ""
 
 
-def target_environment(router: RouterSettings) -> dict[str, str]:
-    """Targets ask for the router's API keys, and speak plain HTTP to it whatever it speaks itself."""
-    plain = {f"ADASERVE_{name}": "none" for name in ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")}
-    return plain if router.api_key is None else {**plain, "ADASERVE_API_KEY": router.api_key}
+def target_environment(plan: ClusterPlan) -> dict[str, str]:
+    """Targets ask for the router's API keys, speak plain HTTP to it whatever it speaks itself, and give requests as
+    long to finish as it does, unless their own options say otherwise."""
+    environment = {f"ADASERVE_{name}": "none" for name in ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")}
+    environment["ADASERVE_SHUTDOWN_TIMEOUT"] = f"{plan.target_shutdown_s:g}"
+    if plan.router.api_key is not None:
+        environment["ADASERVE_API_KEY"] = plan.router.api_key
+    return environment
 
 
 def target_at(plan: ClusterPlan, number: int, host: str, port: int, drafts: Iterable[str], logs: Path) -> Placed:
     """Target `number`, counted from 0. drafts: addresses of the services that it may ask."""
     name, url = f"target-{number}", f"http://{bracketed(host)}:{port}"
-    command = filled((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=",".join(drafts))
-    member = Member(
-        name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan.router), patience=plan.patience
-    )
+    addresses = ",".join(drafts)
+    assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts is told of them"
+    command = filled((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
+    patience = replace(plan.patience, grace=plan.target_grace_s)
+    member = Member(name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), patience=patience)
     return Placed(member, "target", url=url)
 
 

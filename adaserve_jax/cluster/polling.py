@@ -18,7 +18,12 @@ from adaserve_jax.cluster.requests import Classes
 from adaserve_jax.cluster.targets import Target, TargetSet
 
 MOST_BYTES = 2**22
+MOST_LATE = 2
+"""Looks that may bring no answer in time, one after another."""
 _LOAD = re.compile(rb"^adaserve_requests_(?:running|waiting) ([0-9.eE+]+)$", re.MULTILINE)
+MOST_SECONDS = 3600.0
+MOST_REQUESTS = 2**16
+"""What a target may say of itself and be believed."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,6 +56,8 @@ class Poller:
         self._timeout_s = timeout_s
         self._key = key
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._odd: set[str] = set()
+        """Targets of which it was logged already that what they say cannot be read."""
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -77,14 +84,24 @@ class Poller:
                 late = 0
             except TimeoutError:
                 late += 1
-                healthy, why = was_healthy and late < 2, f"no answer within {self._timeout_s:g} s"
+                healthy, why = was_healthy and late < MOST_LATE, f"no answer within {self._timeout_s:g} s"
             except TargetLost as lost:
+                late = late + 1 if lost.why == "connect_timeout" else 0
                 healthy, why = False, lost.why
+            if late >= MOST_LATE:  # it hangs, or its machine is gone: nothing that it had will end by itself
+                target.give_up(why, late * self._timeout_s)
             if healthy != was_healthy:
                 _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", why)
             self._targets.report(target, healthy, why)
             if healthy:
-                await self._learn(target, facts=not was_healthy)
+                try:
+                    await self._learn(target, facts=not was_healthy)
+                except Exception:  # whatever it says of itself, its health is asked on
+                    if target.url not in self._odd:
+                        _log.exception(
+                            "target %s says of itself what cannot be read; its load is not known", target.name
+                        )
+                    self._odd.add(target.url)
             await asyncio.sleep(self._every_s)
 
     async def _health(self, target: Target) -> tuple[bool, str]:
@@ -116,24 +133,33 @@ class Poller:
         engine = _json(body).get("engine") if status == 200 else None
         try:
             baseline_s = float(card["baseline_ms"]) / 1e3
+            engine_requests = int(engine["max_requests"]) if isinstance(engine, dict) else 0
             targets = {
                 str(name): (_seconds(slo["tpot_ms"]), _seconds(slo["ttft_ms"]))
                 for name, slo in card["slo_classes"].items()
             }
+            if not 0 < baseline_s < MOST_SECONDS:
+                return
             self.classes = Classes(targets, baseline_s)
-            if isinstance(engine, dict) and baseline_s > 0 and int(engine["max_requests"]) > 0:
-                self._chooser.learn(baseline_s, int(engine["max_requests"]))
-        except (AttributeError, KeyError, TypeError, ValueError):
+            if 0 < engine_requests <= MOST_REQUESTS:
+                self._chooser.learn(baseline_s, engine_requests)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return  # another server, or one that asks for a key
 
 
 def _seconds(milliseconds: Any) -> float | None:
-    return None if milliseconds is None else float(milliseconds) / 1e3
+    """Raises ValueError for what is no time."""
+    if milliseconds is None:
+        return None
+    seconds = float(milliseconds) / 1e3
+    if not 0 < seconds < MOST_SECONDS:
+        raise ValueError(milliseconds)
+    return seconds
 
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -6,9 +6,11 @@ The actors go on when this program dies, as long as their Ray cluster does: one 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from adaserve_jax.cluster.asking import NoAnswer
 from adaserve_jax.cluster.control import OrderServer
 from adaserve_jax.cluster.plan import ClusterPlan, free_ports
 from adaserve_jax.cluster.ray_members import (
@@ -30,7 +33,7 @@ from adaserve_jax.cluster.ray_members import (
     ask_all,
     failure_of,
 )
-from adaserve_jax.cluster.rolling import RouterOrders, replace_in_turn
+from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_in_turn
 from adaserve_jax.cluster.run_folder import RunFolder
 from adaserve_jax.errors import AdaServeError, ConfigError
 
@@ -39,6 +42,10 @@ GROUP = "adaserve"
 """Name of the placement group."""
 PLACE_LIMIT_S = 60.0
 LOOK_EVERY_S = 1.0
+STOP_LIMIT_S = 120.0
+"""For the members of one kind to end in, where their own limits are not known, or less."""
+START_ENDS_S = 20.0
+"""That a start which is given up may take for that."""
 
 
 def connect(address: str | None, members: int) -> None:
@@ -71,6 +78,8 @@ class RayCluster:
         self._actors: dict[str, Any] = {}
         self._group: Any = None
         self._rolling = asyncio.Lock()
+        self.stopping = threading.Event()
+        """Once it is set, `start` makes nothing more, and ends."""
 
     def start(self) -> None:
         """Returns when every target serves. Blocks. Raises AdaServeError; `stop` is to be called then too."""
@@ -86,7 +95,10 @@ class RayCluster:
         self._group = placement_group(
             [{"CPU": 1}] * (len(drafts) + len(targets)), strategy=self._placement, name=GROUP, lifetime="detached"
         )
-        if not self._group.wait(PLACE_LIMIT_S):
+        while not self._group.wait(LOOK_EVERY_S):
+            self._go_on()
+            if time.monotonic() < began + PLACE_LIMIT_S:
+                continue
             raise AdaServeError(
                 f"Ray has no room for {len(drafts) + len(targets)} members of one CPU each by {self._placement}; "
                 "give it more, or another --placement"
@@ -94,20 +106,35 @@ class RayCluster:
         ports = iter(free_ports(plan.targets + 2 * plan.drafts, plan.member_host))
         for number, name in enumerate(drafts):
             self._create(name, DraftActor, number, self._site((next(ports), next(ports))), number)
-        self._ready(drafts)
+        addresses = dict(zip(drafts, self._answers(drafts, "where"), strict=True))
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         self._make("router", RouterActor, here, self._site(()), targets)
-        (self.url,) = self._ready(["router"])
+        (self.url,) = self._answers(["router"], "where")
         for number, name in enumerate(targets):
-            self._create(name, TargetActor, len(drafts) + number, self._site((next(ports),)), number, drafts)
+            self._create(name, TargetActor, len(drafts) + number, self._site((next(ports),)), number, addresses)
             if number == 0:
-                self._ready([name])
-        self._ready(targets)
-        orders = RouterOrders(self.url, self._folder.token)
-        while sum(each["state"] == "up" for each in asyncio.run(orders.status())["targets"]) < plan.targets:
+                self._answers([name], "ready")
+        self._answers([*drafts, "router", *targets], "ready")
+        while self._routed() < plan.targets:
+            self._go_on()
             time.sleep(0.1)
         self.ready_s = time.monotonic() - began
         self.phase = "ready"
+
+    def _routed(self) -> int:
+        """Targets that the router uses."""
+        try:
+            return sum(each["state"] == "up" for each in asyncio.run(self._orders().status())["targets"])
+        except NoAnswer:
+            return 0
+
+    def _orders(self) -> RouterOrders:
+        return RouterOrders(self.url, self._folder.token, self.plan.router.tls_cert)
+
+    def _go_on(self) -> None:
+        """Raises AdaServeError: the cluster is to end."""
+        if self.stopping.is_set():
+            raise AdaServeError("the cluster was stopped while it started")
 
     def _site(self, ports: tuple[int, ...]) -> Site:
         return Site(self.plan, self._own_address, ports, self._folder.token)
@@ -118,21 +145,29 @@ class RayCluster:
         self._make(name, kind, strategy, *arguments)
 
     def _make(self, name: str, kind: Callable[..., Any], strategy: Any, *arguments: Any) -> None:
+        self._go_on()
         options = {"num_cpus": int(kind is not RouterActor), "max_restarts": -1, "max_concurrency": 8}
         made = ray.remote(kind).options(
             name=name, namespace=NAMESPACE, lifetime="detached", scheduling_strategy=strategy, **options
         )
         self._actors[name] = made.remote(*arguments)
 
-    def _ready(self, names: list[str]) -> list[str]:
-        """Addresses, when all of them are ready. Raises AdaServeError."""
+    def _answers(self, names: list[str], method: str) -> list[str]:
+        """What these actors answer, once all of them have. Raises AdaServeError."""
+        asked = [getattr(self._actors[name], method).remote() for name in names]
+        waited = asked
         try:
-            return ray.get([self._actors[name].ready.remote() for name in names])
+            while waited:
+                self._go_on()
+                done, waited = ray.wait(waited, num_returns=len(waited), timeout=LOOK_EVERY_S)
+                ray.get(done)
+            return ray.get(asked)
         except RayError as error:
             raise failure_of(error) from error
 
-    async def restart(self):
-        """Replace every target in turn; yields what is done. Raises AdaServeError."""
+    async def restart(self, what: str):
+        """Replace the targets, the drafts or all of these, one after another; yields what is done. Raises
+        AdaServeError."""
 
         def replacing(actor: Any):
             async def replace() -> None:
@@ -143,25 +178,33 @@ class RayCluster:
 
             return replace
 
+        if self.phase != "ready":
+            raise AdaServeError(f"the cluster is {self.phase}; order this once it is ready")
         async with self._rolling:
-            targets = [self._actors[name] for name in self._actors if name.startswith("target-")]
-            urls = await asyncio.to_thread(ray.get, [actor.where.remote() for actor in targets])
-            by_url = dict(zip(urls, map(replacing, targets), strict=True))
-            orders = RouterOrders(self.url, self._folder.token)
-            async for line in replace_in_turn(by_url, orders, drain_s=self.plan.patience.grace):
-                yield line
-
-    async def order(self, order: str):
-        if order == "restart":
-            async for line in self.restart():
-                yield line
+            if what != "targets":
+                drafts = [name for name in self._actors if name.startswith("draft-")]
+                async for line in replace_drafts({name: replacing(self._actors[name]) for name in drafts}):
+                    yield line
+            if what != "drafts":
+                targets = [name for name in self._actors if name.startswith("target-")]
+                urls = await asyncio.to_thread(self._answers, targets, "where")
+                by_url = {url: replacing(self._actors[name]) for url, name in zip(urls, targets, strict=True)}
+                async for line in replace_in_turn(by_url, self._orders(), drain_s=self.plan.target_grace_s):
+                    yield line
 
     def stop(self) -> None:
         """Drain the router, then end targets, then drafts, then the actors. Blocks."""
         self.phase = "stopping"
-        stop_actors(self._actors)
+        own_s = max(self.plan.target_grace_s, self.plan.router_grace_s, self.plan.patience.grace)
+        stop_actors(self._actors, own_s + self.plan.patience.margin)
         if self._group is not None:
             remove_placement_group(self._group)
+
+    def kill(self) -> None:
+        """End all processes at once; `stop` is still to be called. Blocks, not long."""
+        killed = [actor.kill.remote() for actor in list(self._actors.values())]
+        if killed:
+            ray.wait(killed, num_returns=len(killed), timeout=LOOK_EVERY_S)
 
     def announcement(self) -> str:
         return (
@@ -171,12 +214,13 @@ class RayCluster:
 
     def write(self) -> None:
         """state.json, as actors describe themselves now; one that is being started anew is left as it was."""
-        described = {each["name"]: each for each in ask_all(list(self._actors), "describe")}
-        members = [described.get(name) or _silent(name) for name in self._actors]
+        names = list(self._actors)
+        described = ask_all(names, "describe")
+        members = [described.get(name) or _silent(name) for name in names]
         self._folder.write({
             "orchestrator": "ray", "pid": os.getpid(), "phase": self.phase, "url": self.url,
             "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
-            "token_file": str(self._folder.token_file), "members": members,
+            "token_file": str(self._folder.token_file), "tls_cert": self.plan.router.tls_cert, "members": members,
         })  # fmt: skip
 
 
@@ -194,13 +238,13 @@ def _find(name: str) -> Any:
         return None
 
 
-def stop_actors(actors: dict[str, Any]) -> None:
+def stop_actors(actors: dict[str, Any], limit_s: float = STOP_LIMIT_S) -> None:
     """The router first, drafts last; actors that do not answer are killed, which ends their processes."""
     for kind in ("router", "target", "draft"):
         chosen = [actor for name, actor in actors.items() if name.startswith(kind)]
         stopping = [actor.stop.remote() for actor in chosen]
         if stopping:
-            ray.wait(stopping, num_returns=len(stopping), timeout=120)
+            ray.wait(stopping, num_returns=len(stopping), timeout=limit_s)
         for actor in chosen:
             ray.kill(actor)
 
@@ -222,12 +266,18 @@ def run_up_on_ray(plan: ClusterPlan, folder: RunFolder, address: str | None, pla
 async def _run(cluster: RayCluster, folder: RunFolder) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            loop.run_in_executor(None, cluster.kill)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
     starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
     stopping = asyncio.ensure_future(stop.wait())
     try:
-        async with OrderServer(folder.socket, cluster.order, stop):
+        async with OrderServer(folder.socket, cluster.restart, stop):
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
@@ -238,6 +288,8 @@ async def _run(cluster: RayCluster, folder: RunFolder) -> None:
     finally:
         stopping.cancel()
         print("adaserve cluster: stops", file=sys.stderr, flush=True)
+        cluster.stopping.set()
+        await asyncio.wait({starting}, timeout=START_ENDS_S)
         await asyncio.to_thread(cluster.stop)
         await asyncio.gather(starting, return_exceptions=True)
 
@@ -249,7 +301,7 @@ def down_on_ray(address: str) -> int:
         listed: Any = ray.util.list_named_actors(all_namespaces=True)
         names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
         stop_actors({name: actor for name in names if (actor := _find(name)) is not None})
-        if names:
+        with contextlib.suppress(ValueError):  # there is none
             remove_placement_group(get_placement_group(GROUP))
         return len(names)
     finally:

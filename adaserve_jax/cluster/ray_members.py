@@ -7,6 +7,7 @@ ended with it. Addresses are those of the machine where an actor is; ports stay 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import tempfile
@@ -22,7 +23,7 @@ from ray.exceptions import RayError
 
 from adaserve_jax.cluster.asking import NoAnswer
 from adaserve_jax.cluster.keeper import Keeper, Member
-from adaserve_jax.cluster.plan import ClusterPlan, bracketed, draft_at, free_ports, target_at
+from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, bracketed, draft_at, target_at
 from adaserve_jax.cluster.rolling import RouterOrders
 from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.router_command import router_command
@@ -51,19 +52,16 @@ class Site:
         """Where members on this machine listen."""
         return ray.util.get_node_ip_address() if self.own_address else self.plan.member_host
 
-    def usable_ports(self) -> list[int]:
+    def hold_ports(self) -> list[HeldPort]:
         """`ports`, others in the place of those that somebody has here."""
-        return [port if _is_free(self.host, port) else free_ports(1, self.host)[0] for port in self.ports]
+        return [_hold(self.host, port) for port in self.ports]
 
 
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+def _hold(host: str, port: int) -> HeldPort:
+    try:
+        return HeldPort(host, port)
+    except OSError:
+        return HeldPort(host)
 
 
 def log_folder() -> Path:
@@ -103,6 +101,10 @@ class KeeperActor:
         """Returns when the process has ended."""
         self._wait(self._keeper.stop())
 
+    def kill(self) -> None:
+        """End the process at once."""
+        self._loop.call_soon_threadsafe(self._keeper.kill)
+
     def describe(self) -> dict[str, Any]:
         """As state.json has a member; pid: of the process that is kept, actor_pid: of the one that keeps it."""
         keeper = self._keeper
@@ -120,17 +122,19 @@ class DraftActor(KeeperActor):
     """One draft service."""
 
     def __init__(self, site: Site, number: int):
-        port, http_port = site.usable_ports()
+        self._ports = site.hold_ports()
+        port, http_port = (port.number for port in self._ports)
         placed = draft_at(site.plan, number, site.host, port, http_port, log_folder())
         super().__init__(placed.member, placed.kind, placed.address)
 
 
 class TargetActor(KeeperActor):
-    """One server. drafts: names of the actors whose services it may ask."""
+    """One server. drafts: the actors whose services it may ask, with the addresses that they had at first: one that
+    does not answer is taken to be where it was."""
 
-    def __init__(self, site: Site, number: int, drafts: Sequence[str]):
-        (port,) = site.usable_ports()
-        self._number, self._drafts, self._port, self._site = number, drafts, port, site
+    def __init__(self, site: Site, number: int, drafts: dict[str, str]):
+        (self._port,) = site.hold_ports()
+        self._number, self._drafts, self._site = number, Whereabouts(list(drafts), drafts), site
         placed = self._placed()
         super().__init__(placed.member, placed.kind, placed.url)
 
@@ -140,15 +144,17 @@ class TargetActor(KeeperActor):
         super().replace()
 
     def _placed(self):
-        addresses = ask_all(self._drafts, "where")
-        return target_at(self._site.plan, self._number, self._site.host, self._port, addresses, log_folder())
+        addresses = self._drafts.look()
+        return target_at(self._site.plan, self._number, self._site.host, self._port.number, addresses, log_folder())
 
 
 class RouterActor(KeeperActor):
     """The router. targets: names of the actors whose servers it routes to, wherever they are by then."""
 
     def __init__(self, site: Site, targets: Sequence[str]):
-        settings = replace(site.plan.router, targets=(), token_file=_token_file(site.token))
+        token_file = _token_file(site)
+        settings = replace(site.plan.router, targets=(), token_file=str(token_file))
+        self._token_file = token_file
         self._listener = _listen(settings)
         descriptor = self._listener.fileno()
         command, environment = router_command(settings, descriptor)
@@ -157,18 +163,23 @@ class RouterActor(KeeperActor):
             url = url.replace("127.0.0.1", site.host).replace("[::1]", bracketed(site.host))
         member = Member(
             "router", command, f"{url}/health", log_folder() / "router.log", environment, (descriptor,),
-            ("ok", "starting", "no_target"), site.plan.patience,
+            ("ok", "starting", "no_target"), replace(site.plan.patience, grace=site.plan.router_grace_s),
         )  # fmt: skip
         super().__init__(member, "router", url)
-        self._targets = targets
-        self._orders = RouterOrders(url, site.token)
+        self._targets = Whereabouts(targets, {})
+        self._orders = RouterOrders(url, site.token, settings.tls_cert)
         asyncio.run_coroutine_threadsafe(self._refresh(), self._loop)
+
+    def stop(self) -> None:
+        super().stop()
+        self._listener.close()
+        self._token_file.unlink(missing_ok=True)
 
     async def _refresh(self) -> None:
         """Tell the router where targets are, as long as it lives: they may move, and it may begin anew."""
         while True:
             try:
-                urls = await asyncio.to_thread(ask_all, self._targets, "where")
+                urls = await asyncio.to_thread(self._targets.look)
                 known = [each["url"] for each in (await self._orders.status())["targets"]]
                 if urls and urls != known:
                     await self._orders.set_targets(urls)
@@ -189,23 +200,40 @@ def _listen(settings: RouterSettings) -> socket.socket:
             time.sleep(0.2)
 
 
-def _token_file(token: str) -> str:
-    folder = Path(tempfile.mkdtemp(prefix="adaserve-router-"))  # for this user only
-    path = folder / "token"
-    path.write_text(token)
-    path.chmod(0o600)
-    return str(path)
+def _token_file(site: Site) -> Path:
+    """The token in a file for this user only, at the same place whenever the actor begins anew."""
+    path = log_folder() / f"token-{site.plan.router.port}"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(site.token)
+    return path
 
 
-def ask_all(names: Sequence[str], method: str) -> list[Any]:
-    """What the actors answer, in order; those that cannot be reached now are left out."""
-    found: list[Any] = []
+class Whereabouts:
+    """Where actors are, or were when they last answered. known: what is known at first, by name."""
+
+    def __init__(self, names: Sequence[str], known: dict[str, str]):
+        self._names = names
+        self._known = dict(known)
+
+    def look(self) -> list[str]:
+        """Ask them; addresses of those that ever answered, in order."""
+        self._known |= ask_all(self._names, "where")
+        return [self._known[name] for name in self._names if name in self._known]
+
+
+def ask_all(names: Sequence[str], method: str) -> dict[str, Any]:
+    """What the actors answer, by name, all asked at once; those that cannot be reached now are left out."""
+    asked: dict[str, Any] = {}
     for name in names:
-        try:
-            actor = ray.get_actor(name, namespace=NAMESPACE)
-            found.append(ray.get(getattr(actor, method).remote(), timeout=ASK_LIMIT_S))
-        except (ValueError, RayError):
-            continue
+        with contextlib.suppress(ValueError, RayError):
+            asked[name] = getattr(ray.get_actor(name, namespace=NAMESPACE), method).remote()
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ASK_LIMIT_S)
+    found: dict[str, Any] = {}
+    for name, answer in asked.items():
+        with contextlib.suppress(RayError):
+            found[name] = ray.get(answer, timeout=0)
     return found
 
 

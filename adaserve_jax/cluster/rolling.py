@@ -15,11 +15,12 @@ POLL_S = 0.2
 
 
 class RouterOrders:
-    """Orders to a running router, by its token."""
+    """Orders to a running router, by its token. certificate: file of the router's, where it has one."""
 
-    def __init__(self, url: str, token: str):
+    def __init__(self, url: str, token: str, certificate: str | None):
         self.url = url
         self._token = token
+        self._certificate = certificate
 
     async def status(self) -> dict:
         """Raises NoAnswer."""
@@ -41,7 +42,7 @@ class RouterOrders:
 
     async def _ask(self, path: str, body: dict | None) -> dict:
         """Raises NoAnswer, also when it refuses."""
-        status, answer = await ask(self.url + path, body=body, token=self._token)
+        status, answer = await ask(self.url + path, body=body, token=self._token, certificate=self._certificate)
         if status != 200:
             raise NoAnswer(f"the router refused {path} with status {status}: {answer.get('error', answer)}")
         return answer
@@ -67,6 +68,15 @@ async def replace_in_turn(
             await _resume(url, router)
         await _up(url, router, drain_s)
         yield f"{url}: is used again"
+
+
+async def replace_drafts(drafts: Mapping[str, Callable[[], Awaitable[None]]]) -> AsyncIterator[str]:
+    """What is done, as it is done; targets decode without a draft that is not there. drafts: by name, what replaces
+    one. Raises what replacing raises."""
+    for name, replace in drafts.items():
+        yield f"{name}: is replaced"
+        await replace()
+        yield f"{name}: is used again"
 
 
 async def _draining(url: str, router: RouterOrders, drain_s: float) -> AsyncIterator[int]:

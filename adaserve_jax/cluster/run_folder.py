@@ -5,11 +5,14 @@ state.json is written whole or not at all, and readable for its owner only, as t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,20 @@ from adaserve_jax.errors import ConfigError
 
 TOKEN_BYTES = 32
 MOST_SOCKET_PATH = 100
+LOCK_TRIES = 10
+LOCK_TRY_S = 0.05
+_log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """$XDG_RUNTIME_DIR/adaserve, else a folder of this user among the temporary ones."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "adaserve" if runtime else Path(tempfile.gettempdir()) / f"adaserve-{os.getuid()}"
+    """One of this user and this machine that outlives a login: $XDG_STATE_HOME/adaserve/HOST, else
+    ~/.local/state/adaserve/HOST, else one among the temporary ones."""
+    state = os.environ.get("XDG_STATE_HOME")
+    try:
+        folder = Path(state) if state else Path.home() / ".local" / "state"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"adaserve-{os.getuid()}"
+    return folder / "adaserve" / os.uname().nodename
 
 
 class RunFolder:
@@ -34,6 +45,7 @@ class RunFolder:
         self.token_file = path / "token"
         self.logs = path / "logs"
         self._lock: int | None = None
+        self._written = True
 
     def make(self) -> None:
         """The folder, for this user only, with room for logs. Raises ConfigError."""
@@ -49,16 +61,14 @@ class RunFolder:
         """Make it what a cluster that starts now needs, with a token of its own. Raises ConfigError: another cluster
         runs in it."""
         self.make()
-        self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
+        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        if not _locked(descriptor):
+            os.close(descriptor)
             raise ConfigError(
                 f"a cluster runs in {self.path} already; stop it with 'adaserve cluster down', or give another "
                 "--run-folder"
-            ) from None
+            )
+        self._lock = descriptor
         self.state_file.unlink(missing_ok=True)
         self._write(self.token_file, secrets.token_urlsafe(TOKEN_BYTES))
 
@@ -82,10 +92,20 @@ class RunFolder:
             raise self._none() from error
 
     def write(self, state: dict[str, Any]) -> None:
-        self._write(self.state_file, json.dumps(state, indent=1))
+        """Nobody stops serving for a file that cannot be written: that is logged once, until it can be again."""
+        try:
+            self._write(self.state_file, json.dumps(state, indent=1))
+        except OSError as error:
+            if self._written:
+                _log.warning("%s cannot be written, and is as it was: %s", self.state_file, error.strerror)
+            self._written = False
+        else:
+            self._written = True
 
     def read(self) -> dict[str, Any]:
-        """The state as it was last written. Raises ConfigError: no cluster runs in it."""
+        """The state as it was last written. Raises ConfigError: no cluster runs in it, or none does any more."""
+        if not self.is_held:
+            raise self._none()
         try:
             return json.loads(self.state_file.read_text())
         except (OSError, ValueError) as error:
@@ -109,7 +129,8 @@ class RunFolder:
     def close(self) -> None:
         """Forget the cluster; logs stay."""
         for path in (self.state_file, self.token_file, self.path / "control"):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -125,3 +146,15 @@ class RunFolder:
         return ConfigError(
             f"no cluster runs in {self.path}; start one with 'adaserve cluster up', or give its --run-folder"
         )
+
+
+def _locked(descriptor: int) -> bool:
+    """Take the lock. Whoever asks whether it is held has it for a moment."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(LOCK_TRY_S)
+        else:
+            return True
+    return False

@@ -6,13 +6,14 @@ Used from one event loop. Sends nothing by itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from adaserve_jax.bench.http_pool import ConnectionPool
 from adaserve_jax.bench.http_settings import UrlSettings
 from adaserve_jax.bench.routers import Assigned
 from adaserve_jax.cluster.events import counts_of
+from adaserve_jax.cluster.exchange import Exchange
 from adaserve_jax.cluster.requests import Wanted
 from adaserve_jax.errors import ConfigError
 
@@ -65,6 +66,8 @@ class Target:
         self.drained = False
         self.why = "not asked yet"
         self.flights: set[Flight] = set()
+        self.exchanges: set[Exchange] = set()
+        """Of the flights, as they go on."""
         self.others = 0
         """Choices there that came from elsewhere, as it last said."""
         self.tokens_per_event = TOKENS_PER_EVENT
@@ -97,23 +100,28 @@ class Target:
             self.tokens_per_event += LEARNING_RATE * (counts[0] / events - self.tokens_per_event)
         return counts[0]
 
+    def give_up(self, why: str, quiet_s: float = 0.0) -> None:
+        """End, as lost, what is under way and has brought nothing for so many seconds."""
+        for exchange in [each for each in self.exchanges if each.quiet_s >= quiet_s]:
+            exchange.give_up(why)
+
     def status(self) -> dict[str, Any]:
         """For /cluster."""
         state = "drained" if self.drained else "up" if self.healthy else "down"
         return {
             "url": self.url, "state": state, "detail": self.why, "in_flight": len(self.flights),
             "choices": self.choices, "other_choices": self.others, "requests": self.requests,
-            "ejections": self.ejections, "stream_cuts": self.cuts,
+            "ejections": self.ejections, "cuts": self.cuts,
         }  # fmt: skip
 
 
 class TargetSet:
-    """All of them by URL, in order. on_change: told a target whenever one becomes available or no longer is."""
+    """All of them by URL, in order."""
 
-    def __init__(self, urls: Iterable[str], on_change: Callable[[Target], None] = lambda _: None):
+    def __init__(self, urls: Iterable[str]):
         self._by_url: dict[str, Target] = {}
-        self._on_change = on_change
         self._changed = asyncio.Event()
+        self._going: set[Target] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self.ever_available = False
         self.exchange(urls)
@@ -123,6 +131,11 @@ class TargetSet:
 
     def __len__(self) -> int:
         return len(self._by_url)
+
+    @property
+    def all(self) -> list[Target]:
+        """With those that go and have something left."""
+        return [*self, *self._going]
 
     def find(self, name: str) -> Target:
         """By URL or host:port. Raises ConfigError."""
@@ -138,7 +151,8 @@ class TargetSet:
         for url in [url for url in self._by_url if url not in urls]:
             gone = self._by_url.pop(url)
             gone.drained = True
-            task = asyncio.ensure_future(_close_when_idle(gone))
+            self._going.add(gone)
+            task = asyncio.ensure_future(self._close_when_idle(gone))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         self._by_url = {url: self._by_url.get(url) or Target(url) for url in urls}
@@ -150,7 +164,6 @@ class TargetSet:
         target.ejections += target.healthy and not healthy
         target.healthy, target.why = healthy, why
         if was != target.available:
-            self._on_change(target)
             self.changed()
 
     def drain(self, target: Target, drained: bool) -> None:
@@ -173,11 +186,11 @@ class TargetSet:
     async def close(self) -> None:
         for task in self._closing:
             task.cancel()
-        for target in self:
+        for target in self.all:
             await target.pool.close()
 
-
-async def _close_when_idle(target: Target) -> None:
-    while target.flights:
-        await asyncio.sleep(0.1)
-    await target.pool.close()
+    async def _close_when_idle(self, target: Target) -> None:
+        while target.flights:
+            await asyncio.sleep(0.1)
+        self._going.discard(target)
+        await target.pool.close()

@@ -58,17 +58,17 @@ class ServiceDrafter(Protocol):
 
     def stats(self) -> DrafterStats: ...
 
+    def count_anew(self) -> None: ...
+
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter of an engine, ready or connecting. samples: with the times of drafting; limits: what is planned
-    within, no deeper or wider than the service searches."""
+    """The drafter of an engine, ready or connecting. samples: with the times of drafting."""
 
     drafter: ServiceDrafter
     samples: CostSamples
-    limits: Limits
 
 
 def check_packages() -> None:
@@ -82,6 +82,13 @@ def check_packages() -> None:
             raise ConfigError(f"drafter needs {package}, which is missing: pip install 'adaserve-jax[star]'")
 
 
+def check_files(config: DrafterConfig) -> None:
+    """Raise ConfigError where a file that `config` names cannot be used, before minutes of compiling."""
+    from adaserve_jax.star.channel import GrpcTransport
+
+    GrpcTransport(config.addresses[0], config)
+
+
 def connect_drafter(
     config: DrafterConfig, chances: ChanceTable, tokenizer: Tokenizer, samples: CostSamples, limits: Limits,
     vocab_size: int,
@@ -89,7 +96,12 @@ def connect_drafter(
     """Greet the services, and wait for a first one to answer, not long; the others, or all, connect meanwhile. chances,
     samples: of the target, which has so many token ids."""
     hello = hello_of(config, chances, tokenizer, samples, limits)
-    return ready(build(config, chances, hello, limits.max_requests, vocab_size), samples, limits)
+    drafter = build(config, chances, hello, limits.max_requests, vocab_size)
+    try:
+        return ready(drafter, samples, limits)
+    except BaseException:
+        drafter.close()
+        raise
 
 
 def build(config: DrafterConfig, chances: ChanceTable, hello: Hello, max_rows: int, vocab_size: int) -> ServiceDrafter:
@@ -117,7 +129,8 @@ def hello_of(
 
 
 def ready(drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect_s: float = CONNECT_S) -> Drafting:
-    """Wait for a service, at most so long, and measure the way to it."""
+    """Wait for a service, at most so long, and measure the way to it. What is planned is what this engine was
+    configured for, whatever services search: each is asked for no more than it searches, and they come and go."""
     welcome = drafter.connect(connect_s)
     if welcome is None:
         services = drafter.stats().services.items()
@@ -126,18 +139,18 @@ def ready(drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect
             "no draft service answered within %g s (%s): serving without drafts, and connecting meanwhile", connect_s,
             states,
         )  # fmt: skip
-        return Drafting(drafter, guessed(samples, limits), limits)
-    within = replace(
-        limits, max_depth=min(limits.max_depth, welcome.max_depth), max_width=min(limits.max_width, welcome.max_width)
-    )
-    if within != limits or welcome.max_context < limits.max_context:
+        return Drafting(drafter, guessed(samples, limits))
+    said = (welcome.max_depth, welcome.max_width, welcome.max_context)
+    if any(
+        has < wanted for has, wanted in zip(said, (limits.max_depth, limits.max_width, limits.max_context), strict=True)
+    ):
         _log.warning(
             "the draft service searches to depth %d and width %d, in contexts of %d tokens, and this engine was to "
-            "have %d, %d and %d: what is beyond is decoded without drafts", welcome.max_depth, welcome.max_width,
-            welcome.max_context, limits.max_depth, limits.max_width, limits.max_context,
+            "have %d, %d and %d: what is beyond is decoded without drafts", *said, limits.max_depth, limits.max_width,
+            limits.max_context,
         )  # fmt: skip
-    way_s = round_trip_s(drafter, within, _served(welcome))
-    return Drafting(drafter, with_drafting(samples, within, welcome, way_s), within)
+    way_s = round_trip_s(drafter, limits, _served(welcome))
+    return Drafting(drafter, with_drafting(samples, limits, welcome, way_s))
 
 
 def with_drafting(samples: CostSamples, limits: Limits, welcome: Welcome, way_s: float) -> CostSamples:
@@ -177,6 +190,7 @@ def round_trip_s(
         if candidates.log_f.size and candidates.log_f[0, 0] > -np.inf:
             times.append(clock() - began)
     drafter.ended(np.zeros(1, np.int32))
+    drafter.count_anew()  # these served nobody
     return max(min(times) - served_s, 0.0) if times else GUESSED_WAY_S
 
 

@@ -104,6 +104,7 @@ class LocalEngine:
         policy = policy_of(config)  # before minutes of compiling
         if config.drafter is not None:
             drafting.check_packages()
+            drafting.check_files(config.drafter)
         room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
         self._executor = load_executor(config, self._progress, swaps=policy.elastic, **room)
         try:
@@ -144,8 +145,7 @@ class LocalEngine:
 
     def _build_core(self, config: EngineConfig) -> EngineCore:
         found = self._drafting
-        limits = self._executor.limits if found is None else found.limits
-        scheduler = build_scheduler(config, limits, self._samples, self._calibrator)
+        scheduler = build_scheduler(config, self._executor.limits, self._samples, self._calibrator)
         executor = self._executor if self._observe is None else self._observe(self._executor)
         return EngineCore(
             executor, scheduler, self._tokenizer,

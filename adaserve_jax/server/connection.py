@@ -39,11 +39,23 @@ class DirectBody:
         """data: not empty, which would end the body."""
         self._transport.write(b"%x\r\n%s\r\n" % (len(data), data))
 
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
 
 def direct_body(scope: Scope) -> DirectBody | None:
     """Of this response, when its body is sent in chunks because nothing says its length."""
     direct = scope.get("extensions", {}).get(DIRECT)
     return direct if scope["http_version"] == "1.1" and scope["method"] != "HEAD" else None
+
+
+def cut_off(scope: Scope) -> None:
+    """End the connection of a response that has begun and will have no end, so that its client does not take what came
+    for the whole."""
+    direct = scope.get("extensions", {}).get(DIRECT)
+    if direct is not None:
+        direct.abort()
 
 
 class PatientProtocol(H11Protocol):

@@ -128,6 +128,11 @@ class RemoteDrafter:
                 services={link.address: link.state() for link in links},
             )
 
+    def count_anew(self) -> None:
+        """Forget the rounds that were counted until now."""
+        with self._changed:
+            self._stats = DrafterStats()
+
     def close(self) -> None:
         """Close all sessions and streams."""
         frames: Frames = {}

@@ -2,7 +2,8 @@
 
 It says on /health what the file of --state says, "ok" without one, and answers POST with one JSON body. WHAT:
 `--state=FILE`, `--child=FILE` (has a child of its own, whose pid it writes there), `--stubborn` (ignores SIGTERM),
-`--status=N` (ends with N at once); other options are taken and ignored.
+`--status=N` (ends with N at once), `--ends=FILE` (as well, with what the file says, while there is one); other options
+are taken and ignored.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ def main() -> None:
     if "--status" in GIVEN:
         print("this option is wrong", file=sys.stderr)
         sys.exit(int(GIVEN["--status"]))
+    if Path(GIVEN.get("--ends", "/nonexistent")).exists():
+        print("this start is one too many", file=sys.stderr)
+        sys.exit(int(Path(GIVEN["--ends"]).read_text()))
     if "--child" in GIVEN:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path(GIVEN["--child"]).write_text(str(child.pid))

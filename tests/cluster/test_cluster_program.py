@@ -1,4 +1,4 @@
-"""`adaserve cluster up` with real servers of the embedded pair, and a draft service where the command is there: every
+"""`adaserve cluster up` with real servers of the embedded pair, and a draft service: every
 process in turn is killed under requests, targets are replaced under requests, and all ends."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adaserve_jax.cli.app import app
 from adaserve_jax.cluster.control import give_order
 from tests.cluster.conftest import wait_until
 from tests.cluster.test_keeper import is_alive
@@ -23,10 +22,9 @@ from tests.cluster.test_local import Up
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-HAS_DRAFTS = any(command.callback.__name__ == "draft" for command in app.registered_commands if command.callback)
 SERVE = ("--max-requests", "8", "--token-edges", "16,64", "--row-edges", "8")
 BODY = {"prompt": "def add(a, b):", "max_tokens": 48, "seed": 7, "temperature": 1.0, "ignore_eos": True}
-NAMES = ["router", "target-0", "engine of target-1", *(["draft-0"] if HAS_DRAFTS else [])]
+NAMES = ["router", "target-0", "engine of target-1", "draft-0"]
 
 
 class Program(Up):
@@ -36,10 +34,9 @@ class Program(Up):
         from adaserve_jax.cluster.run_folder import RunFolder
 
         self.folder = RunFolder(folder)
-        drafts = ["--drafts", "1", "--draft-options", "--max-batch 8"] if HAS_DRAFTS else []
         command = [
-            sys.executable, "-m", "adaserve_jax.cli", "cluster", "up", "--targets", "2", "--port", "0", *drafts,
-            "--run-folder", str(folder), "--detach", "--", *SERVE,
+            sys.executable, "-m", "adaserve_jax.cli", "cluster", "up", "--targets", "2", "--port", "0",
+            "--drafts", "1", "--draft-options", "--max-batch 8", "--run-folder", str(folder), "--detach", "--", *SERVE,
         ]  # fmt: skip
         began = time.monotonic()
         done = subprocess.run(
@@ -93,7 +90,7 @@ def test_targets_are_replaced_while_requests_are_answered(cluster):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    lines = list(give_order(cluster.folder.socket, "restart"))
+    lines = list(give_order(cluster.folder.socket, "restart targets"))
     done.set()
     asking.join()
     assert sum(line.endswith("is used again") for line in lines) == 2 and answers and all(answers)

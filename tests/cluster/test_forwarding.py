@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
 import tempfile
 import threading
 from pathlib import Path
@@ -11,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from adaserve_jax.cluster import forwarding
+from adaserve_jax.cluster.asking import NoAnswer, ask_now
 from adaserve_jax.cluster.router import OF_ONE_SERVER
-from tests.bench.fake_server import STREAM, FakeServer, chunk, stream, token
-from tests.cluster.conftest import BODY, TOKEN, error, events, routed, target, wait_until, whole
+from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
+from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
 from tests.server.conftest import running
 
 GENERATION = "/v1/completions"
@@ -107,18 +111,95 @@ def test_a_stream_that_is_cut_ends_with_an_error_and_no_half_event():
     cut = [STREAM, chunk(token("whole")), chunk(token("half")[:9]), "close"]
     with FakeServer(target(lambda _: cut)) as server, routed(server.url) as router:
         text = router.post(stream=True).text
-        assert router.router.status()["targets"][0]["stream_cuts"] == 1
+        assert router.router.status()["targets"][0]["cuts"] == 1
     first, second, done = text.split("\n\n")[:3]
     assert first + "\n\n" == token("whole").decode() and done == "data: [DONE]"
     failure = json.loads(second.removeprefix("data: "))["error"]
     assert failure["code"] == "target_lost" and failure["type"] == "service_unavailable"
 
 
+@pytest.mark.parametrize("begun", [[], [STREAM, chunk(token("a"))]])
+def test_what_hangs_at_a_target_that_hangs_is_given_up(begun):
+    asked: list[int] = []
+
+    def each(number: int):
+        def generate(_):
+            asked.append(number)
+            return [*begun, "silence"] if number == asked[0] else whole(f"of {number}")
+
+        alive = target(generate)
+        return lambda it: ["silence"] if it.route == "/health" and asked[:1] == [number] else alive(it)
+
+    fast = {"router": "round-robin", "poll_timeout": 0.3}
+    with FakeServer(each(0)) as one, FakeServer(each(1)) as two, routed(one.url, two.url, **fast) as router:
+        answered = router.post(stream=bool(begun))
+        if begun:
+            assert json.loads(answered.text.split("\n\n")[1].removeprefix("data: "))["error"]["code"] == "target_lost"
+        else:
+            assert answered.json()["choices"][0]["text"] == f"of {asked[-1]}" and asked[0] != asked[-1]
+
+
+def test_what_goes_on_at_a_target_that_is_slow_to_say_how_it_is_goes_on():
+    held = threading.Event()
+    script = target(lambda _: [STREAM, *[part for _ in range(20) for part in (chunk(token("a")), 0.1)], b"0\r\n\r\n"])
+
+    def slow(it):
+        if it.route != "/health":
+            held.set()
+        return ["silence"] if it.route == "/health" and held.is_set() else script(it)
+
+    with FakeServer(slow) as server, routed(server.url, poll_timeout=0.8) as router:
+        text = router.post(stream=True).text
+    assert text == token("a").decode() * 20
+
+
+@pytest.mark.parametrize("route, said", [
+    ("/metrics", b"adaserve_requests_running 1e999\n"),
+    ("/metrics", b"adaserve_requests_running 1.2.3\n"),
+    ("/version", b"[" * 200_000),
+    ("/version", b'{"engine": {"max_requests": Infinity}}'),
+    ("/v1/models", b'{"data": [{"baseline_ms": 1e999, "slo_classes": {}}]}'),
+    ("/health", b"[" * 200_000),
+])  # fmt: skip
+def test_whatever_a_target_says_of_itself_it_is_asked_on(route, said):
+    down = threading.Event()
+    cards = b'{"data": [{"baseline_ms": 10, "slo_classes": {}}]}'
+
+    def script(it):
+        if it.route == "/health" and down.is_set():
+            return answer("200 OK", said) if route == "/health" else error("503 Service Unavailable", "dead")
+        if it.route == "/health":
+            return HEALTHY
+        return answer("200 OK", said if it.route == route else cards if it.route == "/v1/models" else b"{}")
+
+    with FakeServer(script) as server, routed(server.url) as router:
+        wait_until(lambda: [it.route for it in server.asked].count("/metrics") > 1)
+        down.set()
+        router.up(0)
+        down.clear()
+        router.up(1)
+
+
+def test_a_long_answer_that_is_cut_is_neither_whole_nor_begun_again(monkeypatch, caplog):
+    monkeypatch.setattr(forwarding, "MOST_WHOLE_BYTES", 1000)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\ncontent-type: application/json\r\n\r\n"
+    script = target(lambda _: [head + bytes(3000), 0.05, bytes(100), "close"])
+    with FakeServer(script) as one, FakeServer(script) as two, routed(one.url, two.url) as router:
+        with pytest.raises(httpx.RemoteProtocolError):
+            router.post()
+        wait_until(lambda: router.router.status()["in_flight"] == 0)
+        assert sum(it.route == GENERATION for it in one.asked + two.asked) == 1
+        assert sum(each["cuts"] for each in router.router.status()["targets"]) == 1
+        assert sum(each["ejections"] for each in router.router.status()["targets"]) == 1
+        assert router.http.get("/health").status_code == 200
+    assert "without completing" not in caplog.text
+
+
 def test_a_stream_that_lost_only_its_end_is_whole():
     full = stream(token("a"), b"data: [DONE]\n\n", end=False)
     with FakeServer(target(lambda _: [*full, "close"])) as server, routed(server.url) as router:
         assert router.post(stream=True).text == token("a").decode() + "data: [DONE]\n\n"
-        assert router.router.status()["targets"][0]["stream_cuts"] == 0
+        assert router.router.status()["targets"][0]["cuts"] == 0
 
 
 def test_a_request_that_ends_its_targets_does_not_end_them_all():
@@ -212,6 +293,26 @@ def test_orders_need_the_token():
         assert router.http.get("/cluster", headers=key).status_code == 200
         assert router.http.post("/cluster/drain", json={}, headers=key).status_code == 403  # no token was given
         assert router.post().status_code == 200  # the target's to check
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_the_token_is_told_to_the_certificate_of_the_cluster_only(tmp_path):
+    for name in ("own", "other"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+             "2", "-subj", "/CN=example.org", "-keyout", f"{name}.key", "-out", f"{name}.pem"],
+            cwd=tmp_path, check=True, capture_output=True,
+        )  # fmt: skip
+    own, other = str(tmp_path / "own.pem"), str(tmp_path / "other.pem")
+    tls = {"tls_cert": own, "tls_key": str(tmp_path / "own.key"), "token_file": _token_file()}
+    with FakeServer(target(lambda _: whole())) as server, routed(server.url, **tls) as router:
+        url = router.url.replace("http:", "https:") + "/cluster"
+        assert ask_now(url, token=TOKEN, certificate=own)[1]["status"] == "ok"
+        with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
+            ask_now(url, token=TOKEN, certificate=other)
+        with pytest.raises(NoAnswer, match="a token would be told"):
+            ask_now(url, token=TOKEN)
+        assert ask_now(url.replace("/cluster", "/health"))[1]["status"] == "ok"  # which is told nothing
 
 
 @pytest.mark.parametrize("path", OF_ONE_SERVER)

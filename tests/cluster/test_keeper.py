@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from adaserve_jax.cluster import keeper as keeping
 from adaserve_jax.cluster.keeper import Backoff, Keeper, Member, MemberFailed, Patience
 from adaserve_jax.cluster.plan import free_ports
+from tests.cluster.conftest import wait_until
+from tests.conftest import ROOT
 
 MEMBER = str(Path(__file__).parent / "member.py")
 FAST = Patience(every=0.02, grace=20.0, first_wait=0.02, most_wait=0.1, unwell=0.2)
@@ -144,3 +148,102 @@ def test_the_child_of_one_that_was_killed_is_not_left(tmp_path):
         await keeper.stop()
 
     asyncio.run(go())
+
+
+def test_waits_grow_for_one_that_was_well_once_and_does_not_start_any_more(tmp_path, caplog):
+    now, ends = [0.0], tmp_path / "ends"
+    patience = Patience(every=0.01, first_wait=0.01, most_wait=0.08, well=60.0)
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--ends={ends}", patience=patience), clock=lambda: now[0])
+        keeper.start()
+        await keeper.ready()
+        now[0] = 1000.0  # a long good life
+        ends.write_text("1")
+        os.kill(keeper.pid, signal.SIGKILL)
+        await until(lambda: keeper.restarts == 5)
+        await keeper.stop()
+
+    asyncio.run(go())
+    waits = [record.args[-1] for record in caplog.records if "started again" in record.msg]
+    assert waits[:5] == [0.01, 0.02, 0.04, 0.08, 0.08]
+
+
+@pytest.mark.parametrize("status, starts", [("2", 1), ("1", 3)])
+def test_a_replacement_that_does_not_start_is_told_and_tried_on(tmp_path, status, starts):
+    ends = tmp_path / "ends"
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--ends={ends}"))
+        keeper.start()
+        await keeper.ready()
+        ends.write_text(status)
+        with pytest.raises(MemberFailed, match=rf"m ended with status {status}; its log ends with:(.|\n)*one too many"):
+            await keeper.replace()
+        assert (tmp_path / "m.log").read_text().count("member begins") == 1 + starts
+        ends.unlink()
+        await until(lambda: keeper.phase == "ready")
+        await keeper.replace()
+        await keeper.stop()
+
+    asyncio.run(go())
+
+
+def test_a_replacement_that_never_gets_well_is_told_when_its_time_is_up(tmp_path):
+    state = tmp_path / "state"
+    patience = Patience(every=0.01, first_wait=0.01, start=0.05, unwell=600.0)
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path, f"--state={state}", patience=Patience(every=0.01, first_wait=0.01)))
+        keeper.start()
+        await keeper.ready()
+        keeper.member = member(tmp_path, f"--state={state}", patience=patience)
+        state.write_text("starting")
+        with pytest.raises(MemberFailed, match=r"m was not ready within 0.05 s"):
+            await keeper.replace()
+        await keeper.stop()
+
+    asyncio.run(go())
+
+
+def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "MOST_LOG_BYTES", 100)
+    monkeypatch.setattr(keeping, "LOG_TAIL_BYTES", 20)
+    (tmp_path / "m.log").write_text("x" * 101)
+
+    async def go() -> None:
+        keeper = Keeper(member(tmp_path))
+        keeper.start()
+        await keeper.ready()
+        await keeper.stop()
+        assert keeper.log_tail() == "member begins"
+
+    asyncio.run(go())
+    assert (tmp_path / "m.log.1").read_text() == "x" * 101
+
+
+KEEPS = """
+import asyncio, sys
+from adaserve_jax.cluster.keeper import Keeper, Member, Patience
+async def go():
+    keeper = Keeper(Member("m", tuple(sys.argv[2:]), sys.argv[1], __import__("pathlib").Path("m.log"),
+                           patience=Patience(every=0.02, grace=0.2)))
+    keeper.start()
+    await keeper.ready()
+    print(keeper.pid, flush=True)
+    await asyncio.sleep(600)
+asyncio.run(go())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's death on Linux only")
+def test_not_even_what_ignores_sigterm_outlives_the_keeper(tmp_path):
+    stubborn = member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}")
+    command = (sys.executable, "-c", KEEPS, stubborn.health_url, *stubborn.argv)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as keeps:
+        pid = int(keeps.stdout.readline())
+        child = int((tmp_path / "child").read_text())
+        assert is_alive(pid) and is_alive(child)
+        keeps.kill()
+    wait_until(lambda: not is_alive(pid) and not is_alive(child))

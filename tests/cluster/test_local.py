@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,10 +20,12 @@ import pytest
 
 from adaserve_jax.cli.app import main
 from adaserve_jax.cluster.control import give_order
-from adaserve_jax.cluster.plan import ClusterPlan, filled, target_environment
-from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, draft_at, filled, target_at, target_environment
+from adaserve_jax.cluster.run_folder import RunFolder, default_folder
 from adaserve_jax.cluster.settings import RouterSettings
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.server.serve import listen
+from adaserve_jax.server.settings import ServerSettings
 from tests.cluster.conftest import BODY, wait_until
 from tests.cluster.test_keeper import is_alive
 from tests.conftest import ROOT
@@ -64,6 +68,9 @@ class Up:
 
     def pids(self) -> list[int]:
         return [each["pid"] for each in self.state()["members"]]
+
+    def member_pid(self, state: dict, name: str) -> int:
+        return next(each["pid"] for each in state["members"] if each["name"] == name)
 
     def post(self) -> httpx.Response:
         return httpx.post(f"{self.state()['url']}/v1/completions", json=BODY, timeout=60)
@@ -121,7 +128,7 @@ def test_a_rolling_replacement_fails_no_request(cluster):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    lines = list(give_order(cluster.folder.socket, "restart"))
+    lines = list(give_order(cluster.folder.socket, "restart targets"))
     done.set()
     asking.join()
     assert not failed and answered
@@ -130,6 +137,17 @@ def test_a_rolling_replacement_fails_no_request(cluster):
     ]  # fmt: skip
     after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
     assert {name for name in before if before[name] != after[name]} == {"target-0", "target-1"}
+
+
+def test_drafts_are_replaced_when_that_is_ordered(cluster):
+    before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    lines = list(give_order(cluster.folder.socket, "restart drafts"))
+    assert lines == ["draft-0: is replaced", "draft-0: is used again"]
+    cluster.other("draft-0", {"pid": before["draft-0"]})
+    after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
+    assert {name for name in before if before[name] != after[name]} == {"draft-0"}
+    with pytest.raises(AdaServeError, match="an order must be one of restart targets, restart drafts, restart all"):
+        list(give_order(cluster.folder.socket, "restart everything"))
 
 
 def test_status_shows_every_process(cluster, monkeypatch, capsys):
@@ -157,6 +175,39 @@ def test_the_death_of_the_cluster_itself_leaves_no_orphan(tmp_path):
     up.process.kill()
     up.process.communicate()
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_cluster_whose_folder_is_gone_serves_on_and_ends_cleanly(tmp_path):
+    folder = tmp_path / "run"
+    up = Up(folder, 1, 0)
+    state, pids = up.state(), up.pids()
+    shutil.rmtree(folder)
+    folder.touch()
+    os.kill(up.member_pid(state, "target-0"), signal.SIGKILL)  # a change that is to be written down
+    wait_until(lambda: httpx.post(f"{state['url']}/v1/completions", json=BODY, timeout=60).status_code == 200)
+    up.process.send_signal(signal.SIGTERM)
+    _, said = up.process.communicate(timeout=100)
+    assert up.process.returncode == 0 and not any(map(is_alive, pids))
+    assert said.decode().count("state.json cannot be written") == 1
+
+
+def test_the_state_of_a_cluster_that_was_killed_is_not_shown(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.open()
+    folder.write({"phase": "ready"})
+    assert folder.read() == {"phase": "ready"}
+    os.close(folder._lock)
+    with pytest.raises(ConfigError, match="no cluster runs in"):
+        folder.read()
+
+
+def test_the_usual_folder_outlives_a_login(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "adaserve" / os.uname().nodename
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".local" / "state" / "adaserve" / os.uname().nodename
 
 
 def test_orders_to_no_cluster_say_so(tmp_path, monkeypatch, capsys):
@@ -192,6 +243,32 @@ def test_wrong_settings_are_refused(wrong, said):
 
 
 def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
-    assert target_environment(RouterSettings(api_key="sk-1,sk-2"))["ADASERVE_API_KEY"] == "sk-1,sk-2"
+    plan = ClusterPlan(1, 0, RouterSettings(api_key="sk-1,sk-2"))
+    assert target_environment(plan)["ADASERVE_API_KEY"] == "sk-1,sk-2"
     assert "sk-1" not in repr(RouterSettings(api_key="sk-1"))
     assert filled(("{python}", "{drafter}", "{port}"), port=7, drafts="") == (sys.executable, "7")
+
+
+@pytest.mark.parametrize("options, shutdown_s", [
+    ((), 70.0), (("--shutdown-timeout", "100"), 100.0), (("--shutdown-timeout=5", "--x"), 5.0),
+    (("--shutdown-timeout", "1", "--shutdown-timeout=2"), 2.0), (("--shutdown-timeout",), 70.0),
+])  # fmt: skip
+def test_nothing_is_killed_before_its_own_limit(options, shutdown_s, tmp_path):
+    """Two seconds to end what was aborted, and ten beyond that."""
+    plan = ClusterPlan(1, 0, RouterSettings(shutdown_timeout=70.0), serve_options=options)
+    placed = target_at(plan, 0, "127.0.0.1", 1, [], tmp_path)
+    assert placed.member.patience.grace == shutdown_s + 12.0 and plan.router_grace_s == 82.0
+    assert float(placed.member.environment["ADASERVE_SHUTDOWN_TIMEOUT"]) == shutdown_s
+    assert draft_at(plan, 0, "127.0.0.1", 1, 2, tmp_path).member.patience == plan.patience
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux only")
+def test_a_port_is_kept_for_the_server_that_it_was_chosen_for():
+    held = HeldPort("127.0.0.1")
+    with pytest.raises(OSError), socket.socket() as other:
+        other.bind(("127.0.0.1", held.number))
+    for _ in range(2):  # a server may come again
+        with listen(ServerSettings(port=held.number)) as server, pytest.raises(OSError):
+            socket.create_connection(server.getsockname()).close()
+            HeldPort("127.0.0.1", held.number)
+    held.close()

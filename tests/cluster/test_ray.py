@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.cluster.control import give_order
+from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.errors import ConfigError
 from tests.cluster.conftest import wait_until
 from tests.cluster.test_keeper import is_alive
 from tests.cluster.test_local import Up
+from tests.conftest import ROOT
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -42,7 +47,7 @@ def test_the_death_of_a_process_or_of_its_actor_is_survived(cluster, name, which
 
 def test_targets_are_replaced_in_turn(cluster):
     before = {each["name"]: each["pid"] for each in cluster.state()["members"]}
-    lines = list(give_order(cluster.folder.socket, "restart"))
+    lines = list(give_order(cluster.folder.socket, "restart targets"))
     assert [line.rpartition(": ")[2] for line in lines].count("is used again") == 2
     wait_until(lambda: all(cluster.member(f"target-{i}")["replacements"] >= 1 for i in range(2)))
     after = {each["name"]: each["pid"] for each in cluster.state()["members"]}
@@ -54,3 +59,23 @@ def test_down_leaves_no_process(cluster):
     list(give_order(cluster.folder.socket, "down"))
     assert cluster.process.wait(120) == 0
     wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_one_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
+    folder = RunFolder(tmp_path)
+    command = [sys.executable, str(Path(__file__).parent / "up_members_on_ray.py"), str(tmp_path), "2", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) as up:
+        wait_until(lambda: up.poll() is not None or len(members(folder)) > 1)
+        pids = [pid for each in members(folder) for pid in (each["pid"], each["actor_pid"]) if pid]
+        up.send_signal(signal.SIGTERM)
+        _, said = up.communicate(timeout=200)
+    assert up.returncode == 0, said.decode()
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def members(folder: RunFolder) -> list[dict]:
+    try:
+        return folder.read()["members"]
+    except ConfigError:
+        return []

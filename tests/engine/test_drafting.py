@@ -64,7 +64,7 @@ class Service:
         local.model.compiled = compile_all(local.declare(), None)
         self.local = local
         self.hello: Hello | None = None
-        self.welcome: Welcome | None = WELCOME
+        self.welcome: Welcome | None = replace(WELCOME, max_depth=2)  # another may search deeper
         self.fed: set[int] = set()
         self.answers = lambda row: True
         self.wait_s = 0.0
@@ -93,6 +93,8 @@ class Service:
 
     def stats(self) -> DrafterStats:
         return self.counts
+
+    def count_anew(self) -> None: ...
 
     def close(self) -> None:
         self.closed = True
@@ -219,6 +221,8 @@ class Timed:
         self.available = True
         self.ended_slots: list[int] = []
         self.wait_s = 0.0
+        self.counted_anew = 0
+        self.closed = False
 
     def connect(self, timeout_s: float) -> Welcome | None:
         self.waited_s = timeout_s
@@ -239,7 +243,11 @@ class Timed:
     def stats(self) -> DrafterStats:
         return DrafterStats(services={"h:1": ServiceState(reason="connection refused"), "h:2": ServiceState("open")})
 
-    def close(self) -> None: ...
+    def count_anew(self) -> None:
+        self.counted_anew += 1
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def test_a_round_is_timed_with_a_session_that_is_thrown_away() -> None:
@@ -265,20 +273,42 @@ def test_times_of_drafting_are_the_service_s_and_the_way_to_it() -> None:
     assert drafting.with_drafting(SAMPLES, LIMITS, replace(SAID, level_s={}), 0.0) == drafting.guessed(SAMPLES, LIMITS)
 
 
-def test_no_deeper_or_wider_than_the_service_searches(caplog: pytest.LogCaptureFixture) -> None:
-    found = drafting.ready(Timed(replace(SAID, max_depth=2, max_width=1), [1e-3]), SAMPLES, LIMITS)
-    assert (found.limits.max_depth, found.limits.max_width) == (2, 1)
-    assert set(found.samples.draft_level_s) == {(1, 1), (8, 1)}
+def test_a_service_that_searches_less_is_told_of_and_timed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    less = replace(SAID, max_depth=2, max_width=1, level_s={(1, 1): 1e-3, (8, 1): 4e-3})
+    service = Timed(less, [1e-3])
+    found = drafting.ready(service, SAMPLES, LIMITS)
+    assert found.samples.draft_level_s == {(1, 1): 1e-3, (1, 2): 1e-3, (8, 1): 4e-3, (8, 2): 4e-3}
     assert "searches to depth 2 and width 1, in contexts of 128 tokens" in caplog.text
+    assert service.counted_anew == 1
     caplog.clear()
-    assert drafting.ready(Timed(SAID, [1e-3]), SAMPLES, LIMITS).limits == LIMITS
+    drafting.ready(Timed(SAID, [1e-3]), SAMPLES, LIMITS)
     assert not caplog.records
+
+
+def test_a_drafter_is_closed_where_the_start_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Timed(SAID, [1e-3])
+
+    def fails(plan: StepPlan) -> CandidateTrees:
+        raise MemoryError
+
+    monkeypatch.setattr(service, "propose", fails)
+    monkeypatch.setattr(drafting, "build", lambda *_: service)
+    monkeypatch.setattr(drafting, "hello_of", lambda *_: None)
+    with pytest.raises(MemoryError):
+        drafting.connect_drafter(DRAFTER, None, None, SAMPLES, LIMITS, 300)  # type: ignore[arg-type]
+    assert service.closed
+
+
+def test_files_that_cannot_be_read_are_told_before_anything_is_loaded(tmp_path: Any) -> None:
+    for name in ("drafter_token_file", "drafter_ca"):
+        with pytest.raises(ConfigError, match=name):
+            LLM(drafter=replace(DRAFTER, **{name: str(tmp_path / "none")}), target="nothing that is there")
 
 
 def test_without_an_answer_it_starts_on_a_guess_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     service = Timed(None, [1e-3])
     found = drafting.ready(service, SAMPLES, LIMITS)
-    assert found.limits == LIMITS and service.waited_s == drafting.CONNECT_S and not service.plans
+    assert service.waited_s == drafting.CONNECT_S and not service.plans
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "(h:1: connection refused; h:2: open)" in warning.getMessage()

@@ -154,6 +154,23 @@ def test_searches_are_cut_to_what_the_service_does_and_stand_in_the_plans_column
     assert found.parent[0, 3] in (-1, 0) and found.depth.tolist() == [1] * 3 + [2] * 3 + [3] * 3 + [4] * 3
 
 
+def test_a_service_that_searches_nothing_is_asked_for_nothing_and_no_round_counts() -> None:
+    scene = Scene.of(connected=False)
+    scene.service.welcome = without(scene.service.welcome, max_depth=0)
+    scene.drafter.connect(1.0)
+    assert scene.propose([Row(0, text(9))], depth=3) == [False]
+    assert scene.drafter.stats().rounds == 0
+
+
+def test_rounds_before_a_new_count_are_not_in_it() -> None:
+    scene = Scene.of()
+    scene.propose([Row(0, text(9))])
+    assert scene.drafter.stats().rounds == 1
+    scene.drafter.count_anew()
+    scene.propose([Row(0, text(10), 9)])
+    assert scene.drafter.stats().rounds == 1
+
+
 def test_it_waits_for_its_deadline_or_less_where_tokens_are_due_but_no_less_than_usual_rounds_take() -> None:
     scene = Scene.of(deadline_ms=80.0)
     rows = [Row(0, text(9), due_s=0.001)]
