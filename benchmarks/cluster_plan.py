@@ -132,7 +132,7 @@ def run(point: Point, commit: str, capacity: float) -> Measured:
 
 
 def points(parts: Sequence[str], *, quick: bool) -> list[Point]:
-    """What is to be run, short ones first in each part."""
+    """What is to be run: first those of the first mix at the middle load, short ones first, then the others."""
     sizes, loads, per_replica = ((2, 3), (0.9,), 5) if quick else (SIZES, LOADS, PER_REPLICA)
     made: list[Point] = []
     if "fixed" in parts:
@@ -158,9 +158,12 @@ def points(parts: Sequence[str], *, quick: bool) -> list[Point]:
             for size, count in of for router in ROUTERS
         ]  # fmt: skip
     if "million" in parts:
-        made.append(Point("million", *((3, "least-loaded", "spec:4", 0.9, "adaserve", 30) if quick else
-                                       (1000, "least-loaded", "spec:4", 0.9, "adaserve", 10**6))))  # fmt: skip
-    return made
+        made += [
+            Point("million", *((3, "least-loaded", policy, 0.9, "adaserve", 30) if quick else
+                               (1000, "least-loaded", policy, 0.9, "adaserve", 10**6)))
+            for policy in ("ar", "spec:4")
+        ]  # fmt: skip
+    return sorted(made, key=lambda point: (point.mix != "adaserve" or point.load != 0.9, point.requests))
 
 
 PARTS = ("fixed", "sampled", "adaserve", "million")

@@ -55,7 +55,10 @@ def test_every_part_has_points_and_no_two_are_the_same(scripts) -> None:
     points = plan.points(plan.PARTS, quick=False)
     assert len(set(points)) == len(points)
     assert {point.part for point in points} == set(plan.PARTS)
-    assert [point for point in points if point.requests == 10**6] == [points[-1]]
+    million = [point for point in points if point.requests == 10**6]
+    assert {point.policy for point in million} == {"ar", "spec:4"}, "fixed policies"
+    of_most = [point for point in points if point.mix == "adaserve" and point.load == 0.9]
+    assert points[: len(of_most)] == of_most and million == of_most[-2:], "those that everybody asks for first"
     exact = [point.replicas for point in points if point.router == "slo-aware"]
     assert max(exact) == plan.EXACT_TO and max(point.replicas for point in points) == 1000
 
