@@ -63,11 +63,12 @@ class Device(Protocol):
 
 @dataclass
 class WorkerStats:
-    """What the loop saw since it began, beside `CoreStats`. idle_s, service_s: seconds without and with a batch on the
-    device; searches, search_s: batches that searched, and their seconds; rows: batches that searched by the least of
-    ROWS_EDGES that holds their rows; rows_searched: of all of them; frames: taken in; nonsense: messages that made no
-    sense, by whose they were (session, target)."""
+    """What the loop saw since it began, beside `CoreStats`. loop_s: seconds that it runs; idle_s, service_s: those of
+    them without and with a batch on the device, the rest is its own work; searches, search_s: batches that searched,
+    and their seconds; rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: of
+    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target)."""
 
+    loop_s: float = 0.0
     idle_s: float = 0.0
     service_s: float = 0.0
     searches: int = 0
@@ -124,7 +125,7 @@ class Worker:
         self._stats = WorkerStats()
         self._stopping = False
         self._failures = 0
-        now = clock()
+        self._began_s = now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._looked_s = now
         self.snapshot = self._snapshot(now)
@@ -180,7 +181,7 @@ class Worker:
             self._take(block_s=LOOK_EVERY_S)
             self._stats.idle_s += self._clock() - now
         if now - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now
+            self._looked_s = now = self._clock()
             self.snapshot = self._snapshot(now)
 
     def _serve(self, batch: Batch) -> None:
@@ -315,7 +316,8 @@ class Worker:
     def _snapshot(self, now: float) -> Snapshot:
         core, stats = self._core, self._stats
         copied = replace(core.stats, refused=Counter(core.stats.refused), target_rounds=Counter())
-        ours = replace(stats, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
+        loop_s = now - self._began_s
+        ours = replace(stats, loop_s=loop_s, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
         return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
 
 
