@@ -34,6 +34,7 @@ import typer
 from cpu_time import Watch
 from nightjar_offload import grown_draft
 from star_colocated import Alone, run_alone
+from star_paper import COLOCATED_TPS, paper_rows
 from star_service import Counts, Service, service
 from star_targets import PacedTarget, Shape, Tally, Text, remote_drafter, run_target
 from star_texts import MAX_CONTEXT, texts_of
@@ -278,6 +279,7 @@ def report(
             for n, batched in dict.fromkeys((run.n, run.batched) for run in runs)
         ],
         "rows": [row.as_dict() for row in rows],
+        "paper": paper_rows(), "paper_colocated_tps": COLOCATED_TPS,
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip
 

@@ -9,17 +9,6 @@ from typing import Any
 
 from results_cluster import QUANTITIES, table
 
-PAPER = [
-    {"n": n, "throughput_tps": tps, "per_target_tps": each, "wait_s": wait / 1e3, "idle_s": idle / 1e3,
-     "rounds_per_s": rounds, "load": load / 1e2}
-    for n, tps, each, wait, idle, rounds, load in (
-        (1, 79.9, 86.6, 0.01, 30.6, 20.90, 33.3), (2, 167.6, 100.9, 0.50, 9.8, 49.25, 50.3),
-        (3, 246.3, 98.3, 0.60, 3.4, 72.26, 75.4), (4, 266.6, 80.94, 3.90, 0.6, 81.54, 91.4),
-        (5, 285.5, 69.49, 13.0, 0.0, 85.52, 99.5), (6, 288.7, 57.78, 22.3, 0.0, 85.84, 99.6),
-    )
-]  # fmt: skip
-"""StarSD's own Table 1, with one request at a time; colocated it has COLOCATED_TPS."""
-COLOCATED_TPS = 94.3
 MODES = {False: "one by one", True: "batched"}
 KINDS = ("measured", "simulated", "closed")
 
@@ -44,7 +33,7 @@ def overhead_tables(folder: Path) -> list[str]:
 def _of(result: dict[str, Any]) -> list[str]:
     shown = sorted({row["n"] for row in result["rows"] if row["kind"] == "measured"})
     rows = {(row["kind"], row["batched"], row["n"]): row for row in result["rows"]}
-    paper = {row["n"]: row for row in PAPER}
+    paper = {row["n"]: row for row in result["paper"]}
     lines: list[Sequence[str]] = []
     for name, title, factor, digits in QUANTITIES:
         for batched, mode in MODES.items():
@@ -70,7 +59,7 @@ def _alone(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, A
     return (
         f"The same draft within the target's process: {alone['throughput_tps']:.1f} tokens/s, S "
         f"{alone['service_s'] * 1e3:.1f} ms, against {one['throughput_tps']:.1f} tokens/s of one target at the service "
-        f"(the paper: {COLOCATED_TPS} against {PAPER[0]['throughput_tps']})."
+        f"(the paper: {result['paper_colocated_tps']} against {result['paper'][0]['throughput_tps']})."
     )
 
 

@@ -176,7 +176,7 @@ def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypat
     assert "`python x.py`" in shown and "0123456789ab" in shown and "N_full = 3" in shown
     assert "| tokens/s | one by one | measured |" in shown and "| load, % | paper |" in shown
     assert "99.6" in shown, "the paper's own load at N = 6"
-    scripts["star_figures"].draw(result["rows"], tmp_path / "a.png", paper=scripts["results_star"].PAPER)
+    scripts["star_figures"].draw(result["rows"], tmp_path / "a.png", paper=result["paper"])
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
