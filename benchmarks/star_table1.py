@@ -4,8 +4,9 @@
 
 The service is `adaserve draft` with the 10M draft, once as it is and once with `--one-by-one`, as in the paper. Targets
 are processes with a real remote drafter over gRPC each; only their verification is paced: it sleeps (star_targets.py),
-along texts that the 110M target made before (star_texts.py), since two cores bear no six targets. --verify-ms is what
-a verification of that target takes. So what is measured is the draft, the protocol, and the queue between them.
+along texts that the target wrote before (star_texts.py), since two cores bear no six targets. --verify-ms is what a
+verification of the demo's target grown to 110M takes; grown or not, it writes the same. So what is measured is the
+draft, the protocol, and the queue between them.
 
 In each round every number of targets is measured with both services in turns. What stands is the median over rounds.
 S(n) is measured with one target of n requests that verifies in no time; b is the chance for which a chain of that
@@ -209,7 +210,7 @@ def alone_in_turns(held: ExitStack, model: Path, texts: Sequence[Text], shape: S
 
 def star_table1(
     out: Annotated[Path, typer.Option(help="file to write; texts are kept beside it")],
-    target: Annotated[str, typer.Option(help="whose texts; '': the demo's, grown to 110M")] = "",
+    target: Annotated[str, typer.Option(help="whose texts")] = "demo",
     draft: Annotated[str, typer.Option(help="what the service drafts with; '': the demo's, grown to 10M")] = "",
     verify_ms: Annotated[float, typer.Option(help="t_v, what a verification takes")] = 31.0,
     depth: Annotated[int, typer.Option(help="levels of a chain")] = 4,
@@ -220,9 +221,8 @@ def star_table1(
     """Measure, compute, simulate."""
     if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1:
         raise ConfigError("--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1")
-    whose = Path(target or grown_target("110M"))
     model = Path(draft) if draft else grown_draft(grown_target("110M"))
-    texts = texts_of(str(whose), out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+    texts = texts_of(target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
     shape = Shape(depth, 1, verify_ms / 1e3)
     runs, alone, service_s, load_1m = [], [], [], os.getloadavg()[0]
     with ExitStack() as held:
@@ -245,9 +245,10 @@ def star_table1(
                     typer.echo(f"round {number}, {mode}: {run.row()}")
     result = report(runs, alone, service_s, shape)
     about = {
-        "commit": source_commit(), "machine": machine_name(), "load_1m": load_1m, "target": whose.name,
-        "draft": model.name, "seconds": seconds, "rounds": rounds, "texts": len(texts), "new_tokens": NEW_TOKENS,
-        "temperature": TEMPERATURE, "command": shlex.join(["python", "benchmarks/star_table1.py", *sys.argv[1:]]),
+        "commit": source_commit(), "machine": machine_name(), "load_1m": load_1m, "target": target,
+        "draft": draft or model.name, "seconds": seconds, "rounds": rounds, "texts": len(texts),
+        "new_tokens": NEW_TOKENS, "temperature": TEMPERATURE,
+        "command": shlex.join(["python", "benchmarks/star_table1.py", *sys.argv[1:]]),
     }  # fmt: skip
     out.write_text(json.dumps(about | result, indent=1, allow_nan=False) + "\n")
 
