@@ -22,14 +22,16 @@ class Alone:
     service_s: float
 
 
-def run_alone(port: Connection, model: Path, texts: Sequence[Text], shape: Shape, max_context: int) -> None:
+def run_alone(
+    port: Connection, model: Path, texts: Sequence[Text], shape: Shape, max_context: int, max_feed: int
+) -> None:
     """The process: says "ready", then answers each number of seconds with what it found in them; 0: end."""
     from adaserve_jax.star.model import load
     from adaserve_jax.star.settings import DraftServiceSettings
 
     settings = DraftServiceSettings(
         model=str(model), max_batch=1, max_sessions=1, max_depth=shape.depth, max_width=shape.width,
-        max_context=max_context, max_batch_tokens=128,
+        max_context=max_context, max_batch_tokens=max_feed,
     )  # fmt: skip
     draft = load(settings)
     try:

@@ -118,7 +118,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._core, self._device, self._on_death, self._clock = core, device, on_death, clock
-        self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None, float] | None] = queue.SimpleQueue()
         self._streams: dict[str, Connection] = {}  # by target
         self._targets: dict[Connection, str] = {}
         self._load_sent_s: dict[str, float] = {}
@@ -141,11 +141,11 @@ class Worker:
 
     def heard(self, stream: Connection, frame: Frame) -> None:
         """A frame has come. Any thread; returns at once."""
-        self._inbox.put((stream, frame))
+        self._inbox.put((stream, frame, self._clock()))
 
     def lost(self, stream: Connection) -> None:
         """The stream has ended. Any thread; nothing is heard of it afterwards."""
-        self._inbox.put((stream, None))
+        self._inbox.put((stream, None, self._clock()))
 
     def stop(self, timeout_s: float) -> bool:
         """Tell all targets that the service ends, and end once the batch on the device is done; whether it has."""
@@ -222,28 +222,28 @@ class Worker:
         if item is None:
             self._stopping = True
             return True
-        stream, frame = item
+        stream, frame, came_s = item
         if frame is None:
             self._gone(stream)
         else:
-            self._try(stream, frame)
+            self._try(stream, frame, came_s)
             stream.taken()
         return True
 
     # ---- what comes ----
 
-    def _try(self, stream: Connection, frame: Frame) -> None:
+    def _try(self, stream: Connection, frame: Frame, came_s: float) -> None:
         """Nothing that a target says ends the service."""
         try:
-            self._heard(stream, frame)
+            self._heard(stream, frame, came_s)
         except Exception as error:
             _log.error("a frame of %d messages failed: %s; its stream ends", len(frame), type(error).__name__)
             self._stats.nonsense["target"] += 1
             self._gone(stream)
             stream.end()
 
-    def _heard(self, stream: Connection, frame: Frame) -> None:
-        now = self._clock()
+    def _heard(self, stream: Connection, frame: Frame, now: float) -> None:
+        """now: when it came, which a batch may have made long ago; what waits, and until when, counts from then."""
         self._stats.frames += 1
         target_id = self._targets.get(stream)
         if target_id is None:
