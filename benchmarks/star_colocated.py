@@ -35,7 +35,9 @@ def run_alone(
     )  # fmt: skip
     draft = load(settings)
     try:
-        target = PacedTarget(draft.drafter, texts, shape, pages=draft.limits.max_pages_per_request)
+        target = PacedTarget(
+            draft.drafter, texts, shape, pages=draft.limits.max_pages_per_request, most_fed=draft.limits.max_tokens
+        )
         port.send("ready")
         while seconds := port.recv():
             _for(target, SETTLE_S)

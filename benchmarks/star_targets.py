@@ -92,12 +92,20 @@ class _Row:
 
 class PacedTarget:
     """Decodes texts one after another in each of `rows` slots, and begins again after the last. first: the text that it
-    begins with. pages: of one slot's table, for a drafter that has its KV on this device."""
+    begins with. pages: of one slot's table, and most_fed: tokens at once, for a drafter that is on this device."""
 
     def __init__(
-        self, drafter: Drafter, texts: Sequence[Text], shape: Shape, *, rows: int = 1, first: int = 0, pages: int = 1
+        self,
+        drafter: Drafter,
+        texts: Sequence[Text],
+        shape: Shape,
+        *,
+        rows: int = 1,
+        first: int = 0,
+        pages: int = 1,
+        most_fed: int = 2**31,
     ) -> None:
-        self._drafter, self._shape, self._pages = drafter, shape, pages
+        self._drafter, self._shape, self._pages, self._most_fed = drafter, shape, pages, most_fed
         self._texts = itertools.cycle([*texts[first % len(texts) :], *texts[: first % len(texts)]])
         self._rows: list[_Row | None] = [None] * rows
         self.tally = Tally()
@@ -131,9 +139,13 @@ class PacedTarget:
     def _begin(self, slot: int) -> None:
         """The next text: its prompt is fed while the target prefills it, which brings the first token."""
         row = self._rows[slot] = _Row(next(self._texts))
-        self._drafter.propose(self._plan([slot], 0))
+        prompt = row.length
+        while row.known < prompt:
+            row.length = min(row.known + self._most_fed, prompt)
+            self._drafter.propose(self._plan([slot], 0))
+            row.known = row.length
         self._sleep()
-        row.known, row.length = row.length, row.length + 1
+        row.length += 1
         self.tally.tokens += 1
 
     def _sleep(self) -> None:

@@ -109,7 +109,7 @@ def test_a_paced_target_follows_its_texts(scripts, rows: int) -> None:
     ]
     assert targets.texts_from_json(json.loads(json.dumps(targets.texts_as_json(texts)))) == texts
     drafter = Guesser(texts, rows)
-    target = targets.PacedTarget(drafter, texts, targets.Shape(4, 1, 0.0), rows=rows, first=3)
+    target = targets.PacedTarget(drafter, texts, targets.Shape(4, 1, 0.0), rows=rows, first=3, most_fed=2)
     for _ in range(60):
         target.step()
     tally = target.tally
