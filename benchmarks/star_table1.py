@@ -34,13 +34,10 @@ from typing import Annotated, Any
 
 import typer
 from cpu_time import Watch
-from nightjar_offload import grown_draft
 from star_colocated import Alone, run_alone
 from star_paper import COLOCATED_TPS, paper_rows
 from star_service import Counts, Service, service
 from star_targets import PacedTarget, Shape, Tally, Text, remote_drafter, run_target
-from star_texts import MAX_CONTEXT, texts_of
-from throughput import grown_target
 
 from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError, ConfigError
@@ -53,7 +50,7 @@ MAX_ROWS, MAX_FEED = 6, 32
 """Requests of a batch and tokens that are fed at once: sizes between compiled ones are padded, so as few as do."""
 SETTLE_S = 2.0
 """From when targets begin until it counts."""
-TEXTS, NEW_TOKENS, TEMPERATURE = 24, 192, 0.7
+TEXTS, NEW_TOKENS, TEMPERATURE, MAX_CONTEXT = 24, 192, 0.7, 512
 SIMULATED_DRAFTS, LEAST_ROUNDS = 2000, 60
 MODES = {"one by one": True, "batched": False}
 
@@ -220,10 +217,17 @@ def star_table1(
     targets: Annotated[int, typer.Option(help="most targets")] = TARGETS[-1],
 ) -> None:
     """Measure, compute, simulate."""
+    from nightjar_offload import grown_draft  # these import jax, which the targets' processes need not
+    from star_texts import texts_of
+    from throughput import grown_target
+
     if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1:
         raise ConfigError("--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1")
     model = Path(draft) if draft else grown_draft(grown_target("110M"))
-    texts = texts_of(target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+    texts = texts_of(
+        target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
+        max_context=MAX_CONTEXT,
+    )  # fmt: skip
     shape = Shape(depth, 1, verify_ms / 1e3)
     runs, alone, service_s, load_1m = [], [], [], os.getloadavg()[0]
     with ExitStack() as held:

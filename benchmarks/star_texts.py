@@ -16,10 +16,11 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 
 AT_ONCE = 16
-MAX_CONTEXT = 512
 
 
-def texts_of(target: str, kept: Path, *, count: int, new_tokens: int, temperature: float, seed: int = 0) -> list[Text]:
+def texts_of(
+    target: str, kept: Path, *, count: int, new_tokens: int, temperature: float, max_context: int, seed: int = 0
+) -> list[Text]:
     """`count` texts of new_tokens each, from `kept` where it holds those, else generated and written there."""
     folder = resolve_folder(target, "target")
     asked: dict[str, Any] = {
@@ -34,7 +35,7 @@ def texts_of(target: str, kept: Path, *, count: int, new_tokens: int, temperatur
         SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=seed + number, ignore_eos=True)
         for number in range(count)
     ]
-    llm = LLM(str(folder), None, "ar", max_requests=AT_ONCE, max_context=MAX_CONTEXT, dtype="f32")
+    llm = LLM(str(folder), None, "ar", max_requests=AT_ONCE, max_context=max_context, dtype="f32")
     try:
         outputs = llm.generate(prompts, sampling)
     finally:
