@@ -38,7 +38,7 @@ def _of(result: dict[str, Any]) -> list[str]:
     for name, title, factor, digits in QUANTITIES:
         for batched, mode in MODES.items():
             lines += [
-                (title, mode, kind, *(f"{rows[kind, batched, n][name] * factor:.{digits}f}" for n in shown))
+                (title, mode, kind, *(f"{rows[kind, batched, n][name] * factor:z.{digits}f}" for n in shown))
                 for kind in KINDS
             ]
         printed = (f"{paper[n][name] * factor:.{digits}f}" if n in paper else "" for n in shown)
