@@ -71,7 +71,9 @@ def main(
     out: Annotated[Path, typer.Option(help="picture to write")],
 ) -> None:
     """Draw what the files have."""
-    draw([row for path in rows for row in json.loads(path.read_text())["rows"]], out)
+    found = [json.loads(path.read_text()) for path in rows]
+    paper = next((each["paper"] for each in found if "paper" in each), ())
+    draw([row for each in found for row in each["rows"]], out, paper=paper)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 A process of its own serves with everything that `adaserve draft` has but a device: its searches return at once. This
 one sends a frame with a Draft for each of `--rows` sessions, waits for all their trees, and takes from the round trip
-what the trees say of queue and service. The aim is a p50 of at most 0.5 ms; the machine must be quiet for it.
+what the trees say of service; that they waited is the protocol's too, since nobody else is there. The aim is a p50 of
+at most 0.5 ms; the machine must be quiet for it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def serve(port: Connection, rows: int, nodes: int) -> None:
 
 
 def measure(port: int, rows: int, depth: int, rounds: int) -> np.ndarray:
-    """Seconds of each round beyond queue and service. f64[rounds]."""
+    """Seconds of each round beyond service. f64[rounds]."""
     outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     overheads = []
     text = np.arange(1, 65, dtype=np.int32)
@@ -113,7 +114,7 @@ def measure(port: int, rows: int, depth: int, rounds: int) -> np.ndarray:
                 trees += [each for each in read_service_frame(next(incoming)) if isinstance(each, Tree)]
             taken_s = time.perf_counter() - started
             if round_number > WARM_UP:
-                overheads.append(taken_s - max(tree.queue_s + tree.service_s for tree in trees))
+                overheads.append(taken_s - max(tree.service_s for tree in trees))
         outgoing.put(None)
     return np.array(overheads)
 

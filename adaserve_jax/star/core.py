@@ -2,7 +2,8 @@
 
 `DraftCore` is pure and deterministic: no thread, no clock, no jax, no gRPC. Who owns one calls it from one thread at a
 time: `receive` for what targets say, `next_batch` and `done` around each batch of the device, `expire` now and then.
-Every method takes `now`, seconds of one clock that never goes back.
+Every method takes `now`, seconds of one clock that never goes back; only what is received may have come before the
+latest batch ended.
 """
 
 from __future__ import annotations

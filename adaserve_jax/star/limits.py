@@ -156,6 +156,8 @@ def problem_of_open(opened: Open, limits: DraftLimits) -> str:
 
 def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
     """What is wrong with its values, "" nothing. Its length, and whether it follows the text, are not asked here."""
+    if _is_usual(draft, limits):
+        return _problem_of_tokens(draft.tokens, limits)
     problem = _problem_of_ids(draft) or _problem_of_tokens(draft.tokens, limits)
     for name, low, high in (
         ("round", 0, MAX_ID),
@@ -171,6 +173,26 @@ def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
         if not _is_number(getattr(draft, name), -math.inf, math.inf) or getattr(draft, name) == -math.inf:
             problem = problem or f"{name} must be seconds, got {getattr(draft, name)!r:.50}"
     return problem
+
+
+def _is_usual(draft: Draft, limits: DraftLimits) -> bool:
+    """Whether everything but its tokens is as it should be, of the very types that come from the wire: quickly."""
+    whole = (draft.session, draft.epoch, draft.round, draft.base, draft.depth, draft.width)
+    return (
+        set(map(type, whole)) == {int}
+        and type(draft.calibrated) is bool
+        and type(draft.due_s) is float
+        and type(draft.give_up_s) is float
+        and 1 <= draft.session <= MAX_ID
+        and 0 <= draft.epoch <= MAX_ID
+        and 0 <= draft.round <= MAX_ID
+        and 0 <= draft.base <= MAX_I32
+        and 0 <= draft.depth <= limits.max_depth
+        and (draft.depth == 0 or draft.width >= 1)
+        and 0 <= draft.width <= limits.max_width
+        and draft.due_s > -math.inf
+        and draft.give_up_s > -math.inf
+    )
 
 
 def is_id(value: object) -> bool:

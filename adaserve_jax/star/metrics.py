@@ -56,6 +56,7 @@ class ServiceCollector(Collector):
             ("rounds", "Drafts searched.", core.rounds),
             ("trees", "Trees answered, with those sent again.", core.trees),
             ("queue_seconds", "Waiting for the device, summed over answered Drafts.", core.queue_s),
+            ("loop_seconds", "The loop runs; service and idle are parts of it.", worker.loop_s),
             ("service_seconds", "The device worked.", worker.service_s),
             ("idle_seconds", "The device had nothing to do.", worker.idle_s),
             ("searches", "Batches that searched.", worker.searches),

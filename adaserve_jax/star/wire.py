@@ -8,7 +8,6 @@ itself (no protobuf, too large, a message of no kind) is raised.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -86,7 +85,9 @@ def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget
 
 def read_service_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromService | WireError]:
     """The messages of a frame of the service, or what is wrong with one in its place. Raises WireError."""
-    return _read(pb.ServiceFrame, data, caps, _READ_SERVICE)
+    read = _read(pb.ServiceFrame, data, caps, _READ_SERVICE)
+    trees = [each for each in read if type(each) is Tree and len(each.index)]
+    return read if _are_sound(trees, caps) else [_checked(each, caps) for each in read]
 
 
 def _read(kind: Any, data: bytes, caps: Caps, readers: dict[str, Callable[[Any, Caps], Any]]) -> list[Any]:
@@ -325,28 +326,44 @@ def _read_tree(m: pb.Tree, caps: Caps) -> Tree:
     check.within("log_q", nodes, 0, most)
     if len(log_q) != 4 * nodes or len(said) != 16 * nodes:
         raise check.fail("nodes", f"4 integers for each of {len(log_q) / 4:g} nodes", f"{len(said)} bytes")
-    arrays = np.frombuffer(said, "<i4").reshape(4, nodes)
-    index, token, parent, cell = arrays
+    index, token, parent, cell = np.frombuffer(said, "<i4").reshape(4, nodes)
     chances = np.frombuffer(log_q, "<f4")
-    if nodes:
-        _check_nodes(check, arrays.tolist(), chances.tolist(), caps, most)
     times = check.seconds("queue_s", m.queue_s), check.seconds("service_s", m.service_s)
     return Tree(session, epoch, m.round, m.length, width, index, token, parent, cell, chances, *times)
 
 
-def _check_nodes(check: _Check, columns: list[list[int]], log_q: list[float], caps: Caps, most: int) -> None:
-    index, token, parent, cell = columns
-    if index[0] < 0 or index[-1] >= most or index != sorted(set(index)):
-        raise check.fail("index", f"rising, from 0 to {most - 1}", "others")
-    if min(parent) < -1 or not all(map(operator.lt, parent, index)):
-        raise check.fail("parent", "-1 or a column before its child's", "others")
-    if min(token) < 0 or max(token) >= caps.vocabulary:
-        raise check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
-    if min(cell) < -1:
-        raise check.fail("cell", "at least -1", min(cell))
-    # Of a NaN nothing is true, and a sum with one is one.
-    if not (max(log_q) <= 0 and sum(log_q) <= 0):
-        raise check.fail("log_q", "numbers of at most 0", "others")
+def _are_sound(trees: list[Tree], caps: Caps) -> bool:
+    """Whether the nodes of all trees make sense, looked at together, since there are many and few of them are wrong."""
+    if not trees:
+        return True
+    index, token, parent, cell = (
+        np.concatenate([getattr(tree, name) for tree in trees]) for name in ("index", "token", "parent", "cell")
+    )
+    log_q = np.concatenate([tree.log_q for tree in trees])
+    rises = index[1:] > index[:-1]
+    rises[np.cumsum([len(tree.index) for tree in trees])[:-1] - 1] = True  # from one tree to the next
+    return bool(
+        rises.all() and index.min() >= 0 and all(tree.index[-1] < caps.depth * tree.width for tree in trees)
+        and (parent < index).all() and parent.min() >= -1 and cell.min() >= -1
+        and token.min() >= 0 and token.max() < caps.vocabulary and (log_q <= 0).all()
+    )  # fmt: skip
+
+
+def _checked(read: Any, caps: Caps) -> Any:
+    """What was read, or what is wrong with a tree's nodes."""
+    if type(read) is not Tree or not len(read.index) or _are_sound([read], caps):
+        return read
+    check, most = _Check("Tree", read.session, read.epoch), caps.depth * read.width
+    rises = (read.index[1:] > read.index[:-1]).all()
+    if read.index[0] < 0 or read.index[-1] >= most or not rises:
+        return check.fail("index", f"rising, from 0 to {most - 1}", "others")
+    if read.parent.min() < -1 or not (read.parent < read.index).all():
+        return check.fail("parent", "-1 or a column before its child's", "others")
+    if read.token.min() < 0 or read.token.max() >= caps.vocabulary:
+        return check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
+    if read.cell.min() < -1:
+        return check.fail("cell", "at least -1", read.cell.min())
+    return check.fail("log_q", "numbers of at most 0", "others")
 
 
 def _read_resync(m: pb.Resync, _: Caps) -> Resync:

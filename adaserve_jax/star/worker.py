@@ -63,11 +63,12 @@ class Device(Protocol):
 
 @dataclass
 class WorkerStats:
-    """What the loop saw since it began, beside `CoreStats`. idle_s, service_s: seconds without and with a batch on the
-    device; searches, search_s: batches that searched, and their seconds; rows: batches that searched by the least of
-    ROWS_EDGES that holds their rows; rows_searched: of all of them; frames: taken in; nonsense: messages that made no
-    sense, by whose they were (session, target)."""
+    """What the loop saw since it began, beside `CoreStats`. loop_s: seconds that it runs; idle_s, service_s: those of
+    them without and with a batch on the device, the rest is its own work; searches, search_s: batches that searched,
+    and their seconds; rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: of
+    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target)."""
 
+    loop_s: float = 0.0
     idle_s: float = 0.0
     service_s: float = 0.0
     searches: int = 0
@@ -117,7 +118,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._core, self._device, self._on_death, self._clock = core, device, on_death, clock
-        self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None, float] | None] = queue.SimpleQueue()
         self._streams: dict[str, Connection] = {}  # by target
         self._targets: dict[Connection, str] = {}
         self._load_sent_s: dict[str, float] = {}
@@ -126,7 +127,7 @@ class Worker:
         self._failures = 0
         self.died = False
         """Whether the device's failures ended it."""
-        now = clock()
+        self._began_s = now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._looked_s = now
         self.snapshot = self._snapshot(now)
@@ -142,11 +143,11 @@ class Worker:
 
     def heard(self, stream: Connection, frame: Frame) -> None:
         """A frame has come. Any thread; returns at once."""
-        self._inbox.put((stream, frame))
+        self._inbox.put((stream, frame, self._clock()))
 
     def lost(self, stream: Connection) -> None:
         """The stream has ended. Any thread; nothing is heard of it afterwards."""
-        self._inbox.put((stream, None))
+        self._inbox.put((stream, None, self._clock()))
 
     def stop(self, timeout_s: float) -> bool:
         """Tell all targets that the service ends, and end once the batch on the device is done; whether it has."""
@@ -185,7 +186,7 @@ class Worker:
             self._take(block_s=LOOK_EVERY_S)
             self._stats.idle_s += self._clock() - now
         if now - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now
+            self._looked_s = now = self._clock()
             self.snapshot = self._snapshot(now)
 
     def _serve(self, batch: Batch) -> None:
@@ -227,28 +228,28 @@ class Worker:
         if item is None:
             self._stopping = True
             return 1
-        stream, frame = item
+        stream, frame, came_s = item
         if frame is None:
             self._gone(stream)
             return 1
-        self._try(stream, frame)
+        self._try(stream, frame, came_s)
         stream.taken()
         return max(len(frame), 1)
 
     # ---- what comes ----
 
-    def _try(self, stream: Connection, frame: Frame) -> None:
+    def _try(self, stream: Connection, frame: Frame, came_s: float) -> None:
         """Nothing that a target says ends the service."""
         try:
-            self._heard(stream, frame)
+            self._heard(stream, frame, came_s)
         except Exception as error:
             _log.error("a frame of %d messages failed: %s; its stream ends", len(frame), type(error).__name__)
             self._stats.nonsense["target"] += 1
             self._gone(stream)
             stream.end()
 
-    def _heard(self, stream: Connection, frame: Frame) -> None:
-        now = self._clock()
+    def _heard(self, stream: Connection, frame: Frame, now: float) -> None:
+        """now: when it came, which a batch may have made long ago; what waits, and until when, counts from then."""
         self._stats.frames += 1
         target_id = self._targets.get(stream)
         if target_id is None:
@@ -322,7 +323,8 @@ class Worker:
     def _snapshot(self, now: float) -> Snapshot:
         core, stats = self._core, self._stats
         copied = replace(core.stats, refused=Counter(core.stats.refused))
-        ours = replace(stats, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
+        loop_s = now - self._began_s
+        ours = replace(stats, loop_s=loop_s, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
         return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.star import limits as limits_module
 from adaserve_jax.star.limits import Quotas
 from adaserve_jax.star.messages import REFUSALS, Refused, Resync, Welcome
 from tests.star.test_core_machine import nonsense
@@ -312,3 +313,19 @@ def test_tokens_of_any_integer_type_are_taken():
         assert service.say("a", replace(opened(at, 0, []), tokens=text), draft(at, 0, 0, 3, [])) == []
         (_, (tree,)) = service.run()
         assert columns_of(tree) == toy_columns([1, 2, 3], PLAIN, 2, 2, True)
+
+
+def test_a_usual_draft_is_judged_as_any_other():
+    good = draft(1, 1, 1, 4, [5])
+    for name, values in {
+        "session": (0, 1, 2**63, True, 1.0, None), "epoch": (-1, 0, 2**63, "1"), "round": (-1, 0, 2**63),
+        "base": (-1, 0, 2**31), "depth": (-1, 0, 1, 4, 5, True), "width": (0, 1, 2, 99, np.int32(1)),
+        "calibrated": (True, False, 1), "due_s": (-1.0, math.inf, -math.inf, math.nan, 1, "1"),
+        "give_up_s": (-1.0, math.inf, -math.inf, math.nan, 1, None),
+    }.items():  # fmt: skip
+        for value in values:
+            one = replace(good, **{name: value})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(limits_module, "_is_usual", lambda *_: False)
+                slowly = limits_module.problem_of_draft(one, limits())
+            assert limits_module.problem_of_draft(one, limits()) == slowly, (name, value)

@@ -160,9 +160,9 @@ def test_nonsense_of_a_target_is_told_by_field_and_costs_one_message(message: An
     ],
 )
 def test_nonsense_of_a_service_is_told_by_field_and_costs_one_message(message: Any, field: str):
-    read = wire.read_service_frame(wire.service_frame([Resync(77, 1), message, Load(0.5, 0.0, 1, 1)]), CAPS)
-    same(read[0], Resync(77, 1))
-    same(read[2], Load(0.5, 0.0, 1, 1))
+    read = wire.read_service_frame(wire.service_frame([tree(session=77), message, tree(session=78)]), CAPS)
+    same(read[0], tree(session=77))
+    same(read[2], tree(session=78))
     assert isinstance(read[1], WireError) and str(read[1]).startswith(f"{field} must be ")
 
 

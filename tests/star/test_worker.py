@@ -62,12 +62,17 @@ def test_the_busy_share_is_of_the_last_seconds():
 
 
 class Timed(ToyDevice):
-    """Every batch takes a quarter of a second of the clock."""
+    """Every batch takes a quarter of a second of the clock. meanwhile: called in the middle of the next one."""
 
     clock: Clock
+    meanwhile = None
 
     def run(self, batch):
-        self.clock.now += 0.25
+        self.clock.now += 0.125
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        self.clock.now += 0.125
         return super().run(batch)
 
 
@@ -97,6 +102,18 @@ def test_what_the_loop_measures():
     assert (seen.worker.searches, seen.worker.search_s, seen.worker.rows_searched) == (1, 0.25, 2)
     assert seen.worker.rows == {2: 1} and seen.core.rounds == 2 and seen.worker.frames == 1
     assert (welcome.max_depth, core.num_sessions, seen.waiting, seen.holding) == (4, 2, 0, 2)
+
+
+def test_what_comes_during_a_batch_waits_from_then_on():
+    worker, _, _ = begun()
+    one, other = Stream(), Stream()
+    worker.heard(other, [hello("b")])
+    other.wait(1)
+    worker._device.meanwhile = lambda: worker.heard(other, [opened(1, 1, [3]), draft(1, 1, 1, 1, [])])
+    worker.heard(one, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
+    trees = [each for each in other.wait(2) if isinstance(each, Tree)]
+    assert [(tree.queue_s, tree.service_s) for tree in trees] == [(0.125, 0.25)]
+    assert worker.stop(HANG_S)
 
 
 def test_the_load_is_told_every_quarter_second_at_most():

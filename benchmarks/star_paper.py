@@ -1,0 +1,25 @@
+"""Table 1 of StarSD, as printed: rows like `bench.star_sim.StarRow`, of its machines, models and requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COLOCATED_TPS = 94.3
+"""EAGLE with the draft beside the target."""
+PRINTED = (
+    (1, 79.9, 86.6, 0.01, 30.6, 20.90, 33.3), (2, 167.6, 100.9, 0.50, 9.8, 49.25, 50.3),
+    (3, 246.3, 98.3, 0.60, 3.4, 72.26, 75.4), (4, 266.6, 80.94, 3.90, 0.6, 81.54, 91.4),
+    (5, 285.5, 69.49, 13.0, 0.0, 85.52, 99.5), (6, 288.7, 57.78, 22.3, 0.0, 85.84, 99.6),
+)  # fmt: skip
+"""N, throughput and that of a target in tokens/s, T_wait and T_idle in ms, R_q in rounds/s, load in percent."""
+
+
+def paper_rows() -> list[dict[str, Any]]:
+    """One for each N, in seconds and shares."""
+    return [
+        {
+            "n": n, "throughput_tps": tps, "per_target_tps": each, "wait_s": wait_ms / 1e3, "idle_s": idle_ms / 1e3,
+            "rounds_per_s": rounds, "load": percent / 1e2,
+        }
+        for n, tps, each, wait_ms, idle_ms, rounds, percent in PRINTED
+    ]  # fmt: skip

@@ -1,0 +1,91 @@
+"""Table 1 of StarSD in docs/results.md as benchmarks/star_table1.py measured it, and the paper's. Imports no jax."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from results_cluster import QUANTITIES, table
+
+MODES = {False: "one by one", True: "batched"}
+KINDS = ("measured", "simulated", "closed")
+
+
+def table1_tables(folder: Path) -> list[str]:
+    """Of every run in `folder`; nothing where there is none."""
+    return [part for path in sorted(folder.glob("table1-*.json")) for part in _of(json.loads(path.read_text()))]
+
+
+def overhead_tables(folder: Path) -> list[str]:
+    """Of what benchmarks/star_overhead.py wrote."""
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("overhead-*.json"))]
+    rows = [
+        (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
+         f"{each['load_1m']:.1f}", each["machine"], each["commit"][:12])
+        for each in found
+    ]  # fmt: skip
+    head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "processes that ran", "machine", "commit")
+    return [table(head, rows)] if rows else []
+
+
+def _of(result: dict[str, Any]) -> list[str]:
+    shown = sorted({row["n"] for row in result["rows"] if row["kind"] == "measured"})
+    rows = {(row["kind"], row["batched"], row["n"]): row for row in result["rows"]}
+    paper = {row["n"]: row for row in result["paper"]}
+    lines: list[Sequence[str]] = []
+    for name, title, factor, digits in QUANTITIES:
+        for batched, mode in MODES.items():
+            lines += [
+                (title, mode, kind, *(f"{rows[kind, batched, n][name] * factor:z.{digits}f}" for n in shown))
+                for kind in KINDS
+            ]
+        printed = (f"{paper[n][name] * factor:.{digits}f}" if n in paper else "" for n in shown)
+        lines.append((title, "paper", "measured there", *printed))
+    times = {(each["n"], each["batched"]): each["service_s"] for each in result["as_it_was_s"]}
+    lines += [
+        ("a draft, S, ms", mode, "measured", *(f"{times[n, batched] * 1e3:.1f}" for n in shown))
+        for batched, mode in MODES.items()
+    ]
+    return [
+        f"Measured with `{result['command']}`:", table(("", "", "", *(f"N = {n}" for n in shown)), lines),
+        _alone(result, rows), _judged(result, rows, max(shown)), _about(result),
+    ]  # fmt: skip
+
+
+def _alone(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, Any]]) -> str:
+    alone, one = result["colocated"], rows["measured", False, 1]
+    return (
+        f"The same draft within the target's process: {alone['throughput_tps']:.1f} tokens/s, S "
+        f"{alone['service_s'] * 1e3:.1f} ms, against {one['throughput_tps']:.1f} tokens/s of one target at the service "
+        f"(the paper: {result['paper_colocated_tps']} against {result['paper'][0]['throughput_tps']})."
+    )
+
+
+def _judged(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, Any]], most: int) -> str:
+    """The two aims."""
+    full, ratio = result["full"], result["batched_over_one_by_one"]
+    beyond = [rows["measured", False, n]["load"] for n in range(full + 1, most + 1)]
+    load = f"at least {min(beyond):.1%}" if beyond else "not measured"
+    met = "met" if beyond and min(beyond) >= 0.95 else "**missed**"
+    better = "met" if ratio["measured"] >= 1.5 else "**missed**"
+    return (
+        f"N_full = {full}. Load of the draft beyond it, one by one: {load} (aim 95%: {met}). Batched over one by one "
+        f"at N = {most}: {ratio['measured']:.2f} times the tokens/s (aim 1.5: {better}); {ratio['simulated']:.2f} in "
+        f"simulation, {ratio['closed']:.2f} by closed form."
+    )
+
+
+def _about(result: dict[str, Any]) -> str:
+    times = ", ".join(f"{seconds * 1e3:.1f}" for seconds in result["service_s"].values())
+    others = [run["others_share"] for run in result["runs"] if run["others_share"] is not None]
+    shared = f" Other processes took {min(others):.0%} to {max(others):.0%} of the cores' time." if others else ""
+    return (
+        f"t_v = {result['verify_s'] * 1e3:.1f} ms as it was slept, t_c = {result['network_s'] * 1e3:.1f} ms, "
+        f"d = {result['shape']['depth']}, b = {result['acceptance']:.3f} ({result['tokens_per_round']:.2f} tokens a "
+        f"round), S(n) for n = 1 to {len(result['service_s'])}: {times} ms. Draft {result['draft']}, texts of "
+        f"{result['target']} ({result['texts']} of {result['new_tokens']} tokens, temperature "
+        f"{result['temperature']:g}), {result['rounds']} rounds of {result['seconds']:g} s each. "
+        f"{result['machine']}.{shared} Commit {result['commit'][:12]}."
+    )
