@@ -196,8 +196,11 @@ def _catchup_edges(edges: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draft_buckets(largest: int, max_rows: int) -> BucketSet:
-    """Catch-up of a draft that has no target beside it: up to `largest` tokens of up to `max_rows` requests."""
-    return BucketSet(_catchup_edges(_geometric((1, 4), largest)), _row_edges(max_rows), None)
+    """Catch-up of a draft that has no target beside it: up to `largest` tokens of up to `max_rows` requests. Small
+    batches are closely spaced: a service drafts for as many as wait, often two or three, a few tokens each."""
+    tokens = {*_catchup_edges(_geometric((1, 4), largest)), min(8, largest)}
+    rows = {*_row_edges(max_rows), *(edge for edge in (2, 4) if edge < max_rows)}
+    return BucketSet(tuple(sorted(tokens)), tuple(sorted(rows)), None)
 
 
 def _placement(config: EngineConfig, target: ModelConfig) -> Placement:
