@@ -206,7 +206,7 @@ def test_pages_are_reserved_whole_or_not_at_all_and_return(model: DraftModel):
 def test_it_says_what_it_is_and_how_long_it_takes(model: DraftModel, settings: DraftServiceSettings):
     assert model.version == model_hash(Path(settings.model))
     assert model.vocabulary_hash == Tokenizer.from_folder(settings.model).vocabulary_hash
-    assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 4) for width in (1, 3)}
+    assert set(model.samples.draft_level_s) == {(rows, width) for rows in (1, 2, 4) for width in (1, 3)}
     assert set(model.samples.catchup_s) == set(model.limits.token_edges)
     assert all(seconds > 0 for seconds in (*model.samples.draft_level_s.values(), *model.samples.catchup_s.values()))
 
