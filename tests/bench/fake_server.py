@@ -116,11 +116,17 @@ class FakeServer:
 
     async def _stop(self) -> None:
         self._server.close()
+        await self._turns()  # what was accepted just now is being served, and so known to be open
         await self._close_all()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+        await self._turns()  # of transports that end
+
+    async def _turns(self) -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     async def _close_all(self) -> None:
         for writer in list(self._open):
