@@ -32,7 +32,8 @@ def main(
     compared = [each for each in lines if each["point"]["part"] in ("fixed", "adaserve")]
     settings = sorted({(each["point"]["policy"], each["point"]["mix"]) for each in compared}, reverse=True)
     loads = sorted({each["point"]["load"] for each in compared})
-    size = (1.5 + 3.4 * len(loads), 1.2 + 2.6 * len(settings))
+    sizes = sorted({each["point"]["replicas"] for each in compared})
+    size = (1.5 + 3.4 * len(loads), 1.5 + 2.6 * len(settings))
     figure, panels = plt.subplots(
         len(settings), len(loads), figsize=size, squeeze=False, sharey=True, facecolor="white"
     )
@@ -47,6 +48,8 @@ def main(
                 }  # fmt: skip
                 panel.plot(sorted(met), [met[count] for count in sorted(met)], label=router, markersize=5, **style)
             panel.set_xscale("log")
+            panel.set_xticks(sizes, [str(count) for count in sizes])
+            panel.minorticks_off()
             panel.set_title(f"{policy}, mix {mix}, load {load:.0%}", fontsize=9)
             panel.grid(alpha=0.25)
             panel.spines[["top", "right"]].set_visible(False)
@@ -54,8 +57,9 @@ def main(
     for panel in panels[-1]:
         panel.set_xlabel("replicas")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=len(STYLES), frameon=False)
-    figure.tight_layout(rect=(0, 0.25 / size[1], 1, 1))
+    columns = len(STYLES) if len(loads) > 1 else 2
+    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
+    figure.tight_layout(rect=(0, 0.25 * -(-len(STYLES) // columns) / size[1], 1, 1))
     out.mkdir(parents=True, exist_ok=True)
     path = out / "cluster-plan.png"
     figure.savefig(path, dpi=110)
