@@ -116,13 +116,18 @@ def main(
     repeats: Annotated[int, typer.Option(help="pairs of turns at each load")] = 4,
     duration: Annotated[float, typer.Option(help="seconds in which requests of a turn come")] = 30.0,
     delay_ms: Annotated[float, typer.Option(help="learn_delay_ms")] = 50.0,
+    learn_every: Annotated[int, typer.Option(help="learn_every")] = 8,
+    learn_steps: Annotated[int, typer.Option(help="learn_steps")] = 4,
+    learn_rate: Annotated[float, typer.Option(help="learn_rate")] = 1e-4,
     seed: int = 0,
 ) -> None:
     """Measure and write."""
     workload = load_workload()
     target = grown_target("110M")
     config = EngineConfig(target=str(target), draft=str(grown_draft(target)), policy="adaserve", max_requests=16)
-    learn = LearnConfig(learn_rate=1e-4, learn_delay_ms=delay_ms)
+    learn = LearnConfig(
+        learn_rate=learn_rate, learn_delay_ms=delay_ms, learn_every=learn_every, learn_steps=learn_steps
+    )
     with progress_bar() as progress:
         sides = [Side(PLAIN, LocalBenchEngine(config, progress))]
         sides.append(Side(LEARNING, LocalBenchEngine(replace(config, learning=learn), progress)))
