@@ -130,7 +130,7 @@ class DraftCore:
         `LocalDrafter` gives them; None where none was searched."""
         answers: dict[str, list[FromService]] = {}
         columns = [_NO_COLUMNS] * len(batch.rows) if trees is None else _columns(batch, trees)
-        for (row, session), found in zip(self._land(batch, now), columns, strict=True):
+        for (row, session), found in zip(self._land(batch), columns, strict=True):
             if session.closed:
                 continue
             session.fed(row.start, row.tokens)
@@ -147,7 +147,7 @@ class DraftCore:
         """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of its
         sessions is answered an empty one; the tokens are fed again when they speak."""
         answers: dict[str, list[FromService]] = {}
-        for row, session in self._land(batch, now):
+        for row, session in self._land(batch):
             if session.closed:
                 continue
             session.unfed(row.start)
@@ -157,10 +157,9 @@ class DraftCore:
             self._registry.note(session)
         return list(answers.items())
 
-    def _land(self, batch: Batch, now: float) -> list[tuple[BatchRow, Session]]:
+    def _land(self, batch: Batch) -> list[tuple[BatchRow, Session]]:
         """The batch is off the device: its rows and their sessions."""
         self.stats.batches += 1
-        self.stats.busy_s += now - batch.started_s
         landed = [(row, self._flying.pop(row.key)) for row in batch.rows]
         for _, session in landed:
             self._keeper.landed(session)

@@ -13,7 +13,7 @@ class CoreStats:
     before; resyncs: sessions that had to be opened anew; refused: by code; expired: Drafts whose tree could not be
     ready in time; failed: Drafts whose batch failed; leases_ended: sessions, with those that went for others' sake;
     evicted: times that a session's KV went for another's; queue_s: seconds that answered Drafts waited for the device,
-    summed; busy_s: seconds of batches."""
+    summed."""
 
     batches: int = 0
     rounds: int = 0
@@ -28,4 +28,3 @@ class CoreStats:
     leases_ended: int = 0
     evicted: int = 0
     queue_s: float = 0.0
-    busy_s: float = 0.0
