@@ -71,7 +71,7 @@ def read_trees(said: Sequence[pb.Tree], caps: Caps) -> list[Tree | WireError]:
             and m.session and 1 <= width <= caps.width and 0 <= m.queue_s < math.inf and 0 <= m.service_s < math.inf
         ):  # fmt: skip
             return _each_alone(said, caps)
-        parts.append(np.frombuffer(nodes, _I4).reshape(4, -1))
+        parts.append(np.ndarray((4, len(log_q) // 4), _I4, nodes))
         chances.append(log_q)
     ends = list(accumulate([part.shape[1] for part in parts], initial=0))
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -97,15 +97,15 @@ def _are_sound(nodes: np.ndarray, log_q: np.ndarray, ends: list[int], bounds: li
     begins and the last ends; bounds: of each, its columns are below it."""
     if not ends[-1]:
         return True
-    index, token, parent = nodes[:3]  # a parent of at least -1 that comes before it: so is every index at least 0
+    index, token, parent = nodes[:3]
     rises = index[1:] > index[:-1]
-    rises[[end - 1 for end in ends[1:-1] if 0 < end < ends[-1]]] = True  # from one tree to the next
-    return bool(
-        np.minimum.reduce(nodes[2:], axis=None) >= -1 and np.minimum.reduce(token) >= 0
-        and np.maximum.reduce(token) < caps.vocabulary and np.maximum.reduce(log_q) <= 0
-        and np.logical_and.reduce(rises) and np.logical_and.reduce(parent < index)
-        and all(a == b or index[b - 1] < bound for (a, b), bound in zip(pairwise(ends), bounds, strict=True))
-    )  # fmt: skip
+    if len(bounds) > 1:
+        rises[[end - 1 for end in ends[1:-1] if 0 < end < ends[-1]]] = True  # from one tree to the next
+    # Every index is at least 0, as it comes after its parent; a token below 0 is a large one without its sign.
+    sound = (rises, parent < index, nodes[2:] >= -1, token.view(np.uint32) < caps.vocabulary, log_q <= 0)
+    return all(b"\0" not in each.tobytes() for each in sound) and all(
+        start == end or index.item(end - 1) < bound for (start, end), bound in zip(pairwise(ends), bounds, strict=True)
+    )
 
 
 # ---- what makes no sense, by field ----
