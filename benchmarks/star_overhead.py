@@ -114,7 +114,7 @@ def serve(port: Connection, rows: int, nodes: int) -> None:
 def echo(port: Connection) -> None:
     """Answer every frame with what the first one was, until `port` says something."""
 
-    def serve(requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+    def serve(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         answer = next(requests)
         yield answer
         for _ in requests:
@@ -263,7 +263,8 @@ def measure(port: int, bare_port: int, rows: int, depth: int, rounds: int) -> di
     """Milliseconds of each round beyond service, f64[rounds], by what was measured."""
     protocol, target = Protocol(port, rows, depth), Target(port, rows, depth)
     for _ in range(WARM_UP):
-        protocol.round(), target.round()
+        protocol.round()
+        target.round()
     bare = Bare(bare_port, *protocol.sizes)
     for _ in range(WARM_UP):
         bare.round()
