@@ -11,6 +11,7 @@ from results_cluster import QUANTITIES, table
 
 MODES = {False: "one by one", True: "batched"}
 KINDS = ("measured", "simulated", "closed")
+OVERHEADS = ("p50_ms", "p90_ms", "p99_ms", "bare_grpc_p50_ms", "drafter_p50_ms")
 
 
 def table1_tables(folder: Path) -> list[str]:
@@ -22,11 +23,12 @@ def overhead_tables(folder: Path) -> list[str]:
     """Of what benchmarks/star_overhead.py wrote."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("overhead-*.json"))]
     rows = [
-        (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" for name in ("p50_ms", "p90_ms", "p99_ms")),
+        (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" if name in each else "" for name in OVERHEADS),
          f"{each['load_1m']:.1f}", each["machine"], each["commit"][:12])
         for each in found
     ]  # fmt: skip
-    head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "processes that ran", "machine", "commit")
+    head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "bare gRPC, p50", "a target's drafter, p50",
+            "processes that ran", "machine", "commit")  # fmt: skip
     return [table(head, rows)] if rows else []
 
 

@@ -14,10 +14,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import grpc
-
 from adaserve_jax.certificates import read_file
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.star.grpc_direct import grpc
 from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import FromService, Refused
 from adaserve_jax.star.security import AUTHORIZATION, Audit, Tokens, check_secured
@@ -134,8 +133,9 @@ class DraftServer:
             for data in requests:
                 frame = read_target_frame(data, self._caps)
                 stream.untaken.acquire()
+                wait_s = allowance.owe(max(len(frame), 1), now())  # now, before the worker wants the interpreter
                 self._worker.heard(stream, frame)
-                if wait_s := allowance.owe(max(len(frame), 1), now()):
+                if wait_s:
                     stream.pause(wait_s)
         except WireError as error:
             self.audit.refuse("garbage")
