@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,5 @@ def _by_kind(runs: Sequence[Run]) -> list[list[StarRow]]:
 
 
 def _over_rounds(rows: Sequence[StarRow], of: Callable[[Iterable[float]], float]) -> StarRow:
-    first = vars(rows[0])
-    found = {name: of([getattr(row, name) for row in rows]) for name, v in first.items() if isinstance(v, float)}
-    return StarRow(**first | found)
+    numbers = [name for name, value in vars(rows[0]).items() if isinstance(value, float)]
+    return replace(rows[0], **{name: of([getattr(row, name) for row in rows]) for name in numbers})
