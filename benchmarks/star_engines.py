@@ -55,9 +55,11 @@ def run_engine(port: Connection, service: int, number: int, texts: Sequence[Text
     where the engine has no draft of its own."""
     from adaserve_jax import LLM
 
-    remote = DrafterConfig((f"grpc://127.0.0.1:{service}",), drafter_deadline_ms=DEADLINE_MS)
+    remote = None
+    if engine.draft is None:
+        remote = DrafterConfig((f"grpc://127.0.0.1:{service}",), drafter_deadline_ms=DEADLINE_MS)
     with LLM(
-        engine.target, engine.draft, f"spec:{engine.depth}", drafter=None if engine.draft else remote, dtype="f32",
+        engine.target, engine.draft, f"spec:{engine.depth}", drafter=remote, dtype="f32",
         max_requests=1, max_context=MAX_CONTEXT, max_batch_tokens=MAX_BATCH_TOKENS, max_depth=engine.depth, max_width=1,
         prefix_cache=False,
     ) as llm:  # fmt: skip

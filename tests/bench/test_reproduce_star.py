@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import sqrt
+from multiprocessing import Pipe
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.provenance import machine_name
 from adaserve_jax.stats import DrafterStats, StepStats
 from tests.bench.scripts import imported
@@ -248,6 +251,29 @@ def test_a_whole_engine_goes_through_the_texts_until_it_is_told_to_pause(modules
     assert tally.same in (tally.texts * 2 // 3, tally.texts * 2 // 3 + 1)
     assert tally.tokens == llm.steps.generation_tokens
     assert (tally + tally - tally) == tally
+
+
+def test_an_engine_asks_the_service_or_has_a_draft_of_its_own(modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`EngineConfig` takes what is asked for; the process answers a tally and ends when it is told to."""
+    engines, built = modules["star_engines"], []
+
+    @contextmanager
+    def build(target: str, draft: str | None, policy: str, **options: Any) -> Iterator[Writer]:
+        built.append(EngineConfig.from_dict({"target": target, "draft": draft, "policy": policy, **options}))
+        yield Writer([text], wrong=1)
+
+    text = modules["star_targets"].Text((1, 2), (3, 4), 0, 0.7)
+    monkeypatch.setattr("adaserve_jax.LLM", build)
+    remote = engines.Engine("folder", None, 4)
+    for engine, service in ((remote, 7070), (replace(remote, draft="beside"), 0)):
+        ours, theirs = Pipe()
+        for said in ("tally", "end"):
+            ours.send(said)
+        engines.run_engine(theirs, service, 0, [text], engine)
+        assert ours.recv() == "ready" and ours.recv()[0].texts == 0
+    there, here = built
+    assert there.drafter is not None and there.drafter.addresses == ("127.0.0.1:7070",) and there.draft is None
+    assert here.drafter is None and here.draft == "beside" and here.policy == "spec:4"
 
 
 def test_the_spread_over_rounds_is_that_of_each_quantity(modules) -> None:
