@@ -44,7 +44,7 @@ class Run:
     @property
     def service_s(self) -> float:
         """S as it was: seconds of a batch."""
-        return self.counts.search_s / self.counts.searches
+        return self.counts.search_s / max(self.counts.searches, 1)
 
     @property
     def back_s(self) -> float:
@@ -54,10 +54,11 @@ class Run:
         return loop_s - self.counts.queue_s / self.counts.trees - self.service_s
 
     def row(self) -> StarRow:
+        """Where the service refused all targets, nothing was drafted."""
         counts, tps = self.counts, self.tally.tokens / self.seconds
         return StarRow(
-            self.n, "measured", self.batched, tps, tps / self.n, counts.queue_s / counts.trees,
-            counts.idle_s / counts.searches, counts.rounds / counts.loop_s, counts.service_s / counts.loop_s,
+            self.n, "measured", self.batched, tps, tps / self.n, counts.queue_s / max(counts.trees, 1),
+            counts.idle_s / max(counts.searches, 1), counts.rounds / counts.loop_s, counts.service_s / counts.loop_s,
         )  # fmt: skip
 
 

@@ -287,3 +287,6 @@ def test_the_spread_over_rounds_is_that_of_each_quantity(modules) -> None:
     assert (spread["least"]["rounds_per_s"], spread["most"]["rounds_per_s"]) == (9.0, 12.0)
     assert (spread["least"]["wait_s"], spread["most"]["wait_s"]) == pytest.approx((0.1, 0.3))
     assert spread["least"]["n"] == spread["most"]["n"] == 2 and spread["most"]["kind"] == "measured"
+    refused = modules["star_service"].Counts(5.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    plain = modules["star_runs"].Run(1, False, 0, 5.0, refused, modules["star_targets"].Tally(tokens=50), None).row()
+    assert (plain.throughput_tps, plain.rounds_per_s, plain.wait_s, plain.load) == (10.0, 0.0, 0.0, 0.0)
