@@ -13,128 +13,45 @@ In each round every number of targets is measured with both services in turns. W
 S(n) is measured with one target of n requests that verifies in no time; b is the chance for which a chain of that
 depth has as many accepted tokens as were found; t_c is what a round of one target takes beside S and t_v. With these
 the closed form and the simulation are computed, up to 64 targets. `colocated`: the same draft within the process of one
-target, as in the paper's first column.
+target, as in the paper's first column. `spread`: the least and the most over rounds.
+
+--engines 2 also measures one and two targets that are whole engines (star_engines.py), beside one with the draft in
+its own process: no more than the cores bear, since all of them compute at once.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from cpu_time import Watch
-from star_colocated import Alone, run_alone
+from star_colocated import Alone
+from star_engines import EngineRuns
 from star_paper import COLOCATED_TPS, paper_rows
-from star_service import Counts, Service, service
+from star_runs import MAX_CONTEXT, MAX_FEED, MAX_ROWS, Run, alone_in_turns, medians, spread, targets_at
+from star_service import Service, service
 from star_targets import PacedTarget, Shape, Tally, Text, remote_drafter, run_target
 
 from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.formulas import accepted, full_targets, measured
 
 TARGETS = (1, 2, 3, 4, 5, 6)
 COMPUTED = (*TARGETS, 8, 12, 16, 24, 32, 48, 64)
-MAX_ROWS, MAX_FEED = 6, 32
-"""Requests of a batch and tokens that are fed at once: sizes between compiled ones are padded, so as few as do."""
-SETTLE_S = 2.0
-"""From when targets begin until it counts."""
-TEXTS, NEW_TOKENS, TEMPERATURE, MAX_CONTEXT = 24, 192, 0.7, 512
+TEXTS, NEW_TOKENS, TEMPERATURE = 24, 192, 0.7
 SIMULATED_DRAFTS, LEAST_ROUNDS = 2000, 60
 MODES = {"one by one": True, "batched": False}
-
-
-@dataclass(frozen=True)
-class Run:
-    """One number of targets at one service for some seconds. others_share: of the cores' time, taken by others."""
-
-    n: int
-    batched: bool
-    round: int
-    seconds: float
-    counts: Counts
-    tally: Tally
-    others_share: float | None
-
-    @property
-    def service_s(self) -> float:
-        """S as it was: seconds of a batch."""
-        return self.counts.search_s / self.counts.searches
-
-    @property
-    def back_s(self) -> float:
-        """Seconds of a round that a request neither waits in the queue nor is drafted: Z, with the way there and back
-        and whatever else a target does."""
-        loop_s = self.n * self.counts.loop_s / self.counts.rounds
-        return loop_s - self.counts.queue_s / self.counts.trees - self.service_s
-
-    def row(self) -> StarRow:
-        counts, tps = self.counts, self.tally.tokens / self.seconds
-        return StarRow(
-            self.n, "measured", self.batched, tps, tps / self.n, counts.queue_s / counts.trees,
-            counts.idle_s / counts.searches, counts.rounds / counts.loop_s, counts.service_s / counts.loop_s,
-        )  # fmt: skip
-
-
-class Targets:
-    """Processes of paced targets at one service."""
-
-    def __init__(self, ports: Sequence[Connection]) -> None:
-        self._ports = ports
-
-    def run(self, at: Service, count: int, seconds: float, **of: Any) -> Run:
-        """The first `count` of them for so long."""
-        ports = self._ports[:count]
-        for port in ports:
-            port.send("run")
-        time.sleep(SETTLE_S)
-        watch = Watch(at.pid, *(child.pid or 0 for child in multiprocessing.active_children()))
-        counts, before = at.counts(), self._tally(ports)
-        time.sleep(seconds)
-        gone, after = at.counts() - counts, self._tally(ports)
-        _, others = watch.read()
-        for port in ports:
-            port.send("pause")
-        time.sleep(0.5)
-        changes = [(now - then, end - start) for (then, start), (now, end) in zip(before, after, strict=True)]
-        tally = Tally(**{name: sum(vars(each)[name] for each, _ in changes) for name in vars(Tally())})
-        span_s = statistics.mean(lasted for _, lasted in changes)
-        return Run(n=count, seconds=span_s, counts=gone, tally=tally, others_share=others, **of)
-
-    @staticmethod
-    def _tally(ports: Sequence[Connection]) -> list[tuple[Tally, float]]:
-        for port in ports:
-            port.send("tally")
-        return [port.recv() for port in ports]
-
-
-@contextmanager
-def targets_at(at: Service, count: int, texts: Sequence[Text], shape: Shape) -> Iterator[Targets]:
-    """So many processes, connected."""
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as held:
-        ports = []
-        for number in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_target, args=(theirs, at.port, number, texts, shape))
-            process.start()
-            held.callback(process.join, 30)
-            held.callback(ours.send, "end")
-            ports.append(ours)
-        for port in ports:
-            assert port.recv() == "ready"
-        yield Targets(ports)
 
 
 def service_times(at: Service, texts: Sequence[Text], shape: Shape, seconds: float) -> dict[int, float]:
@@ -167,18 +84,6 @@ def chance_of(mean_accepted: float, depth: int) -> float:
     return (low + high) / 2
 
 
-def medians(runs: Sequence[Run]) -> list[StarRow]:
-    """One row for each number of targets and service: of every quantity the median over rounds."""
-    found = []
-    for key in dict.fromkeys((run.batched, run.n) for run in runs):
-        rows = [vars(run.row()) for run in runs if (run.batched, run.n) == key]
-        numbers = {name for name, value in rows[0].items() if isinstance(value, float)}
-        found.append(
-            StarRow(**{n: statistics.median(r[n] for r in rows) if n in numbers else v for n, v in rows[0].items()})
-        )
-    return found
-
-
 def computed(
     service_s: dict[int, float], shape: Shape, verify_s: float, network_s: float, chance: float
 ) -> list[StarRow]:
@@ -194,18 +99,6 @@ def computed(
     return rows
 
 
-def alone_in_turns(held: ExitStack, model: Path, texts: Sequence[Text], shape: Shape) -> Connection:
-    """A target with the draft in its own process, ready."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_alone, args=(theirs, model, texts, shape, MAX_CONTEXT, MAX_FEED))
-    process.start()
-    held.callback(process.join, 30)
-    held.callback(ours.send, 0)
-    assert ours.recv() == "ready"
-    return ours
-
-
 def star_table1(
     out: Annotated[Path, typer.Option(help="file to write; texts are kept beside it")],
     target: Annotated[str, typer.Option(help="whose texts")] = "demo",
@@ -215,14 +108,19 @@ def star_table1(
     rounds: Annotated[int, typer.Option(help="rounds; medians over them stand")] = 3,
     seconds: Annotated[float, typer.Option(help="of one measurement")] = 10.0,
     targets: Annotated[int, typer.Option(help="most targets")] = TARGETS[-1],
+    engines: Annotated[int, typer.Option(help="most targets that are whole engines; 0: none")] = 0,
+    engine_target: Annotated[str, typer.Option(help="their model; '': the demo's, grown to 110M")] = "",
 ) -> None:
     """Measure, compute, simulate."""
     from nightjar_offload import grown_draft  # these import jax, which the targets' processes need not
     from star_texts import texts_of
     from throughput import grown_target
 
-    if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1:
-        raise ConfigError("--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1")
+    if min(verify_ms, seconds) <= 0 or min(depth, rounds, targets) < 1 or engines < 0:
+        raise ConfigError(
+            "--verify-ms and --seconds must be above 0, --depth, --rounds and --targets at least 1, --engines at least "
+            f"0, got {verify_ms:g}, {seconds:g}, {depth}, {rounds}, {targets} and {engines}"
+        )
     model = Path(draft) if draft else grown_draft(grown_target("110M"))
     texts = texts_of(
         target, out.with_suffix(".texts"), count=TEXTS, new_tokens=NEW_TOKENS, temperature=TEMPERATURE,
@@ -245,7 +143,14 @@ def star_table1(
             )
             for mode, one_by_one in MODES.items()
         }
-        there = {mode: held.enter_context(targets_at(at, targets, texts, shape)) for mode, at in services.items()}
+        there = {
+            mode: held.enter_context(targets_at(at, targets, run_target, texts, shape)) for mode, at in services.items()
+        }
+        real = None
+        if engines:
+            by_batching = {not MODES[mode]: at for mode, at in services.items()}
+            folder = resolve_folder(engine_target, "target") if engine_target else grown_target("110M")
+            real = EngineRuns(held, by_batching, engines, texts, folder, resolve_folder(str(model), "draft"), depth)
         for number in range(rounds):
             colocated.send(seconds)
             alone.append(colocated.recv())
@@ -255,7 +160,9 @@ def star_table1(
                     run = there[mode].run(at, n, seconds, batched=not MODES[mode], round=number)
                     runs.append(run)
                     typer.echo(f"round {number}, {mode}: {run.row()}")
-    result = report(runs, alone, service_s, shape)
+            if real is not None:
+                real.measure(seconds, number)
+    result = report(runs, alone, service_s, shape) | ({} if real is None else {"engines": real.report()})
     about = {
         "commit": source_commit(), "machine": machine_name(), "load_1m": load_1m, "target": target,
         "draft": draft or model.name, "seconds": seconds, "rounds": rounds, "texts": len(texts),
@@ -291,7 +198,7 @@ def report(
              "service_s": statistics.median(r.service_s for r in runs if (r.n, r.batched) == (n, batched))}
             for n, batched in dict.fromkeys((run.n, run.batched) for run in runs)
         ],
-        "rows": [row.as_dict() for row in rows],
+        "rows": [row.as_dict() for row in rows], "spread": spread(runs),
         "paper": paper_rows(), "paper_colocated_tps": COLOCATED_TPS,
         "runs": [asdict(run) for run in runs],
     }  # fmt: skip

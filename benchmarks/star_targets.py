@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -65,8 +65,11 @@ class Tally:
     drafted: int = 0
     round_s: float = 0.0
 
-    def __sub__(self, other: Tally) -> Tally:
-        return Tally(**{name: value - getattr(other, name) for name, value in asdict(self).items()})
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
 def accepted(trees: CandidateTrees, row: int, ahead: np.ndarray) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,44 @@ def _of(result: dict[str, Any]) -> list[str]:
     ]
     return [
         f"Measured with `{result['command']}`:", table(("", "", "", *(f"N = {n}" for n in shown)), lines),
-        _alone(result, rows), _judged(result, rows, max(shown)), _about(result),
+        _alone(result, rows), _judged(result, rows, max(shown)), *_spread(result), *_engines(result), _about(result),
     ]  # fmt: skip
+
+
+def _spread(result: dict[str, Any]) -> list[str]:
+    """Of tokens/s over rounds, where there were several."""
+    found = [(each["least"], each["most"]) for each in result.get("spread", ())]
+    if result["rounds"] < 2 or not found:
+        return []
+    said = [
+        f"{mode} " + ", ".join(
+            f"{least['throughput_tps']:.1f} to {most['throughput_tps']:.1f}"
+            for least, most in found if least["batched"] == batched
+        )
+        for batched, mode in MODES.items()
+    ]  # fmt: skip
+    return [f"tokens/s over rounds, least to most, by N: {'; '.join(said)}."]
+
+
+def _engines(result: dict[str, Any]) -> list[str]:
+    """Of targets that are whole engines, where there were any."""
+    real = result.get("engines")
+    if real is None:
+        return []
+    head = ("engines", "", *(title for _, title, *_ in QUANTITIES))
+    lines = [
+        (f"N = {row['n']}", MODES[row["batched"]],
+         *(f"{row[name] * factor:z.{digits}f}" for name, _, factor, digits in QUANTITIES))
+        for row in real["rows"]
+    ]  # fmt: skip
+    together = statistics.median(each["throughput_tps"] for each in real["colocated"])
+    return [
+        f"With whole engines as targets ({real['target']}, {real['verify_s'] * 1e3:.1f} ms a verification, all on the "
+        f"same cores):",
+        table(head, lines),
+        f"{real['same_texts']} of {real['texts']} texts are what the target makes of the prompt alone; one engine with "
+        f"the draft in its own process: {together:.1f} tokens/s.",
+    ]
 
 
 def _alone(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, Any]]) -> str:

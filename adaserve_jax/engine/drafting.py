@@ -1,7 +1,7 @@
 """What an engine that asks draft services has in the place of a draft: the drafter, and what drafting will take.
 
 The services say what their device takes; the way there is measured with a session that is thrown away. Where none
-answers, the engine starts all the same, on a guess that its steps correct.
+answers, the engine starts all the same, on a guess, which gives way to what the first that does answer says.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ class ServiceDrafter(Protocol):
 
 @dataclass(frozen=True)
 class Drafting:
-    """The drafter of an engine, ready or connecting. samples: with the times of drafting."""
+    """The drafter of an engine, ready or connecting. samples: with the times of drafting. guessed: whether those are a
+    guess, since no service has answered yet."""
 
     drafter: ServiceDrafter
     samples: CostSamples
+    guessed: bool = False
 
 
 def check_packages() -> None:
@@ -139,7 +141,25 @@ def ready(drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect
             "no draft service answered within %g s (%s): serving without drafts, and connecting meanwhile", connect_s,
             states,
         )  # fmt: skip
-        return Drafting(drafter, guessed(samples, limits))
+        return Drafting(drafter, guessed(samples, limits), guessed=True)
+    _tell_of_less(welcome, limits)
+    way_s = round_trip_s(drafter, limits, _served(welcome))
+    return Drafting(drafter, with_drafting(samples, limits, welcome, way_s))
+
+
+def answered(found: Drafting, limits: Limits) -> Drafting | None:
+    """With the times that the service says, once a first one has answered an engine that started on a guess; None until
+    then. Returns at once. The way to it stays a guess, which steps correct: requests run, so it cannot be measured."""
+    welcome = found.drafter.connect(0.0)
+    if welcome is None:
+        return None
+    _tell_of_less(welcome, limits)
+    _log.info("a draft service has answered: drafting is planned by the times that it measured")
+    return Drafting(found.drafter, with_drafting(found.samples, limits, welcome, GUESSED_WAY_S))
+
+
+def _tell_of_less(welcome: Welcome, limits: Limits) -> None:
+    """Warn where a service searches less than this engine was to have."""
     said = (welcome.max_depth, welcome.max_width, welcome.max_context)
     if any(
         has < wanted for has, wanted in zip(said, (limits.max_depth, limits.max_width, limits.max_context), strict=True)
@@ -149,8 +169,6 @@ def ready(drafter: ServiceDrafter, samples: CostSamples, limits: Limits, connect
             "have %d, %d and %d: what is beyond is decoded without drafts", *said, limits.max_depth, limits.max_width,
             limits.max_context,
         )  # fmt: skip
-    way_s = round_trip_s(drafter, limits, _served(welcome))
-    return Drafting(drafter, with_drafting(samples, limits, welcome, way_s))
 
 
 def with_drafting(samples: CostSamples, limits: Limits, welcome: Welcome, way_s: float) -> CostSamples:

@@ -296,6 +296,7 @@ class LocalEngine:
         try:
             while self._take_inbox():
                 if self._core.has_work:
+                    self._take_draft_times()
                     self._deliver(self._core.step())
                     if not self._inbox:
                         self._core.learn()
@@ -305,6 +306,15 @@ class LocalEngine:
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
         self._end(error)
+
+    def _take_draft_times(self) -> None:
+        """Where drafting is planned by a guess: by a service's own times, once one has answered."""
+        if self._drafting is None or not self._drafting.guessed:
+            return
+        found = drafting.answered(self._drafting, self._executor.limits)
+        if found is not None:
+            self._drafting, self._samples = found, found.samples
+            self._core.scheduler.retime_draft(found.samples)
 
     def _take_inbox(self) -> bool:
         """Do what clients asked for since the last step; wait while there is nothing to do. False: stop."""

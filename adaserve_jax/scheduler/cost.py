@@ -68,7 +68,8 @@ class CostTable:
 
     def __init__(self, samples: CostSamples, limits: Limits):
         self.samples = samples
-        """As measured at the start."""
+        """As measured at the start; those of a draft service that answers later, by it."""
+        self._limits = limits
         self.grid = CostGrid(samples, limits)
         self.predictions = PredictionLog()
         self.served = Served()
@@ -87,6 +88,14 @@ class CostTable:
         """Seconds of one token of one request, without speculation, as the samples have it."""
         self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
         """Widths that were timed; a width between them costs what the next wider one costs."""
+
+    def retime_draft(self, samples: CostSamples) -> None:
+        """Go by the draft's times in these samples from now on: what was learned of it was of others."""
+        self.samples = samples
+        self.grid = CostGrid(samples, self._limits)
+        self.draft_widths = tuple(sorted({width for _, width in samples.draft_level_s}))
+        self._draft_ratios = Ratios(max(len(self.grid.level_rows), 1))
+        self._draft_drift = 1.0
 
     @property
     def max_catchup_tokens(self) -> int:

@@ -67,7 +67,7 @@ class Planner:
     is fed any number of them while the target goes on. max_prefill: most prefill tokens of a step. horizon: h,
     tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
     residency: where the draft is; None: here, always. several_drafts: whether plans say which draft is each row's.
-    remote: whether a draft service drafts.
+    remote: whether a draft service drafts. max_catchup may be changed between steps.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Planner:
         self._batch = batch
         self._limits = batch.limits
         self._controller = controller
-        self._max_catchup = max_catchup
+        self.max_catchup = max_catchup
         self._max_prefill = max_prefill
         self._prefill_per_step = 0.0
         self._horizon = horizon
@@ -107,7 +107,7 @@ class Planner:
         pace, remaining, lag = self._measure(decode, now)
         # a row whose draft lags by more than one step can catch up decodes plainly until it has
         drafts = self._uses_draft and self._draft_is_here
-        catching_up = (lag - 1) // self._max_catchup
+        catching_up = (lag - 1) // self.max_catchup
         if self._remote:
             catching_up = np.minimum(catching_up, 1)
         can_speculate = remaining > 1 + catching_up if drafts else np.zeros(len(lag), bool)
@@ -213,7 +213,7 @@ class Planner:
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)
         speculates = np.zeros(num_decode, bool)
-        room = self._max_catchup
+        room = self.max_catchup
         if decision.depth:
             speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
             np.multiply(lag, speculates, out=counts[:num_decode])
@@ -250,9 +250,9 @@ class Planner:
     def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
         """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
         speculates = can
-        if int(lag.sum()) > self._max_catchup:
-            order = np.argsort(np.where(speculates, lag, self._max_catchup + 1), kind="stable")
-            fits = speculates[order] & (np.cumsum(lag[order]) <= self._max_catchup)
+        if int(lag.sum()) > self.max_catchup:
+            order = np.argsort(np.where(speculates, lag, self.max_catchup + 1), kind="stable")
+            fits = speculates[order] & (np.cumsum(lag[order]) <= self.max_catchup)
             speculates = np.zeros(len(lag), bool)
             speculates[order] = fits
         table = self._batch.table

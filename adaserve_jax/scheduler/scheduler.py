@@ -300,6 +300,12 @@ class Scheduler:
     def draft_is_away(self, away: bool) -> None:
         self._planner.draft_is_away = away
 
+    def retime_draft(self, samples: CostSamples) -> None:
+        """Plan by the draft's times in these samples from now on. Between steps."""
+        self._cost.retime_draft(samples)
+        self._controller.retimed(self._cost)
+        self._planner.max_catchup = self._cost.max_catchup_tokens
+
     def take_released(self) -> np.ndarray:
         """Slots whose requests run there no more, i32[n], since this was last asked."""
         released = self._batch.released

@@ -140,8 +140,11 @@ class Dispatcher:
         return ordered
 
     def _search(self, ordered: Sequence[Session], now: float) -> Batch | None:
-        """The most urgent one that there is room for, and after it in order those that can go with it."""
+        """The most urgent one that there is room for, and after it in order those that can go with it: as many as are
+        served no later together than one after another."""
         rows: list[BatchRow] = []
+        chosen: list[Session] = []
+        alone_s, helps = 0.0, 1
         left, give_up_s = self._max_feed, math.inf
         depth, width, calibrated = 0, 0, True
         for session in ordered:
@@ -157,14 +160,20 @@ class Dispatcher:
                 continue
             depth, width, calibrated = deepest, draft.width, bool(draft.calibrated)
             left, give_up_s = left - need, latest
+            alone_s += self._alone_s(session, draft.depth, width)
+            if self._takes_s(rows, need, deepest, width) <= alone_s:
+                helps = len(rows) + 1
             rows.append(_row(session, session.search_from, need, draft.depth))
-            self._serve(session)
+            chosen.append(session)
             if len(rows) == self._max_rows:
                 break
         if not rows:
             return None
         self._fed_last = False
-        return Batch(tuple(rows), int(depth), int(width), calibrated, now)
+        rows = rows[:helps]
+        for session in chosen[:helps]:
+            self._serve(session)
+        return Batch(tuple(rows), max(row.depth for row in rows), int(width), calibrated, now)
 
     def _takes_s(self, rows: Sequence[BatchRow], need: int, depth: int, width: int) -> float:
         tokens = sum(len(row.tokens) for row in rows) + need

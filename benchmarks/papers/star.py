@@ -1,28 +1,91 @@
-"""StarSD's table 1 and figures 4 to 6: all wait for a draft that serves several targets."""
+"""StarSD's table 1 and figures 4 to 6: one draft that serves several targets, and what it costs to be idle."""
 
 from __future__ import annotations
 
-from papers.entry import Entry, NotYet
+from papers import star_claims as claims
+from papers import star_reading as read
+from papers.entry import Entry, Form, NotYet, Step
 
 PAPER = "StarSD"
-SERVICE = NotYet("a draft service that several targets share, which the engine does not have")
+GPUS = NotYet(
+    "a GPU for the draft and another for each target, seven in the paper: on one GPU that all of them share the draft "
+    "is never idle while a target verifies, which is what is measured"
+)
+PACED = (
+    "The draft, its service and the messages are real, on one machine; targets sleep for as long as a verification "
+    "takes and have one request each. No network between hosts."
+)
+TABLE = Step(
+    "star-table-1",
+    ("python", "benchmarks/star_table1.py", "--rounds", "3", "--seconds", "5", "--out", "{here}/table1.json"), 7,
+    anew=True,
+)  # fmt: skip
+ENGINES = Step(
+    "star-engines",
+    (
+        "python", "benchmarks/star_table1.py", "--rounds", "3", "--seconds", "10", "--targets", "1", "--engines", "2",
+        "--out", "{here}/table1.json",
+    ),
+    10, anew=True,
+)  # fmt: skip
+APART = Step("star-apart", ("python", "benchmarks/star_apart.py", "--out", "{here}/apart.json"), 4, anew=True)
+IDLE = Step("star-idle", ("python", "benchmarks/star_idle.py", "--out", "{here}/idle.json"), 3, anew=True)
+IDLE_GPU = Step(
+    "star-idle-gpu", ("python", "benchmarks/star_idle.py", "--samples", "200", "--out", "{here}/idle.json"), 12,
+    gpu=True, anew=True,
+)  # fmt: skip
+TEXTS = "24 texts of the demo target, one request a target"
 
-ENTRIES = tuple(
-    Entry(name, PAPER, item, shows, "Nothing yet.", {"cpu": SERVICE, "gpu": SERVICE})
-    for name, item, shows in (
-        (
-            "starsd-table-1", "table 1",
-            "Throughput, waiting and idle times, rounds per second and load of one draft for one to six targets.",
-        ),
-        (
-            "starsd-4", "figure 4",
-            "What it costs that draft and target are apart: throughput and rounds per second over a benchmark, and the "
-            "time that messages take.",
-        ),
-        ("starsd-5", "figure 5", "Rounds per second of the draft and of a target, and the draft's load, by targets."),
-        (
-            "starsd-6", "figure 6",
-            "Time of a draft token by how long the draft was idle before, and after warming it up.",
-        ),
-    )
+ENTRIES = (
+    Entry(
+        "starsd-table-1", PAPER, "table 1",
+        "Throughput, waiting and idle times, rounds per second and load of one draft for one to six targets.",
+        "The same quantities, one request at a time as in the paper, and requests drafted together beside them.",
+        {
+            "cpu": Form((TABLE,), read.table1(TABLE.name), claims.TABLE_CLAIMS, TEXTS, "table1.json", PACED),
+            "engine": Form(
+                (ENGINES,), read.engines(ENGINES.name), claims.ENGINE_CLAIMS, TEXTS, "table1.json",
+                "Whole engines in place of paced targets, the demo's target grown to 110M: two of them, the draft and "
+                "all the rest share the cores, so that a second target takes from the first what it computes itself.",
+            ),
+            "gpu": GPUS,
+        },
+    ),
+    Entry(
+        "starsd-4", PAPER, "figure 4",
+        "What it costs that draft and target are apart: throughput and rounds per second over a benchmark, and the "
+        "time that messages take.",
+        "The same target with the draft in its process and with a draft service, in turns, window by window.",
+        {
+            "cpu": Form((APART,), read.apart(APART.name), claims.APART_CLAIMS, TEXTS, "apart.json", PACED),
+            "gpu": GPUS,
+        },
+    ),
+    Entry(
+        "starsd-5", PAPER, "figure 5",
+        "Rounds per second of the draft and of a target, and the draft's load, by targets.",
+        "From the runs of table 1, one request at a time.",
+        {
+            "cpu": Form((TABLE,), read.rounds(TABLE.name), claims.ROUND_CLAIMS, TEXTS, "table1.json", PACED),
+            "gpu": GPUS,
+        },
+    ),
+    Entry(
+        "starsd-6", PAPER, "figure 6",
+        "Time of a draft token by how long the draft was idle before, and after warming it up.",
+        "The draft service's model by itself, which sleeps between drafts, and drafts a few chains before the timed "
+        "one.",
+        {
+            "cpu": Form(
+                (IDLE,), read.idle(IDLE.name), claims.IDLE_CLAIMS, "one request", "idle.json",
+                "On a CPU, without the panel of clock frequencies. The paper's numbers are of one and of two targets, "
+                f"which leave its draft idle for {claims.PAPER[1]['idle_s'] * 1e3:g} and "
+                f"{claims.PAPER[2]['idle_s'] * 1e3:g} ms.",
+            ),
+            "gpu": Form(
+                (IDLE_GPU,), read.idle(IDLE_GPU.name), claims.IDLE_CLAIMS, "one request", "idle.json",
+                "Without the panel of clock frequencies, which needs the right to fix them.",
+            ),
+        },
+    ),
 )  # fmt: skip

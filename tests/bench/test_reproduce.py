@@ -74,9 +74,11 @@ def test_what_cannot_be_run_says_what_it_needs_and_ends_with_3(modules, tmp_path
         name for name, entry in modules["registry"].ENTRIES.items()
         if isinstance(entry.forms["cpu"], modules["entry"].NotYet)
     }  # fmt: skip
-    assert missing == {name for name in EXPECTED if name.startswith(("osd", "starsd"))} - {"osd-table-2"}
-    for name, needs in (("osd-3", "training on a simulated machine"), ("starsd-5", "several targets share")):
-        done = run(modules, "run", name, "--out", tmp_path)
+    assert missing == {name for name in EXPECTED if name.startswith("osd")} - {"osd-table-2"}
+    for name, size, needs in (
+        ("osd-3", "cpu", "training on a simulated machine"), ("starsd-5", "gpu", "a GPU for the draft and another for")
+    ):  # fmt: skip
+        done = run(modules, "run", name, "--size", size, "--out", tmp_path)
         assert done.exit_code == 3
         assert "not there yet: needs" in done.output and needs in done.output
     done = run(modules, "run", "nightjar-12", "--out", tmp_path, "--size", "gpu")

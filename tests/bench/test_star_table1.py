@@ -176,6 +176,18 @@ def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypat
     assert "`python x.py`" in shown and "0123456789ab" in shown and "N_full = 3" in shown
     assert "| tokens/s | one by one | measured |" in shown and "| load, % | paper |" in shown
     assert "99.6" in shown, "the paper's own load at N = 6"
+    least, most = (3 * each / 0.046 for each in (1.0, 1.2))
+    assert f"by N: one by one {least:.1f} to {most:.1f}, " in shown and "whole engines" not in shown
+    real = {
+        "target": "110M-f32", "texts": 9, "same_texts": 8, "verify_s": 0.0312, "spread": [],
+        "rows": [row for row in result["rows"] if row["kind"] == "measured" and row["n"] <= 2],
+        "colocated": [{"throughput_tps": 50.0}, {"throughput_tps": 61.0}, {"throughput_tps": 52.0}],
+    }  # fmt: skip
+    (tmp_path / "table1-a.json").write_text(json.dumps(about | result | {"engines": real, "rounds": 1}))
+    shown = "\n\n".join(scripts["results_star"].table1_tables(tmp_path))
+    assert "(110M-f32, 31.2 ms a verification" in shown and "8 of 9 texts" in shown and "52.0 tokens/s" in shown
+    assert shown.count("| N = 2 | ") == 3, "the head, and both ways of drafting"
+    assert "over rounds" not in shown
     scripts["star_figures"].draw(result["rows"], tmp_path / "a.png", paper=result["paper"])
     assert (tmp_path / "a.png").stat().st_size > 10_000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -14,20 +15,23 @@ import pytest
 
 from adaserve_jax import LLM, DrafterConfig, SamplingParams
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import drafting
+from adaserve_jax.engine import drafting, local
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import ConfigError, RequestError
+from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.compiling import compile_all
 from adaserve_jax.runtime.executor import load_drafter
-from adaserve_jax.runtime.pair import find_chances, find_pair
+from adaserve_jax.runtime.pair import CALIBRATION_FILE, find_chances, find_pair
 from adaserve_jax.runtime.resolve import resolve
+from adaserve_jax.scheduler.controllers.switching import SwitchTable
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.star.cells import cells_hash
 from adaserve_jax.star.messages import Hello, Welcome
 from adaserve_jax.stats import DrafterStats, ServiceState
+from adaserve_jax.tree.chances import read_chances
 from adaserve_jax.types import CandidateTrees, StepPlan
-from tests.engine.simulated import costs_of, limits_of
+from tests.engine.simulated import Machine, Spelling, costs_of, limits_of
 
 DRAFTER = DrafterConfig(("grpc://host:1",))
 OPTIONS: dict[str, Any] = {
@@ -316,6 +320,73 @@ def test_without_an_answer_it_starts_on_a_guess_and_says_so_once(caplog: pytest.
     plain_s = table.verify_s(1)[0]
     assert table.level_s(1).tolist() == pytest.approx([plain_s / 8] * 2, rel=0.3)
     assert 0.002 < table.catchup_s(1) < 0.002 + plain_s / 4
+
+
+def test_a_guess_gives_way_to_what_the_first_service_says_that_answers(caplog: pytest.LogCaptureFixture) -> None:
+    service = Timed(None, [1e-3])
+    found = drafting.ready(service, SAMPLES, LIMITS)
+    assert found.guessed and drafting.answered(found, LIMITS) is None and service.waited_s == 0.0
+    caplog.clear()
+    service.welcome = replace(SAID, max_depth=2)
+    late = drafting.answered(found, LIMITS)
+    assert late is not None and not late.guessed and late.drafter is service
+    assert late.samples == drafting.with_drafting(SAMPLES, LIMITS, SAID, drafting.GUESSED_WAY_S)
+    assert "searches to depth 2" in caplog.text, "as where it answers at the start"
+    assert not service.plans, "requests run: no way is measured"
+    assert not drafting.ready(Timed(SAID, [1e-3]), SAMPLES, LIMITS).guessed
+
+
+class Connecting(Timed):
+    """Answers once so many steps were planned without it. asked: how often it was greeted since the start."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(None, [1e-3])
+        self.after, self.asked = after, -1
+        self.available = False
+
+    def connect(self, timeout_s: float) -> Welcome | None:
+        self.asked += 1
+        self.welcome = SAID if self.asked > self.after else None
+        return self.welcome
+
+
+def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a policy whose controller read the guess at the start, and another that is set later."""
+    service, machines = Connecting(after=5), []
+
+    def load(config: EngineConfig, _: object = None, swaps: bool = False) -> Machine:
+        machine = Machine(config)
+        machine.chances = read_chances(resolve_folder("demo", "draft").parent / CALIBRATION_FILE)  # type: ignore[assignment]
+        machines.append(machine)
+        return machine
+
+    monkeypatch.setattr(local, "load_executor", load)
+    monkeypatch.setattr(local, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+    monkeypatch.setattr(drafting, "hello_of", lambda *_: None)
+    monkeypatch.setattr(drafting, "build", lambda *_: service)
+    engine = local.LocalEngine(EngineConfig(drafter=DRAFTER, draft=None, policy="nightjar"))
+    engine.start()
+    try:
+        limits, ends = machines[0].limits, queue.SimpleQueue()
+        guessed = drafting.guessed(costs_of(limits), limits)
+        assert engine._samples == guessed
+        engine.submit(GenerateRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True)), ends.put)
+        while ends.get(timeout=30).finish_reason is None:
+            pass
+        said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_WAY_S)
+        assert service.asked == 6, "nobody is greeted any more"
+        assert engine._samples == said != guessed
+        scheduler = engine._core.scheduler
+        assert scheduler._cost.samples == said and scheduler._cost.catchup_s(8) == pytest.approx(0.003)
+        switch = SwitchTable.of(CostTable(said, limits), limits)
+        assert scheduler.controller._switch.switch_s(8, 1) == switch.switch_s(8, 1)  # type: ignore[attr-defined]
+        engine.set_policy("spec:2")
+        assert engine._core.scheduler._cost.samples == said
+    finally:
+        engine.close()
+    assert service.closed
 
 
 def test_what_is_missing_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

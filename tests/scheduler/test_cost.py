@@ -44,6 +44,20 @@ def test_starts_from_the_samples():
     assert table.max_catchup_tokens == 64
 
 
+def test_the_draft_s_times_can_be_replaced_and_what_was_learned_of_them_goes():
+    table = CostTable(SAMPLES, LIMITS)
+    draft = DraftPlan(3, 4, np.zeros(8), np.ones(8, np.int32), np.zeros(8), np.ones(8, bool))
+    for _ in range(50):
+        table.observe(plan_of(8, draft), outcome_of(16, 2 * VERIFY[16, 8], 0.1), 0.5)
+    verify_s, predicted = table.verify_s(8).tolist(), len(table.predictions.seconds())
+    said = replace(SAMPLES, catchup_s={8: 0.002, 32: 0.006}, draft_level_s={(4, 1): 0.007, (4, 2): 0.009})
+    table.retime_draft(said)
+    assert table.samples is said and table.draft_widths == (1, 2) and table.max_catchup_tokens == 32
+    assert table.level_s(3).tolist() == [0.007, 0.009, 0.009, 0.009]
+    assert [table.catchup_s(n) for n in (8, 9, 64)] == [0.002, 0.006, 0.012]
+    assert table.verify_s(8).tolist() == verify_s and len(table.predictions.seconds()) == predicted
+
+
 def test_edges_without_a_time_are_interpolated():
     table = CostTable(CostSamples({(1, 1): 0.01, (64, 1): 0.073}, {}, {}), LIMITS)
     assert table.verify_s(3).tolist() == pytest.approx([0.01, 0.013, 0.025, 0.073])

@@ -61,6 +61,39 @@ def test_only_one_shape_goes_together_whatever_its_depth():
     assert drained(service) == [[("a", 3)], [("a", 4)]]
 
 
+@pytest.mark.parametrize(
+    ("level_s", "sizes"),
+    [
+        ({1: 10, 2: 13, 4: 15}, [4]),
+        ({1: 10, 2: 20, 4: 40}, [4]),  # no worse
+        ({1: 10, 2: 21, 4: 45}, [1, 1, 1, 1]),
+        ({1: 10, 2: 22, 4: 30}, [4]),  # two do not go together, four do
+        ({1: 10, 2: 19, 3: 31, 4: 45}, [2, 2]),
+        ({}, [4]),  # not known
+    ],
+)
+def test_nobody_goes_together_where_one_after_another_is_quicker(level_s: dict[int, int], sizes: list[int]):
+    service = ToyService("abcd", level_s={(rows, 3): ms / 1e3 for rows, ms in level_s.items()})
+    waiting(service, ("a", 1), ("b", 2), ("c", 3), ("d", 4))
+    service.say("a", draft(1, 0, 1, 4, []))
+    for target_id, number in (("b", 2), ("c", 3), ("d", 4)):
+        service.say(target_id, draft(number, 0, 1, 4, []))
+    batches = drained(service)
+    assert [len(batch) for batch in batches] == sizes
+    assert [row for batch in batches for row in batch] == [("a", 1), ("b", 2), ("c", 3), ("d", 4)]
+    assert service.core.stats.expired == 0
+
+
+def test_a_deep_tree_does_not_make_shallow_ones_wait_for_it():
+    """Together: four levels of 12.6 ms; one after the other: four and one of 10."""
+    service = ToyService("ab", level_s={(1, 3): 0.010, (4, 3): 0.0126})
+    waiting(service, ("a", 1), ("b", 2))
+    service.say("a", draft(1, 0, 1, 4, [], depth=4))
+    service.say("b", draft(2, 0, 1, 4, [], depth=1))
+    batch = service.core.next_batch(0.0)
+    assert batch is not None and [(row.session, row.depth) for row in batch.rows] == [(1, 4)] and batch.depth == 4
+
+
 def test_one_by_one_takes_one():
     service = ToyService(core={"batching": False})
     waiting(service, ("a", 1), ("a", 2))

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.scheduler.controllers.alone import Alone
+from adaserve_jax.scheduler.cost import CostTable
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +117,9 @@ class Controller(Protocol):
 
     def learn(self, feedback: Feedback) -> None:
         """Take in what the step brought that was decided last."""
+
+    def retimed(self, cost: CostTable) -> None:
+        """The table has other times of the draft than at the start."""
 
     def arms(self) -> ArmReport:
         """What is thought best, for metrics. Empty for a controller without arms."""

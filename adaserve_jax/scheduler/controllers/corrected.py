@@ -21,6 +21,7 @@ from adaserve_jax.scheduler.controllers.schedule import Schedule
 from adaserve_jax.scheduler.controllers.shapes import Shapes
 from adaserve_jax.scheduler.controllers.switching import SwitchTable, doubling
 from adaserve_jax.scheduler.controllers.weighing import Correction, Pick, Weighed
+from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.types import Limits
 
 EXPLORE_SHARE = 0.1
@@ -115,6 +116,9 @@ class CorrectedController(Controller):
         self._since_change = MIN_DWELL
         self._playing: _Playing | None = None
         self._regret_s = 0.0
+
+    def retimed(self, cost: CostTable) -> None:
+        self._switch = SwitchTable.of(cost, self._limits)
 
     def decide(self, load: Load) -> Decision:
         if not load.num_decode:

@@ -47,6 +47,9 @@ class GoodputController(Controller):
         """With the best chain, none included."""
         return alone.fastest_chain(0)
 
+    def retimed(self, cost: CostTable) -> None:
+        self._latency = LatencyModel(cost.samples)
+
     def arms(self) -> ArmReport:
         """The chain that was decided last; it learns nothing of the others, so that there is no regret to tell."""
         return ArmReport({ALL_SIZES: arm_name(self._depth)})

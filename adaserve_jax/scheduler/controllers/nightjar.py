@@ -18,6 +18,7 @@ from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts, tells_of_
 from adaserve_jax.scheduler.controllers.fixed import fill
 from adaserve_jax.scheduler.controllers.schedule import Schedule
 from adaserve_jax.scheduler.controllers.switching import SwitchTable, doubling
+from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.types import Limits
 
 MIN_DWELL = 16
@@ -161,6 +162,9 @@ class NightjarController(Controller):
         self._steps_since_change = MIN_DWELL
         self._playing: tuple[Bucket, int] | None = None
         self._regret_s = 0.0
+
+    def retimed(self, cost: CostTable) -> None:
+        self._switch = SwitchTable.of(cost, self._limits)
 
     def decide(self, load: Load) -> Decision:
         arm = self._last
