@@ -71,6 +71,7 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@$(BIN)/python scripts/grafana_dashboard.py
 	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 	@$(BIN)/python -m adaserve_jax.cli.config_reference > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
+	@$(BIN)/python -m adaserve_jax.cli.http_reference > docs/http-fields.md.new && mv docs/http-fields.md.new docs/http-fields.md
 
 clean: ## remove what was installed, built and cached here
 	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

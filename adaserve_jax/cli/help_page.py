@@ -96,7 +96,7 @@ def _kind(option: Any) -> str:
     kind = option.type if described is None else described
     if getattr(kind, "choices", None):
         return "|".join(str(getattr(choice, "value", choice)) for choice in kind.choices)
-    name = kind.name if described is None else option.bare_type().removeprefix("list[").rstrip("]")
+    name = str(kind.name if described is None else option.bare_type()).removeprefix("list[").rstrip("]")
     return WORDS.get(name.lower(), name.upper())
 
 

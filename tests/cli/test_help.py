@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.bench_url import UrlOptions
@@ -21,8 +22,7 @@ from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.settings import ServerSettings
 
 
-def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    group = group or typer.main.get_command(app)
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, (*path, name))
@@ -30,13 +30,17 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield (*path, name), command
 
 
-ALL = dict(commands())
+GROUP: Any = typer.main.get_command(app)
+ALL = dict(commands(GROUP))
 
 
-def page(*arguments: str, columns: int) -> str:
-    done = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [*arguments, "--help"], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.output
+def page(*path: str, columns: int) -> str:
+    """What `adaserve PATH --help` prints in a terminal of so many columns."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output):
+        patch.setenv("COLUMNS", str(columns))
+        GROUP.main([*path, "--help"], prog_name="adaserve", standalone_mode=False)
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("columns", [80, 140])
