@@ -6,7 +6,7 @@ For runs of so many requests that their records are not to be kept. N: requests.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class RecordColumns:
 
     def record(self, row: int) -> RequestRecord:
         """A record with what is kept of it; its names and the times of its tokens are empty."""
-        at = cast("dict[str, Any]", self._rows[row])
+        at: dict[str, Any] = dict(zip(ROW.names or (), self._rows[row].item(), strict=True))
         values: dict[str, Any] = {name: None if np.isnan(at[name]) else float(at[name]) for name in TIMES}
         values |= {name: int(at[name]) for name in COUNTS}
         values |= {name: None if at[name] == UNKNOWN else bool(at[name]) for name in OUTCOMES}
