@@ -7,7 +7,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair docs clean
+.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair dist docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -56,6 +56,12 @@ bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, 
 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+
+dist: $(STAMP).test ## build wheel and source distribution, install each elsewhere and use it (some minutes)
+	@rm -rf dist
+	@$(PIP) 'build>=1.2,<2'
+	@$(BIN)/python -m build --outdir dist .
+	@for package in dist/*.whl dist/*.tar.gz; do $(BIN)/python scripts/check_dist.py $$package || exit 1; done
 
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
