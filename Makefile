@@ -7,7 +7,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair docs clean
+.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair dist docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -57,6 +57,12 @@ bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
 	@$(BIN)/python benchmarks/throughput.py $(ARGS)
 
+dist: $(STAMP).test ## build wheel and source distribution, install each elsewhere and use it (some minutes)
+	@rm -rf dist
+	@$(PIP) 'build>=1.2,<2'
+	@$(BIN)/python -m build --outdir dist .
+	@for package in dist/*.whl dist/*.tar.gz; do $(BIN)/python scripts/check_dist.py $$package || exit 1; done
+
 demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARGS="--gsm8k train.jsonl.gz --work folder"
 	@$(BIN)/python scripts/demo_pair/train.py $(ARGS)
 
@@ -71,6 +77,7 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@$(BIN)/python scripts/grafana_dashboard.py
 	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
 	@$(BIN)/python -m adaserve_jax.cli.config_reference > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
+	@$(BIN)/python -m adaserve_jax.cli.http_reference > docs/http-fields.md.new && mv docs/http-fields.md.new docs/http-fields.md
 
 clean: ## remove what was installed, built and cached here
 	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -3,11 +3,13 @@
 Imports no jax. Unknown keys raise.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+# What users pass is looked at whatever its type says.
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
@@ -101,7 +103,7 @@ class EngineConfig:
         for name in ("target", "draft", "profile", "calibration", "compile_cache", "coordinator"):
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
+                object.__setattr__(self, name, os.fspath(cast("os.PathLike[str]", value)))
             optional = name != "target" and value is None
             self._check(optional or isinstance(getattr(self, name), str), name, "a name or a path")
         self._check(isinstance(self.policy, str), "policy", "the name of a policy")
@@ -116,10 +118,11 @@ class EngineConfig:
             value = getattr(self, name)
             self._check(_is_integer(value, 1) and value <= 16, name, "an integer from 1 to 16")
         for name in ("token_edges", "row_edges"):
-            edges = getattr(self, name)
-            ok = isinstance(edges, (tuple, list)) and all(_is_integer(edge, 1) for edge in edges)
-            self._check(ok and list(edges) == sorted(set(edges)), name, "increasing integers >= 1")
-            object.__setattr__(self, name, tuple(edges))
+            edges: Any = getattr(self, name)
+            listed: list[Any] = list(cast("list[Any]", edges)) if isinstance(edges, (tuple, list)) else [None]
+            ok = all(_is_integer(edge, 1) for edge in listed) and listed == sorted(set(listed))
+            self._check(ok, name, "increasing integers >= 1")
+            object.__setattr__(self, name, tuple(listed))
         self._check_drafter()
         drafts = isinstance(self.drafts, (tuple, list)) and all(_is_named_folder(draft) for draft in self.drafts)
         self._check(drafts and (not self.drafts or self.draft is not None), "drafts", "NAME=FOLDER, beside a draft")

@@ -1,11 +1,13 @@
 """Which draft services a target asks, and how: frozen, validated, explicit. Imports no jax."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What users pass is looked at whatever its type says.
 from __future__ import annotations
 
 import math
 import os
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from urllib.parse import urlsplit
 
 from adaserve_jax.errors import ConfigError
@@ -44,7 +46,7 @@ class DrafterConfig:
         for name in FILES:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
+                object.__setattr__(self, name, os.fspath(cast("os.PathLike[str]", value)))
             self._check(value is None or isinstance(getattr(self, name), str), name, "a path")
         pair = (self.drafter_cert is None) == (self.drafter_key is None)
         self._check(pair, "drafter_key", "given together with drafter_cert")

@@ -3,6 +3,8 @@
 Plain data; knows neither logits nor requests. Imports no jax.
 """
 
+# pyright: reportUnnecessaryIsInstance=false
+# What users pass is looked at whatever its type says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

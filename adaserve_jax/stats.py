@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 GAUGES = frozenset({
     "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
@@ -45,16 +45,16 @@ class StepStats:
     spec_steps: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    finished: dict[str, int] = field(default_factory=dict)
+    accepted_per_position: list[int] = field(default_factory=list[int])
+    finished: dict[str, int] = field(default_factory=dict[str, int])
     plan_s: float = 0.0
     draft_s: float = 0.0
     select_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
     wait_s: float = 0.0
-    calibration_outcomes: dict[str, int] = field(default_factory=dict)
-    calibration_error: dict[str, dict[str, float]] = field(default_factory=dict)
+    calibration_outcomes: dict[str, int] = field(default_factory=dict[str, int])
+    calibration_error: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     last_depth: int = 0
     last_width: int = 0
     last_budget: int = 0
@@ -65,9 +65,9 @@ class StepStats:
     draft_resident: bool = False
     cache_queried_tokens: int = 0
     cache_hit_tokens: int = 0
-    swaps: dict[str, int] = field(default_factory=dict)
-    swap_s: dict[str, float] = field(default_factory=dict)
-    arms: dict[str, str] = field(default_factory=dict)
+    swaps: dict[str, int] = field(default_factory=dict[str, int])
+    swap_s: dict[str, float] = field(default_factory=dict[str, float])
+    arms: dict[str, str] = field(default_factory=dict[str, str])
     arm_regret_s: float = 0.0
 
     def ended(self) -> StepStats:
@@ -88,9 +88,10 @@ def _sums(one: Any, other: Any, without: frozenset[str]) -> dict[str, Any]:
 
 def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, dict):
-        return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
+        counts = cast("dict[str, int]", one)
+        return {key: counts.get(key, 0) + other.get(key, 0) for key in counts | other}
     if isinstance(one, list):
-        return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+        return [a + b for a, b in zip_longest(cast("list[int]", one), other, fillvalue=0)]
     return one + other
 
 
@@ -110,23 +111,23 @@ class LearningStats:
     reason: no_room (running texts had all of it), not_finite (they were no distribution).
     """
 
-    version: dict[str, int] = field(default_factory=dict)
-    drafted_tokens: dict[str, int] = field(default_factory=dict)
-    accepted_tokens: dict[str, int] = field(default_factory=dict)
-    held_out_acceptance: dict[str, float] = field(default_factory=dict)
-    loss: dict[str, float] = field(default_factory=dict)
-    updates: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
-    rolled_back: dict[str, int] = field(default_factory=dict)
-    records: dict[str, int] = field(default_factory=dict)
-    held_out: dict[str, int] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)
+    version: dict[str, int] = field(default_factory=dict[str, int])
+    drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    held_out_acceptance: dict[str, float] = field(default_factory=dict[str, float])
+    loss: dict[str, float] = field(default_factory=dict[str, float])
+    updates: dict[str, int] = field(default_factory=dict[str, int])
+    refused: dict[str, int] = field(default_factory=dict[str, int])
+    rolled_back: dict[str, int] = field(default_factory=dict[str, int])
+    records: dict[str, int] = field(default_factory=dict[str, int])
+    held_out: dict[str, int] = field(default_factory=dict[str, int])
+    left_out: dict[str, int] = field(default_factory=dict[str, int])
     micro_steps: int = 0
     train_s: float = 0.0
     delay_s: float = 0.0
     delay_max_s: float = 0.0
     target_tokens: int = 0
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict[str, int])
 
     def ended(self) -> LearningStats:
         """The counts of an engine that is gone, with its drafts and what was kept for them."""
@@ -178,7 +179,7 @@ class DrafterStats:
     errors: int = 0
     wait_s: float = 0.0
     round_s: float = 0.0
-    services: dict[str, ServiceState] = field(default_factory=dict)
+    services: dict[str, ServiceState] = field(default_factory=dict[str, ServiceState])
 
     def ended(self) -> DrafterStats:
         """The counts of an engine that is gone, and with it its links."""

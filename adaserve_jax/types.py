@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -473,10 +473,10 @@ class CostSamples:
     draft_level_s: dict[tuple[int, int], float]
     context: int = 0
     context_rows: int = 1
-    verify_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    catchup_per_context_s: dict[int, float] = field(default_factory=dict)
-    level_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict)
-    switch_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    verify_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    catchup_per_context_s: dict[int, float] = field(default_factory=dict[int, float])
+    level_per_context_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    switch_s: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
 
 def scaled_samples(samples: CostSamples, *, verify: float, draft: float) -> CostSamples:
@@ -487,7 +487,7 @@ def scaled_samples(samples: CostSamples, *, verify: float, draft: float) -> Cost
     return replace(samples, **by_verify, **by_draft)
 
 
-def _scaled(seconds: dict, factor: float) -> dict:
+def _scaled(seconds: dict[Any, float], factor: float) -> dict[Any, float]:
     return {key: each * factor for key, each in seconds.items()}
 
 

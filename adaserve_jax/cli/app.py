@@ -19,6 +19,7 @@ from adaserve_jax.cli.draft import draft
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
+from adaserve_jax.cli.help_page import Command, Group
 from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.profile import profile
 from adaserve_jax.cli.report import report
@@ -31,6 +32,7 @@ UsageError: Any = typer.BadParameter.__base__  # typer has a click of its own or
 
 app = typer.Typer(
     name="adaserve",
+    cls=Group,
     help="An LLM serving engine on JAX in which every request carries its own speed target.",
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -38,7 +40,7 @@ app = typer.Typer(
 
 
 def show_version() -> None:
-    """Say the versions of this package, Python and jax."""
+    """Print the versions of this package, Python and jax."""
     typer.echo(f"adaserve-jax {adaserve_jax.__version__}, Python {platform.python_version()}, jax {_jax_version()}")
 
 
@@ -49,21 +51,12 @@ def _jax_version() -> str:
         return "not installed"
 
 
-app.command()(serve)
-app.command()(config)
-app.command()(generate)
-app.command()(bench)
-app.command()(profile)
-app.command()(simulate)
-app.command()(report)
-app.command()(grow)
-app.command()(convert)
-app.command()(distill)
-app.command()(draft)
-app.command()(follow)
-app.command()(perplexity)
+for _command in (
+    serve, generate, config, bench, report, simulate, profile, perplexity, distill, convert, grow, draft, follow,
+):  # fmt: skip
+    app.command(cls=Command)(_command)
+app.command("version", cls=Command)(show_version)
 app.add_typer(cluster)
-app.command("version")(show_version)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from adaserve_jax.cli.help_page import Command, Group
 from adaserve_jax.cli.options import takes
 from adaserve_jax.errors import AdaServeError, ConfigError
 
@@ -25,7 +26,7 @@ except ModuleNotFoundError as error:  # pragma: no cover
 
 cluster = typer.Typer(
     name="cluster", help="Serve with several targets and draft services behind one router.", add_completion=False,
-    no_args_is_help=True, rich_markup_mode=None,
+    no_args_is_help=True, rich_markup_mode=None, cls=Group,
 )  # fmt: skip
 
 Folder = Annotated[
@@ -54,7 +55,7 @@ def _needs(error: ModuleNotFoundError) -> ConfigError:
     )
 
 
-@cluster.command("up")
+@cluster.command("up", cls=Command)
 @takes("router", RouterSettings, FIELD_HELP, without=("targets", "token_file"))
 def up(
     router: RouterSettings,
@@ -128,7 +129,7 @@ def _detach(folder: Any) -> None:
     raise AdaServeError(f"the cluster ended with status {child.returncode}: {' / '.join(tail)}")
 
 
-@cluster.command("route")
+@cluster.command("route", cls=Command)
 @takes("router", RouterSettings, FIELD_HELP)
 def route(router: RouterSettings) -> None:
     """Route requests to servers that somebody else starts, until SIGTERM or Ctrl-C."""
@@ -143,7 +144,7 @@ def route(router: RouterSettings) -> None:
     run_router(router)
 
 
-@cluster.command("status")
+@cluster.command("status", cls=Command)
 def status(run_folder: Folder = None) -> None:
     """Say what a cluster consists of, and how its processes are."""
     from adaserve_jax.cluster.asking import NoAnswer, ask_now
@@ -167,7 +168,7 @@ def status(run_folder: Folder = None) -> None:
         )
 
 
-@cluster.command("restart")
+@cluster.command("restart", cls=Command)
 def restart(
     what: Annotated[str, typer.Argument(help="what to replace: targets, drafts or all")] = "targets",
     run_folder: Folder = None,
@@ -181,7 +182,7 @@ def restart(
         typer.echo(line)
 
 
-@cluster.command("down")
+@cluster.command("down", cls=Command)
 def down(
     run_folder: Folder = None,
     address: Annotated[

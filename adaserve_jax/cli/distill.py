@@ -70,7 +70,7 @@ def distill(
     draft_name: Annotated[str, typer.Option(help="with --from-checkpoint: the server's name of the draft")] = "default",
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> None:
-    """Train a draft to agree with its target, and write it as a checkpoint: docs/learning.md."""
+    """Train a draft to agree with its target, and write it as a checkpoint. Guide: docs/learning.md."""
     for name, value, known in (("dtype", dtype, DTYPES), ("save-dtype", save_dtype, ("auto", *TYPES))):
         if value not in known:
             raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")

@@ -9,8 +9,8 @@ from adaserve_jax.config import FIELD_HELP, EngineConfig
 
 @takes("config", EngineConfig, FIELD_HELP)
 def follow(config: EngineConfig) -> None:
-    """Hold a part of the target for process 0 (several hosts); give the options of its `adaserve serve`, and
-    --process-id 1, 2, ...; ends when it stops."""
+    """Hold a part of the target for another process, where several hosts serve one model. Give it the options of
+    that `adaserve serve`, and --process-id 1, 2, ...; it ends when that does."""
     with progress_bar() as progress:
         from adaserve_jax.runtime.follow import follow as run
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from functools import wraps
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -29,7 +30,7 @@ def takes(
     types_by_name = get_type_hints(kind)
     taken = [f for f in fields(kind) if f.name not in without and not f.metadata.get("file_only")]
     names = {f.name for f in taken}
-    options = [_option(f.name, types_by_name[f.name], f.default, help_texts[f.name]) for f in taken]
+    options = [_option(f.name, types_by_name[f.name], f.default, as_options(help_texts[f.name], names)) for f in taken]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -45,6 +46,15 @@ def takes(
         return run
 
     return decorate
+
+
+def as_options(text: str, names: Collection[str]) -> str:
+    """A help text in which fields that are meant are spelled as the options that they are here."""
+    return re.sub(r"\b[a-z]\w*_\w+", lambda m: _spelled(m[0]) if m[0] in names else m[0], text)
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def option_value(value: Any) -> Any:
@@ -84,7 +94,7 @@ def comma_list(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, .
             parsed.append(kind(part))
         except ValueError as error:
             raise ConfigError(
-                f"--{name.replace('_', '-')} must be a comma-separated list of {kind.__name__} values, got {part!r}"
+                f"{_spelled(name)} must be a comma-separated list of {kind.__name__} values, got {part!r}"
             ) from error
     return tuple(parsed)
 

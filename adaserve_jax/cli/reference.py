@@ -7,7 +7,9 @@ from typing import Any
 import typer
 
 from adaserve_jax.cli.app import app
+from adaserve_jax.cli.help_page import argument_name, usage_of
 from adaserve_jax.cli.options import ENV_PREFIX
+from adaserve_jax.cli.panels import OWN, by_panel
 
 HEAD = f"""# Command line
 
@@ -37,30 +39,31 @@ def _commands(group: Any, before: str = "") -> list[str]:
 def _command(name: str, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.name != "help"]
-    usage = " ".join(["adaserve", name, *_shown(arguments), *(["[OPTIONS]"] if options else [])])
-    lines = [f"## `{usage}`", "", command.help.strip(), ""]
-    if arguments or options:
-        lines += ["| option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{p.name.upper()}` | {'required' if p.required else ''} | {_text(p)} |" for p in arguments]
-        lines += [f"| {_names(p)} | {_default(p)} | {_text(p)} |" for p in options]
-        lines.append("")
+    lines = [f"## `{usage_of(f'adaserve {name}', command.params)}`", "", command.help.strip(), ""]
+    if arguments:
+        lines += _table("argument", [(f"`{argument_name(p)}`", p) for p in arguments])
+    for panel, listed in by_panel(command.name, options).items():
+        if panel != OWN:
+            lines += [f"**{panel}**", ""]
+        lines += _table("option", [(_names(p), p) for p in listed])
     return "\n".join(lines)
 
 
-def _shown(arguments: Any) -> list[str]:
-    return [name if p.required else f"[{name}]" for p in arguments for name in [p.name.upper()]]
+def _table(kind: str, rows: list[tuple[str, Any]]) -> list[str]:
+    head = [f"| {kind} | default | meaning |", "|---|---|---|"]
+    return [*head, *(f"| {name} | {_default(p)} | {_text(p)} |" for name, p in rows), ""]
 
 
 def _names(option: Any) -> str:
     return ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
 
 
-def _default(option: Any) -> str:
-    if option.required:
+def _default(parameter: Any) -> str:
+    if parameter.required:
         return "required"
-    if isinstance(option.default, bool):
-        return "on" if option.default else "off"
-    return "" if option.default in (None, "") else f"`{option.default}`"
+    if isinstance(parameter.default, bool):
+        return "on" if parameter.default else "off"
+    return "" if parameter.default in (None, "") else f"`{parameter.default}`"
 
 
 def _text(parameter: Any) -> str:

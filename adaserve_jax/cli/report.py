@@ -70,7 +70,7 @@ def report(
     ] = None,
     format: Annotated[Format, typer.Option(help="with --from: how to write the report")] = Format.table,
 ) -> None:
-    """What a run measured, as one file to read and to send; or, with --from, what a server did.
+    """Show what a run measured, as one file to read and to send; or, with --from, what a server did.
 
     Definitions: docs/metrics.md; how to read a report: docs/reports.md. A time without a zone is the local one.
     """

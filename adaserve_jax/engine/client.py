@@ -59,7 +59,7 @@ class OutputChunk:
     error: str | None = None
     error_code: str | None = None
     error_param: str | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
 
 def check_salt(salt: object) -> None:

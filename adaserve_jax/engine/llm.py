@@ -1,5 +1,7 @@
 """LLM: the Python API over an engine in this process."""
 
+# pyright: reportUnnecessaryIsInstance=false
+# What users pass is looked at whatever its type says.
 from __future__ import annotations
 
 import queue
@@ -8,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
@@ -30,10 +32,10 @@ class Completion:
     it, as "no_token_allowed". logprobs: one per token where the sampling parameters ask for them, else none."""
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
     finish_reason: str | None = None
     metrics: RequestMetrics | None = None
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     error: str | None = None
     error_code: str | None = None
 
@@ -275,12 +277,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _are_token_ids(prompt: Any) -> bool:
-    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in prompt)
+    return isinstance(prompt, Iterable) and all(isinstance(token, Integral) for token in cast("Iterable[Any]", prompt))
 
 
 def _one_each(value: _T | Sequence[_T], count: int, name: str) -> list[_T]:
     if not isinstance(value, (list, tuple)):
-        return [value] * count  # type: ignore[list-item]
-    if len(value) != count:
-        raise RequestError(f"{name} must be one for all or one per prompt ({count}), got {len(value)}", param=name)
-    return list(value)
+        return [cast("_T", value)] * count
+    listed = cast("Sequence[_T]", value)
+    if len(listed) != count:
+        raise RequestError(f"{name} must be one for all or one per prompt ({count}), got {len(listed)}", param=name)
+    return list(listed)

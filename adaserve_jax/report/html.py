@@ -76,7 +76,7 @@ def render_html(document: Document) -> str:
         light=Markup(css_variables(dark=False)), dark=Markup(css_variables(dark=True))
     )
     digest = b64encode(sha256(css.encode()).digest()).decode()
-    warned = [(part, len([1 for kind, item in part.items if kind == "warning"])) for part in parts]
+    warned = [(part, len([1 for kind, _ in part.items if kind == "warning"])) for part in parts]
     text = environment.get_template("report.html.jinja").render(
         document=document,
         parts=parts,

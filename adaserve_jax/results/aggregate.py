@@ -29,7 +29,9 @@ def summarize(records: Iterable[RequestRecord] | RecordColumns, *, wall_s: float
     ]
 
 
-def _summary(name: str, columns: RecordColumns, chosen: np.ndarray, wall_s: float, causes: Counter) -> Summary:
+def _summary(
+    name: str, columns: RecordColumns, chosen: np.ndarray, wall_s: float, causes: Counter[str | None]
+) -> Summary:
     """chosen: bool[N], the requests that count. causes: of their violations."""
     rows = columns.rows[chosen]
     outputs, ttfts, queues = rows["output_tokens"], rows["ttft_s"], rows["queue_s"]

@@ -47,7 +47,7 @@ def distributions(
     """
     ratios = [each for each in statistics if isinstance(each, Ratio)]
     columns = np.concatenate([each.columns for each in ratios], axis=1) if ratios else None
-    chunks = []
+    chunks: list[list[np.ndarray]] = []
     for counts in _resamples(sizes, samples, seed):
         sums = iter(() if columns is None else np.split(counts @ columns, len(ratios), axis=1))
         chunks.append([each.of_sums(next(sums)) if isinstance(each, Ratio) else each(counts) for each in statistics])

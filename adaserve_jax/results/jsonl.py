@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.columns import columns_of
@@ -112,6 +112,7 @@ def _parse(line: bytes, where: str, kind: type[Row]) -> Row:
         raise ConfigError(f"{where}: expected one JSON object per line, got invalid JSON: {problem}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    values = cast("dict[str, Any]", values)
     columns = columns_of(kind)
     version = values.get("schema_version", SCHEMA_VERSION)
     if version not in READABLE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.timings import Timings
@@ -82,7 +82,7 @@ class Profile:
 
 def is_profile(values: Any) -> bool:
     """Whether parsed JSON says that it is a profile, of whatever version."""
-    return isinstance(values, dict) and values.get("kind") == KIND
+    return isinstance(values, dict) and cast("dict[str, Any]", values).get("kind") == KIND
 
 
 def write_profile(path: Path, profile: Profile) -> None:
@@ -134,7 +134,8 @@ def parse_profile(values: Any, where: str) -> Profile:
         read = Timings(**timings)
         if len(read.switching) != len({lag for lag, _ in read.switching}) * len({n for _, n in read.switching}):
             raise ValueError("switching must have a time for every lag with every number of rows")
-        profile = Profile(**given | {"identity": Identity(**identity), "timings": read})
+        given |= {"identity": Identity(**identity), "timings": read}
+        profile = Profile(**given)
         times = [s for name in _TIMED for s in getattr(read, name).values()]
         if not read.verify or min(times) <= 0 or not profile.baseline_s > 0 or read.context_rows < 1:
             raise ValueError("times must be above 0 seconds, those of verification among them")
@@ -166,7 +167,7 @@ def _json(values: dict[str, Any]) -> str:
     """Indented, with one line for each timing."""
     text = json.dumps(values | {"timings": None}, indent=1, allow_nan=False)
     timings = values["timings"]
-    lines = []
+    lines: list[str] = []
     for name, value in timings.items():
         if name in _TIMED:
             rows = ",\n   ".join(json.dumps(row) for row in value)
@@ -180,6 +181,6 @@ def _check_names(kind: type, values: Any, where: str) -> None:
     names = {field.name for field in fields(kind)}
     if not isinstance(values, dict):
         raise ConfigError(f"profile {where}: expected an object for {kind.__name__}, got {type(values).__name__}")
-    wrong = sorted(names ^ set(values))
+    wrong = sorted(names ^ set(cast("dict[str, Any]", values)))
     if wrong:
         raise ConfigError(f"profile {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")

@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 UNKNOWN = "unknown"
 
@@ -83,7 +83,7 @@ def _header(path: Path) -> dict[str, Any]:
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"{path}: the safetensors header must be a JSON object, got {type(header).__name__}")
-    return header
+    return cast("dict[str, Any]", header)
 
 
 def _git(folder: Path, *args: str) -> str:

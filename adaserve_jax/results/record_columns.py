@@ -35,7 +35,7 @@ class RecordColumns:
     def __init__(self, records: Iterable[RequestRecord] = ()):
         self.classes: list[str] = []
         self._class_of: dict[str, int] = {}
-        self._rows = np.zeros(256, ROW)
+        self._rows: np.ndarray = np.zeros(256, ROW)
         self._count = 0
         self._offsets_s: dict[int, tuple[float, ...]] = {}
         for record in records:
@@ -73,7 +73,7 @@ class RecordColumns:
 
     def record(self, row: int) -> RequestRecord:
         """A record with what is kept of it; its names and the times of its tokens are empty."""
-        at = self._rows[row]
+        at: dict[str, Any] = dict(zip(ROW.names or (), self._rows[row].item(), strict=True))
         values: dict[str, Any] = {name: None if np.isnan(at[name]) else float(at[name]) for name in TIMES}
         values |= {name: int(at[name]) for name in COUNTS}
         values |= {name: None if at[name] == UNKNOWN else bool(at[name]) for name in OUTCOMES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ def read_choices(path: Path, *, since_unix_s: float, until_unix_s: float) -> tup
 
 
 @contextmanager
-def _connection(path: Path) -> Iterator[sqlite3.Connection]:
+def _connection(path: Path) -> Generator[sqlite3.Connection, None, None]:
     """A read-only connection within one transaction."""
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: expected a file that a server wrote with --records, found no file")

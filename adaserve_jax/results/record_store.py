@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -55,7 +55,7 @@ def schema() -> dict[str, dict[str, str]]:
 
 def _sql_type(hint: Any) -> str:
     optional = isinstance(hint, UnionType) and NoneType in get_args(hint)
-    kind = get_args(hint)[0] if optional else hint
+    kind: Any = get_args(hint)[0] if optional else hint
     return _SQL_TYPES.get(kind, "TEXT") + ("" if optional else " NOT NULL")
 
 
@@ -134,7 +134,7 @@ class RecordStore:
         return self._connection.execute(f"PRAGMA {name}").fetchone()[0]
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self) -> Generator[None, None, None]:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -33,10 +33,10 @@ class Timings:
 
     typical_context: int
     context_rows: int
-    verify: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    catchup: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    search: dict[tuple[int, int, int, int], float] = field(default_factory=dict)
-    switching: dict[tuple[int, int], float] = field(default_factory=dict)
+    verify: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
+    catchup: dict[tuple[int, int, int], float] = field(default_factory=dict[tuple[int, int, int], float])
+    search: dict[tuple[int, int, int, int], float] = field(default_factory=dict[tuple[int, int, int, int], float])
+    switching: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def samples(self) -> CostSamples:
         """What the cost table starts from. Catch-up: with the most rows that were timed."""
@@ -66,10 +66,11 @@ class Timings:
         depths: dict[tuple[int, int, int], list[tuple[int, float]]] = defaultdict(list)
         for (rows, width, depth, context), seconds in self.search.items():
             depths[rows, width, context].append((depth, seconds))
-        levels = {}
+        levels: dict[tuple[int, int, int], float] = {}
         for key, points in depths.items():
-            depth, seconds = np.array(points).T
-            levels[key] = max(LEAST_S, float(np.polyfit(depth, seconds, 1)[0] if len(points) > 1 else seconds[0]))
+            depths_of, seconds_of = zip(*points, strict=True)
+            slope = np.polyfit(depths_of, seconds_of, 1)[0] if len(points) > 1 else seconds_of[0]
+            levels[key] = max(LEAST_S, float(slope))
         return levels
 
     def _lines(self, timed: Iterable[tuple[Key, int, int, float]]) -> dict[Key, tuple[float, float]]:
@@ -80,7 +81,7 @@ class Timings:
         for key, rows, context, seconds in timed:
             points[key].append((self.load(context, rows), seconds))
             typical[key] = self.load(self.typical_context, rows)
-        lines = {}
+        lines: dict[Key, tuple[float, float]] = {}
         for key, each in points.items():
             base, slope = fit_line(*np.array(each).T)
             lines[key] = base + slope * typical[key], slope

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +16,7 @@ SHARED = 0o666
 
 
 @contextmanager
-def whole_file(path: Path, *, mode: int) -> Iterator[BinaryIO]:
+def whole_file(path: Path, *, mode: int) -> Generator[BinaryIO, None, None]:
     """A file to write, which takes the place of `path` once the block ends, and is on the disk by then. Where the block
     raises, what was at `path` stays, and nothing is left beside it. mode: PRIVATE or SHARED. Raises OSError."""
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
@@ -28,7 +28,9 @@ SECTIONS = {"engine": EngineConfig, "learn": LearnOptions, "drafter": DrafterOpt
 TABLES = {"classes": SloClass, "keys": KeySettings}
 SECRETS = ("api_key", "key")
 """Keys whose values are in no message."""
-_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_WORDS: dict[type, str] = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list",
+}  # fmt: skip
 _PLURALS = {int: "integers", str: "texts"}
 T = TypeVar("T")
 
@@ -70,10 +72,10 @@ def read_config(path: str) -> ConfigFile:
             )
     values: dict[str, dict[str, Any]] = {}
     for name, kind in SECTIONS.items():
-        table = document.get(name, {})
+        table: object = document.get(name, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{path}: expected a section [{name}], got {name} = {table!r}")
-        values[name] = _checked(kind, table, f"{path}: [{name}]")
+        values[name] = _checked(kind, cast("dict[str, Any]", table), f"{path}: [{name}]")
     tables = {name: _tables(path, name, kind, document.get(name, [])) for name, kind in TABLES.items()}
     if tables["classes"] and "slo_classes" not in values["server"]:
         values["server"]["slo_classes"] = ()
@@ -98,10 +100,10 @@ def _parse(path: str) -> dict[str, Any]:
 
 
 def _tables(path: str, name: str, kind: type[T], tables: object) -> tuple[T, ...]:
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in cast("list[Any]", tables)):
         raise ConfigError(f"{path}: expected [[{name}]], once for each of them, got something else of that name")
-    built = []
-    for number, table in enumerate(tables, 1):
+    built: list[T] = []
+    for number, table in enumerate(cast("list[dict[str, Any]]", tables), 1):
         where = f"{path}: [[{name}]] number {number}"
         values = _checked(kind, table, where)
         if "name" not in values:
@@ -120,7 +122,7 @@ def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 def _checked(kind: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The values of a section as the fields take them. Raises ConfigError for unknown keys and wrong types."""
     hints, known = get_type_hints(kind), fields_of(kind)
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in known:
             raise ConfigError(f"{where} has no key {key!r}{_elsewhere(key, kind) or _nearest(key, known)}")
@@ -139,7 +141,7 @@ def _value(hint: Any, value: object) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise TypeError
-        return tuple(_value(get_args(hint)[0], one) for one in value)
+        return tuple(_value(get_args(hint)[0], one) for one in cast("list[object]", value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
@@ -153,7 +155,13 @@ def _inner(hint: Any) -> Any:
 
 
 def _word(value: object) -> str:
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a text", list: "a list"}
+    words: dict[type, str] = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a text",
+        list: "a list",
+    }
     return words.get(type(value), "a table" if isinstance(value, dict) else f"a {type(value).__name__}")
 
 

@@ -84,7 +84,9 @@ class JsonSchemaFormat(BaseModel):
 class ResponseFormat(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="text: no demand; json_object: any JSON object; json_schema: JSON that fits the schema."
+    )
     json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema, and only then.")
 
 
@@ -167,18 +169,22 @@ class TextPart(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str = Field(description="Only text.")
-    text: ValidText | None = None
+    text: ValidText | None = Field(None, description="The text.")
 
 
 class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="Who speaks; developer is today's name of system."
+    )
     content: ValidText | list[TextPart] = Field(description="A text, or parts of type text.")
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(
+        min_length=1, description="The conversation, put through the model's chat template."
+    )
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
     top_logprobs: int | None = Field(None, description="And of so many likeliest, 0 to 20; only with logprobs.")
@@ -195,12 +201,12 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(Body):
-    model: str | None = None
+    model: str | None = Field(None, description="As for completions.")
     prompt: ValidText | None = Field(None, description="A text; either this or messages.")
     messages: list[Message] | None = Field(None, description="A conversation, put through the chat template.")
     return_token_strs: bool | None = Field(None, description="Tell what each token spells.")
 
 
 class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Ids
+    model: str | None = Field(None, description="As for completions.")
+    tokens: Ids = Field(description="Token ids.")

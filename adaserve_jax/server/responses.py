@@ -14,10 +14,10 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens: int = Field(description="Tokens of the prompts.")
+    completion_tokens: int = Field(description="Tokens of all choices.")
+    total_tokens: int = Field(description="Their sum.")
+    prompt_tokens_details: PromptTokensDetails = Field(description="What of the prompts was there already.")
 
 
 class SpeculativeMetrics(BaseModel):
@@ -37,11 +37,11 @@ class SloMetrics(BaseModel):
 
 
 class ResponseMetrics(BaseModel):
-    time_to_first_token_ms: float | None
+    time_to_first_token_ms: float | None = Field(description="From arrival to the first token.")
     queue_time_ms: float | None = Field(description="From arrival until first scheduled.")
     tokens_per_second: float | None = Field(description="Output tokens / (last token - arrival).")
-    speculative: SpeculativeMetrics
-    slo: SloMetrics
+    speculative: SpeculativeMetrics = Field(description="What speculation brought.")
+    slo: SloMetrics = Field(description="The targets, and whether they were met.")
 
 
 class CompletionLogprobs(BaseModel):
@@ -55,25 +55,31 @@ class CompletionLogprobs(BaseModel):
 
 class CompletionChoice(BaseModel):
     index: int = Field(description="Prompt index times n plus the choice's.")
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishedBy | None
+    text: str = Field(description="The output, or in a stream the next piece of it.")
+    logprobs: CompletionLogprobs | None = Field(None, description="Where they were asked for.")
+    finish_reason: FinishedBy | None = Field(
+        description="stop: an end of the text; length: max_tokens; null in a stream until the last piece."
+    )
 
 
 class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-    metrics: ResponseMetrics | None = None
+    id: str = Field(description="A fresh name of this answer.")
+    object: Literal["text_completion"] = Field("text_completion", description="What this is.")
+    created: int = Field(description="Unix time, seconds.")
+    model: str = Field(description="The served model's name.")
+    choices: list[CompletionChoice] = Field(
+        description="One for each prompt and each of n; in a stream those that go on."
+    )
+    usage: Usage | None = Field(None, description="Counts of tokens; in a stream where stream_options ask for them.")
+    metrics: ResponseMetrics | None = Field(
+        None, description="What the request got; in a stream with the last event only."
+    )
 
 
 class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
+    role: Literal["assistant"] = Field("assistant", description="Always assistant.")
+    content: str = Field(description="The output.")
+    refusal: None = Field(None, description="Always null.")
 
 
 class TopLogprob(BaseModel):
@@ -89,30 +95,30 @@ class ChatLogprob(TopLogprob):
 
 
 class ChatLogprobs(BaseModel):
-    content: list[ChatLogprob]
-    refusal: None = None
+    content: list[ChatLogprob] = Field(description="One for each output token.")
+    refusal: None = Field(None, description="Always null.")
 
 
 class ChatChoice(BaseModel):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishedBy
+    index: int = Field(description="From 0, one for each of n.")
+    message: AssistantMessage = Field(description="The answer.")
+    logprobs: ChatLogprobs | None = Field(None, description="Where they were asked for.")
+    finish_reason: FinishedBy = Field(description="stop: an end of the text; length: max_tokens.")
 
 
 class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    metrics: ResponseMetrics
+    id: str = Field(description="A fresh name of this answer.")
+    object: Literal["chat.completion"] = Field("chat.completion", description="What this is.")
+    created: int = Field(description="Unix time, seconds.")
+    model: str = Field(description="The served model's name.")
+    choices: list[ChatChoice] = Field(description="One for each of n.")
+    usage: Usage = Field(description="Counts of tokens.")
+    metrics: ResponseMetrics = Field(description="What the request got.")
 
 
 class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+    role: Literal["assistant"] | None = Field(None, description="In the first piece of a choice.")
+    content: str | None = Field(None, description="The next piece of the output.")
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, str]:
@@ -120,31 +126,31 @@ class Delta(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishedBy | None
+    index: int = Field(description="From 0, one for each of n.")
+    delta: Delta = Field(description="What is new.")
+    logprobs: ChatLogprobs | None = Field(None, description="Of the tokens that are new, where they were asked for.")
+    finish_reason: FinishedBy | None = Field(description="With the last piece of a choice; null before.")
 
 
 class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    metrics: ResponseMetrics | None = None
+    id: str = Field(description="A fresh name of this answer, the same in all its events.")
+    object: Literal["chat.completion.chunk"] = Field("chat.completion.chunk", description="What this is.")
+    created: int = Field(description="Unix time, seconds.")
+    model: str = Field(description="The served model's name.")
+    choices: list[ChatChunkChoice] = Field(description="Those that go on; empty in the event that has the counts only.")
+    usage: Usage | None = Field(None, description="Counts of tokens, where stream_options ask for them.")
+    metrics: ResponseMetrics | None = Field(None, description="What the request got, with the last event only.")
 
 
 class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str
+    message: str = Field(description="What was expected, what came, and what to do.")
+    type: str = Field(description="OpenAI's kind of error: one for each status.")
+    param: str | None = Field(description="The field at fault, where it is one.")
+    code: str = Field(description="A stable short name; docs/http.md has the list.")
 
 
 class ErrorBody(BaseModel):
-    error: ErrorDetail
+    error: ErrorDetail = Field(description="What went wrong.")
 
 
 class SloTargets(BaseModel):
@@ -153,10 +159,10 @@ class SloTargets(BaseModel):
 
 
 class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["adaserve"] = "adaserve"
+    id: str = Field(description="The name that model may be.")
+    object: Literal["model"] = Field("model", description="What this is.")
+    created: int = Field(description="Unix time of the server's start, seconds.")
+    owned_by: Literal["adaserve"] = Field("adaserve", description="Always adaserve.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     draft: str | None = Field(description="The draft model; null: no speculation.")
     drafts: list[str] = Field(description="What draft_tag may be.")
@@ -165,26 +171,28 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+    object: Literal["list"] = Field("list", description="What this is.")
+    data: list[ModelCard] = Field(description="One model.")
 
 
 class Health(BaseModel):
-    status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"]
-    detail: str
+    status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"] = Field(
+        description="What the server does."
+    )
+    detail: str = Field(description="The same in words; of an engine that ended, why.")
 
 
 class Version(BaseModel):
-    version: str
+    version: str = Field(description="Of this package.")
     engine: dict[str, Any] | None = Field(description="Device, jax version, policy, models; null until ready.")
 
 
 class Tokens(BaseModel):
-    tokens: list[int]
-    count: int
-    max_model_len: int
+    tokens: list[int] = Field(description="Token ids.")
+    count: int = Field(description="How many.")
+    max_model_len: int = Field(description="Most tokens of prompt and output together.")
     token_strs: list[str] | None = Field(None, description="What each token spells, where that was asked for.")
 
 
 class Text(BaseModel):
-    prompt: str
+    prompt: str = Field(description="What the token ids spell.")

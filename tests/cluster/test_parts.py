@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.routers import Assigned, Router, find_router
@@ -21,6 +22,7 @@ from adaserve_jax.cluster.router_metrics import RouterMetrics
 from adaserve_jax.cluster.targets import Flight, Target, TargetSet
 from adaserve_jax.scheduler.cost import CostTable
 from tests.conftest import ROOT
+from tests.documents import rows
 
 CLASSES = Classes({"default": (None, None), "chat": (0.1, 2.0)}, baseline_s=0.01)
 
@@ -197,12 +199,19 @@ def test_what_may_have_ended_a_target_counts_as_taken_by_it():
 def test_every_metric_and_code_is_documented():
     text = (ROOT / "docs" / "cluster.md").read_text()
 
-    async def names() -> set[str]:
+    async def exposed() -> dict[str, Metric]:
         metrics = RouterMetrics(TargetSet(["http://127.0.0.1:9"]))
-        return set(re.findall(r"# TYPE (\w+) (?:counter|gauge|histogram)", metrics.text().decode()))
+        metrics.answers.labels("200").inc()
+        metrics.retries.labels("lost").inc()
+        families = text_string_to_metric_families(metrics.text().decode())
+        return {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
 
-    shown = {name for name in asyncio.run(names()) if not name.endswith("_created")}
-    assert shown and [name for name in shown if f"`{name}" not in text] == []
+    found = {name: family for name, family in asyncio.run(exposed()).items() if not name.endswith("_created")}
+    documented = [row.names[0] for row in rows(text) if row.names[0].startswith("adaserve_router_")]
+    labels = {name: {label for s in family.samples for label in s.labels} - {"le"} for name, family in found.items()}
+    assert sorted(documented) == sorted(
+        name + (f"{{{','.join(sorted(labels[name]))}}}" if labels[name] else "") for name in found
+    )
     sources = "".join(file.read_text() for file in (ROOT / "adaserve_jax" / "cluster").glob("*.py"))
     for code in ("no_target", "target_lost", "queue_full", "shutting_down", "not_routed"):
         assert f'"{code}"' in sources and f"| `{code}` |" in text

@@ -108,7 +108,10 @@ def test_classes_of_a_file_take_the_place_of_those_that_are_there_by_default(rea
         ("[learn]\nlearn_rate = 0", "[learn] learn_rate must be a finite number above 0, got 0.0"),
         ("[learn]\nlearn = true\n[engine]\ndraft = 'none'", "[engine] learning needs a draft that learns, and"),
         ("[engine]\ndrafts = ['a=b', 'a=c']", "[engine] drafts must be of different names, none of them default"),
-        ("port = 9000", "the sections [engine], [learn], [drafter], [server], [[classes]] and [[keys]], got 'port'"),
+        (
+            "port = 9000",
+            "expected the sections [engine], [learn], [drafter], [server], [[classes]] and [[keys]], got 'port'",
+        ),
         ("server = 3", "expected a section [server], got server = 3"),
         ("[[server]]\nport = 1", "expected a section [server], got"),
         ("[classes]\nname = 'a'", "expected [[classes]], once for each of them"),

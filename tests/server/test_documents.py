@@ -8,43 +8,47 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel
 
 import adaserve_jax
 from adaserve_jax import cluster
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server import errors, protocol, responses
+from adaserve_jax.server import errors
 from adaserve_jax.server.classes import SloClass
 from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
+from tests.documents import rows, section
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
 TEXT = (DOCS / "http.md").read_text()
-NAMED = set(re.findall(r"`([^`\s]+)`", TEXT)) | set(re.findall(r'"(\w+)"', TEXT))
 METHODS = ("get", "post", "put", "delete", "patch")
 
 
-def models() -> Iterator[type[BaseModel]]:
-    for module in (protocol, responses):
-        for value in vars(module).values():
-            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__:
-                yield value
+def labels_of(registry: CollectorRegistry) -> dict[str, set[str]]:
+    """Of every counter and gauge that has labels, also where nothing was counted yet."""
+    found: dict[str, set[str]] = {}
+    for metric in (*registry._collector_to_names, *registry.collect()):
+        if getattr(metric, "_labelnames", ()):
+            kind = getattr(metric, "type", None) or getattr(metric, "_type", "")
+            name = metric.name if hasattr(metric, "name") else metric._name
+            found[name + ("_total" if kind == "counter" else "")] = set(metric._labelnames) - {"le"}
+    return found
 
 
-@pytest.mark.parametrize("model", list(models()), ids=lambda model: model.__name__)
-def test_every_field_is_documented(model):
-    ignored = {"Health": {"status", "detail"}, "Version": {"version", "engine"}, "ModelList": {"data"},
-               "ModelCard": {"owned_by"}}.get(model.__name__, set())  # fmt: skip
-    assert {field.alias or name for name, field in model.model_fields.items()} - ignored <= NAMED
-
-
-def test_every_metric_is_documented_and_no_other(server):
+def test_every_metric_is_documented_with_its_type_and_labels_and_no_other(server):
     server.post(prompt="x", slo_tpot_ms=5)
     families = text_string_to_metric_families(server.http.get("/metrics").text)
-    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    exposed = {name for name in exposed if not name.endswith("_created")}  # each counter's start, by the library
-    assert exposed == {name for name in NAMED if name.startswith("adaserve_")}
+    exposed = {family.name + ("_total" if family.type == "counter" else ""): family for family in families}
+    exposed = {name: family for name, family in exposed.items() if not name.endswith("_created")}  # by the library
+    documented = {row.names[0]: row for row in rows(section("http.md", "## Metrics"))}
+    assert sorted(exposed) == sorted(documented)
+    for name, family in exposed.items():
+        kind, *labels = documented[name].cells[1].replace("`", "").split(", ")
+        assert kind == family.type, name
+        shown = [set(sample.labels) - {"le"} for sample in family.samples]
+        assert all(each == set(labels) for each in shown), name
+        assert not labels or shown or set(labels) == labels_of(server.state.metrics.registry)[name], name
 
 
 def test_every_code_and_setting_is_documented_in_its_words():

@@ -1,0 +1,132 @@
+"""Every field of a body, column of a result file and name of the Python API is in its document, and no other is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+
+import pytest
+
+import adaserve_jax
+from adaserve_jax import errors
+from adaserve_jax.bench.recording import AcceptanceRecord
+from adaserve_jax.cli import http_reference
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.samples import Sample
+from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.server import protocol, responses
+from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from tests.conftest import ROOT
+from tests.documents import Row, names, rows, section
+
+PYTHON_API = (ROOT / "docs" / "python-api.md").read_text()
+MODELS = [model for module in (protocol, responses) for model in http_reference.models_of(module)]
+NOT_SERVED = {"best_of", "suffix", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"}
+
+
+def fields_of(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def properties_of(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
+
+
+def test_the_page_of_http_fields_is_what_the_models_say():
+    message = "run: python -m adaserve_jax.cli.http_reference > docs/http-fields.md"
+    assert (ROOT / "docs" / "http-fields.md").read_text() == http_reference.render(), message
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_every_field_of_a_body_says_what_it_means(model):
+    silent = [name for name, schema in http_reference.fields_of(model).items() if not schema.get("description")]
+    assert silent == []
+
+
+def test_types_are_said_in_words():
+    schema = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Message"}}, {"type": "null"}]}
+    assert http_reference.type_words(schema) == "list of [Message](#message) or null"
+    assert http_reference.type_words({"enum": ["stop", "length"]}) == "`stop` or `length`"
+    assert http_reference.type_words({"const": "model"}) == "`model`"
+    limits = {"type": "object", "additionalProperties": {"type": "number"}}
+    assert http_reference.type_words(limits) == "object of number"
+    assert http_reference.type_words({}) == "any"
+
+
+def test_the_guide_has_a_row_for_every_field_of_a_request():
+    shown = names(section("http.md", "## Request body"))
+    taken = set(protocol.CompletionBody.model_fields) | set(protocol.ChatBody.model_fields)
+    assert sorted(shown) == sorted(taken - NOT_SERVED)
+    assert all(f"`{name}`" in section("http.md", "## Request body") for name in NOT_SERVED)
+
+
+def test_the_example_of_metrics_in_the_guide_has_their_fields():
+    example = json.loads(re.search(r"```json\n(.*?)```", section("http.md", "## Response"), re.DOTALL)[1])
+    assert set(example) == set(responses.ResponseMetrics.model_fields)
+    assert set(example["slo"]) == set(responses.SloMetrics.model_fields)
+    assert set(example["speculative"]) == set(responses.SpeculativeMetrics.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"),
+    [
+        ("## results.jsonl", ResultRow),
+        ("## requests.jsonl", RequestRecord),
+        ("## samples.jsonl", Sample),
+        ("## acceptance.jsonl", AcceptanceRecord),
+    ],
+)
+def test_every_column_of_a_file_has_a_row_and_no_row_is_left_over(heading: str, kind: type):
+    """Columns that files share are explained once, in the first of them."""
+    own = names(section("metrics.md", heading))
+    before = [name for each in ("## results.jsonl", "## requests.jsonl") for name in names(section("metrics.md", each))]
+    assert len(own) == len(set(own))
+    assert sorted(set(fields_of(kind)) - {*own, *before}) == []
+    assert sorted(set(own) - set(fields_of(kind))) == []
+
+
+def default_of(row: Row) -> str:
+    return row.cells[1]
+
+
+def test_the_python_guide_has_sampling_parameters_with_their_defaults():
+    shown = {name: default_of(row) for row in rows(section("python-api.md", "## SamplingParams")) for name in row.names}
+    defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert list(shown) == list(defaults)
+    for row in rows(section("python-api.md", "## SamplingParams")):
+        said = [each.strip() for each in default_of(row).split(", ")]
+        said = said * len(row.names) if len(said) == 1 else said
+        assert said == [repr(defaults[name]) for name in row.names], row.names
+
+
+def test_the_python_guide_has_every_target_and_metric_of_a_request():
+    assert names(section("python-api.md", "## SLO")) == fields_of(SLO)
+    shown = names(section("python-api.md", "## Metrics of a request"))
+    assert sorted(shown) == sorted({*fields_of(RequestMetrics), *properties_of(RequestMetrics)})
+
+
+def test_the_python_guide_has_every_error():
+    tree = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
+    assert sorted(names(section("python-api.md", "## Errors"))) == sorted(tree)
+    assert all(issubclass(getattr(errors, name), errors.AdaServeError) for name in tree)
+
+
+def test_the_package_gives_what_the_python_guide_says_and_no_more():
+    shown = names(section("python-api.md", "## What the package gives"))
+    assert shown == sorted(adaserve_jax.__all__)
+    assert all(hasattr(adaserve_jax, name) for name in adaserve_jax.__all__ if name != "LLM"), "LLM loads jax"
+
+
+def test_modules_that_users_import_have_complete_types_and_are_listed():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["strict"]
+    shown = names(section("python-api.md", "## Modules with complete types"))
+    as_module = [path.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for path in listed]
+    assert shown == as_module
+    assert all((ROOT / path).exists() for path in listed)
+
+
+def test_the_learning_options_are_those_of_the_configuration_page():
+    assert set(fields_of(LearnConfig)) < set(names(section("configuration.md", "## `[learn]`")))

@@ -1,0 +1,239 @@
+"""One tree of errors, and no message that nobody has read: every text that is raised is asserted in some test."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaserve_jax import errors
+from adaserve_jax.bench.arrivals import Schedule
+from adaserve_jax.bench.fluctuating import fluctuating_trace
+from adaserve_jax.bench.slo_table import parse_slos
+from adaserve_jax.bench.traces import trace_of
+from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
+from adaserve_jax.cli.cluster import route
+from adaserve_jax.cli.grow import _shape
+from adaserve_jax.cluster.asking import NoAnswer, ask_now
+from adaserve_jax.cluster.control import give_order
+from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.bounded_work import BoundedWork
+from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.supervision import SupervisedEngine
+from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.star.settings import DraftServiceSettings
+from adaserve_jax.types import SLO
+from tests.conftest import ROOT
+
+PACKAGE, TESTS = ROOT / "adaserve_jax", ROOT / "tests"
+TREE = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
+OWN = {"MemberFailed", "NoAnswer", "WireError", "_NotThere"}
+"""Branches that one package raises and catches itself, or shows as one of the tree."""
+OUTSIDE = {"ApiError", "RateLimited", "TargetLost", "_StoppedError", "EventTooLarge"}
+"""Answers of the server, which FastAPI raises by their status, and signals that no caller sees."""
+WORDS = 3
+JOINT = re.compile(r"""["']\s*\n\s*[rf]*["']""")
+"""Between the parts of a text that is written in several lines."""
+UNTESTED = (
+    "the cluster was stopped while it started",  # Ray's actors only
+    "this engine has no drafter; plan steps with draft=None",  # whoever writes a scheduler
+    "could not join at",  # a host that is not there
+    "the cluster ended before the order was carried out",  # a killed cluster; its own text is tested with processes
+    "the draft cannot be written:",  # a disk that fills up at the start
+    "cannot save the run:",  # a disk that fills up
+    "convert the checkpoint again",
+    "take another folder",  # a format of the future
+    "needs an end-of-text token, but the target's config.json",
+    "; choose another --plot",  # a folder that cannot be written to
+    "; choose another place",
+    " with status ",  # a router of another version
+    "nothing was learned yet",  # a run that was ended within its first round
+    "'xla' moves pages of every shape",  # no shape is refused on a CPU; kernels' own reasons are tested
+    " bytes came, at most ",  # a host that sends what none of ours does
+)
+
+
+def classes() -> dict[str, str]:
+    """Every exception class of the package, and its file."""
+    bases = {
+        name: (base, path.relative_to(PACKAGE).as_posix())
+        for path in PACKAGE.rglob("*.py")
+        for name, base in re.findall(r"^class (\w+)\((\w+)\):", path.read_text(), re.MULTILINE)
+    }
+
+    def raised(name: str) -> bool:
+        kind = getattr(builtins, name, None)
+        own = isinstance(kind, type) and issubclass(kind, BaseException)
+        return own or name == "HTTPException" or (name in bases and raised(bases[name][0]))
+
+    return {name: file for name, (_, file) in bases.items() if raised(name)}
+
+
+def test_errors_are_one_tree_in_one_file():
+    elsewhere = {name for name, file in classes().items() if file != "errors.py"}
+    assert elsewhere == OWN | OUTSIDE, "an error that callers see belongs in errors.py"
+    assert all(issubclass(kind, errors.AdaServeError) for kind in TREE.values())
+    assert all((kind.__doc__ or "").strip() for kind in TREE.values())
+
+
+def test_codes_are_stable_names():
+    codes = {name: kind.code for name, kind in TREE.items() if "code" in vars(kind)}
+    assert codes == {
+        "AdaServeError": "engine_error", "QueueFullError": "queue_full", "OverloadedError": "overloaded",
+        "EngineDeadError": "engine_dead", "EngineRestartingError": "engine_restarting",
+    }  # fmt: skip
+    assert errors.RequestError("x").code == "invalid_request"
+    assert errors.OverloadedError("x", retry_after_s=2.0).retry_after_s == 2.0
+
+
+def pieces(node: ast.expr) -> Iterator[str]:
+    """What is constant in a message."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield from (part.value for part in node.values if isinstance(part, ast.Constant))
+    elif isinstance(node, ast.BinOp):
+        yield from pieces(node.left)
+        yield from pieces(node.right)
+
+
+def runs_of_words(text: str) -> Iterator[tuple[str, ...]]:
+    """Every few words in a row, without what stands between them: quotes, escapes of patterns."""
+    words = re.findall(r"\w+", text)
+    yield from zip(*(words[at:] for at in range(WORDS)), strict=False)
+
+
+def asserted() -> set[tuple[str, ...]]:
+    """Every run of words in the tests; texts that go on in the next line are one."""
+    sources = (path.read_text() for path in TESTS.rglob("test_*.py"))
+    return {run for source in sources for run in runs_of_words(JOINT.sub("", source))}
+
+
+@cache
+def messages() -> list[tuple[str, str, list[str]]]:
+    """Where an error of the package is raised, which, and what is constant in its text."""
+    return [
+        (f"{path.relative_to(PACKAGE)}:{node.lineno}", getattr(node.exc.func, "id", ""), list(pieces(node.exc.args[0])))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "raise " in path.read_text()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
+    ]
+
+
+def test_every_message_is_asserted_somewhere():
+    """Three words of it in a row stand in a test. Not looked at: messages that are made of values or of another error's
+    text, and those of `IntegrityError`, which no caller causes."""
+    kinds, read = set(TREE) - {"IntegrityError"} | OWN, asserted()
+    unread: list[str] = []
+    for where, kind, texts in messages():
+        runs = {run for text in texts for run in runs_of_words(text)}
+        excused = any(each in text for each in UNTESTED for text in texts)
+        if kind in kinds and runs and not runs & read and not excused:
+            unread.append(f"{where}: {' ... '.join(texts)}")
+    assert unread == [], "assert these texts in a test"
+
+
+def test_nothing_is_excused_that_is_not_raised():
+    raised = [text for _, _, texts in messages() for text in texts]
+    assert [each for each in UNTESTED if not any(each in text for text in raised)] == []
+
+
+@pytest.mark.parametrize("engine", [LocalEngine, ProcessEngine, SupervisedEngine], ids=lambda kind: kind.__name__)
+def test_an_engine_starts_once(engine: Any):
+    one = engine(EngineConfig())
+    one.close()
+    with pytest.raises(errors.EngineDeadError, match=rf"an engine starts once; build a new {engine.__name__} instead"):
+        one.start()
+
+
+def test_too_many_schemas_at_once_are_told_to_come_again():
+    work, begun, free = BoundedWork(stack_bytes=1 << 20, limit_s=0.01, at_once=1), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        free.wait()
+
+    with pytest.raises(TimeoutError):
+        work.run(hold)
+    assert begun.is_set()
+    with pytest.raises(errors.QueueFullError, match="too many schemas are being prepared; retry later"):
+        work.run(lambda: None)
+    free.set()
+
+
+def test_a_tokenizer_that_no_grammar_can_read_is_named():
+    slow: Any = SimpleNamespace(_tokenizer=object(), name="slow")
+    expected = r"slow: structured output needs a tokenizer of the `tokenizers` library \(tokenizer.json\), got object"
+    with pytest.raises(errors.UnsupportedModelError, match=expected):
+        Tokenizer.backend_json(slow)
+
+
+def test_a_cluster_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(errors.ConfigError, match=r"no cluster takes orders at .*socket: No such file or directory"):
+        list(give_order(tmp_path / "socket", "stop"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.ConfigError, match=r"run_folder .*file/x cannot be used: Not a directory"):
+        RunFolder(tmp_path / "file" / "x").make()
+    with pytest.raises(NoAnswer, match=r"http://127.0.0.1:1/health does not answer: "):
+        ask_now("http://127.0.0.1:1/health")
+
+
+def test_targets_of_a_class_are_said_once():
+    with pytest.raises(errors.ConfigError, match="class 'a' is named twice; say all its targets once, apart by commas"):
+        parse_slos("a:tpot=5;a:ttft=100")
+    with pytest.raises(errors.ConfigError, match="targets: class a: slo_tpot_ms must be a finite number above 0"):
+        parse_slos("a:tpot=-5")
+
+
+def test_a_load_without_a_request_is_refused():
+    with pytest.raises(errors.ConfigError, match="a fluctuating trace at 1e-09 requests/s has no request; raise the"):
+        fluctuating_trace(rate_rps=1e-9, seed=0)
+
+
+def test_the_folder_of_a_cluster_is_its_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.getuid", lambda: -1)
+    with pytest.raises(errors.ConfigError, match=r"run_folder must be your own, got .*, which is another user's"):
+        RunFolder(tmp_path / "run").make()
+
+
+def test_a_router_alone_has_targets_or_will_be_given_them():
+    with pytest.raises(errors.ConfigError, match="--targets must name a server at least, or --token-file the token"):
+        route()
+
+
+def test_a_size_that_a_grown_model_needs_is_named():
+    with pytest.raises(errors.ConfigError, match="give --params, or all of the sizes; --layers is missing"):
+        _shape("", {})
+
+
+def test_pages_that_are_not_there_are_counted():
+    pool = PagePool(2, 8)
+    expected = "asked for 3 KV pages, 2 of 2 are free; preempt or finish a request, or raise num_pages"
+    with pytest.raises(errors.OutOfPagesError, match=expected):
+        pool.alloc(3)
+
+
+def test_a_workload_none_of_whose_requests_arrives_is_refused():
+    item = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, None, None, lengths=Lengths(1, 1))
+    workload = Workload("quiet", "0" * 64, (item,))
+    schedule = Schedule("poisson", 1e-9, 1.0, ())
+    with pytest.raises(errors.ConfigError, match="no request of workload quiet arrives; raise the rate or the"):
+        trace_of(workload, schedule)
+
+
+@pytest.mark.parametrize("address", ["7070", "host:", ":7070", "host:70000", "::1:7070"])
+def test_an_address_is_host_and_port(address: str):
+    with pytest.raises(errors.ConfigError, match=r"listen must be host:port, like 127.0.0.1:7070 or \[::1\]:7070, got"):
+        DraftServiceSettings(listen=address)
