@@ -38,6 +38,8 @@ class Worth:
         self._searches = self._hits = self._batches = self._refused = 0
         self._span = 0.0, 0.0
         self._delayed_s: float | None = None
+        self._runs = False
+        self._came_s: list[float] = []  # of the frames that came while it ran
 
     def pays(self, chance: float, batches: int) -> bool:
         """Whether to go on with a guess of that chance, which takes so many batches more."""
@@ -52,18 +54,26 @@ class Worth:
         self._searches += 1
         self.search_s += (seconds - self.search_s) * max(RATE, 1.0 / self._searches)
 
+    def began(self) -> None:
+        """A batch ahead begins."""
+        self._runs = True
+
     def ran(self, started_s: float, ended_s: float) -> None:
-        """A batch ahead ran; what it delayed is heard of afterwards, until the next one has run."""
+        """A batch ahead ran. What it delayed was heard of meanwhile, or is afterwards, until the next one has run."""
         if self._delayed_s is not None:
             self._batches += 1
             self.delay_s += (self._delayed_s - self.delay_s) * max(RATE, 1.0 / self._batches)
-        self._span, self._delayed_s = (started_s, ended_s), 0.0
+        self._span, self._runs = (started_s, ended_s), False
+        self._delayed_s = sum(ended_s - came_s for came_s in self._came_s)
+        self._came_s = []
 
     def asked(self, came_s: float, rows: int, hits: int, share: float) -> None:
         """A frame with so many Drafts came, of which so many had trees made ahead; share: of a batch of them all that
         the others need."""
         started_s, ended_s = self._span
-        if rows and started_s <= came_s < ended_s and self._delayed_s is not None:
+        if rows and self._runs:
+            self._came_s.append(came_s)
+        elif rows and started_s <= came_s < ended_s and self._delayed_s is not None:
             self._delayed_s += ended_s - came_s
         if hits:
             self._hits += 1
@@ -174,8 +184,10 @@ class Ahead:
             self._flying[key] = guess
             if len(rows) == self._max_rows:
                 break
-        batch = Batch(tuple(rows), depth, kind.width, kind.calibrated, now, ahead=True) if rows else None
-        return batch, sessions
+        if not rows:
+            return None, sessions
+        self.worth.began()
+        return Batch(tuple(rows), depth, kind.width, kind.calibrated, now, ahead=True), sessions
 
     def landed(self, row: BatchRow, session: Session, found: Found | None) -> None:
         """A row of a batch ahead is done; found: None where it failed."""
