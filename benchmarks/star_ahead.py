@@ -61,7 +61,7 @@ class Times:
 @dataclass(frozen=True)
 class AheadRow:
     """One number of targets at one depth. off, on: without and with it. ratio: of tokens/s. hits, made: trees that
-    answered a round, and trees made ahead, of all rounds. load: share of the time that the device worked for who waited;
+    answered a round, and trees made ahead, of all rounds. load: share of the time that the device works for who waits;
     ahead_load: ahead. wait: in the queue, of a Draft."""
 
     n: int
