@@ -19,9 +19,8 @@ from adaserve_jax.star.session import Session
 
 RATE = 0.1
 """Weight of a new measurement in its moving average."""
-TRY_EVERY = 16
-"""Of the guesses that would not pay by what was measured, one in so many is made nevertheless, or nothing would be
-measured again."""
+FADE = 0.98
+"""What is left of the measured delay after each guess that was not worth it, or nothing would be measured again."""
 
 
 class Worth:
@@ -35,7 +34,7 @@ class Worth:
         """By a hit."""
         self.delay_s = 0.0
         """That Drafts waited for a batch ahead, of each such batch."""
-        self._searches = self._hits = self._batches = self._refused = 0
+        self._searches = self._hits = self._batches = 0
         self._span = 0.0, 0.0
         self._delayed_s: float | None = None
         self._runs = False
@@ -46,8 +45,8 @@ class Worth:
         saved_s = self.saved_s if self._hits else self.search_s
         if chance * saved_s >= batches * self.delay_s:
             return True
-        self._refused += 1
-        return self._refused % TRY_EVERY == 0
+        self.delay_s *= FADE
+        return False
 
     def searched(self, seconds: float) -> None:
         """A batch for who waited took so long."""

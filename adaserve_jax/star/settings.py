@@ -95,7 +95,7 @@ FIELD_HELP = {
     "insecure": "listen beyond loopback without a token and without client certificates: whoever reaches the port may "
     "use the draft",
     "http": "host:port for /metrics and /health, without TLS or a password, on any address; '': off",
-    "draft_ahead": "while a target verifies and nobody waits, draft what it will probably ask next",
+    "draft_ahead": "while targets verify and nobody waits, draft what they will probably ask next",
     "one_by_one": "draft for one request at a time, for measurements",
     "calibration": "file of the acceptance table; none: the calibration.json beside the draft",
     "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.star.ahead import RATE, TRY_EVERY, Worth
+from adaserve_jax.star.ahead import FADE, RATE, Worth
 from adaserve_jax.star.guess import MEMORY, PRIOR, Ends, Found, Path
 from adaserve_jax.star.messages import Tree
 from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyService, close, columns_of, draft, opened, toy_columns
@@ -323,6 +323,7 @@ def test_what_delays_nobody_pays_and_what_delays_much_does_not():
     worth.ran(9.0, 9.005)
     assert worth.delay_s == pytest.approx(0.004)
     assert worth.pays(0.41, 1) and not worth.pays(0.39, 1) and not worth.pays(0.41, 2)
+    assert worth.delay_s == pytest.approx(0.004 * FADE**2)
 
 
 def test_hits_among_others_save_what_the_batch_is_smaller():
@@ -339,13 +340,19 @@ def test_hits_among_others_save_what_the_batch_is_smaller():
     assert worth.saved_s == pytest.approx(before * (1 - RATE))
 
 
-def test_what_would_not_pay_is_tried_now_and_then():
+def test_what_would_not_pay_is_tried_again_later():
+    """Half a second against 10 ms: once 0.5 * 0.98**n is no more than that."""
     worth = Worth()
+    worth.searched(0.010)
     for start in range(2):
-        worth.ran(start, start + 0.5)
+        worth.began()
         worth.asked(float(start), rows=1, hits=0, share=0.0)
-    tried = [worth.pays(1.0, 1) for _ in range(4 * TRY_EVERY)]
-    assert sum(tried) == 4
+        worth.ran(start, start + 0.5)
+    assert worth.delay_s == 0.5
+    refused = 0
+    while not worth.pays(1.0, 1):
+        refused += 1
+    assert refused == 194
 
 
 def test_what_a_batch_ahead_delays_is_seen_from_when_drafts_come():
