@@ -98,7 +98,7 @@ class Replay:
 
     def __init__(
         self, texts: Sequence[Text], token: np.ndarray, log_f: np.ndarray, times: Times, *, n: int, depth: int,
-        ahead: bool, passes: int = 2,
+        ahead: bool, passes: int = 1,
     ) -> None:  # fmt: skip
         self._texts, self._token, self._log_f, self._times, self._depth = texts, token, log_f, times, depth
         limits = DraftLimits("", "", "", 2**31 - 1, LEVELS, 1, 2**30, max_rows=max(TARGETS), max_feed=2**20)
