@@ -19,7 +19,7 @@ from adaserve_jax.star.session import Session
 
 RATE = 0.1
 """Weight of a new measurement in its moving average."""
-FADE = 0.98
+FADE = 0.998
 """What is left of the measured delay after each guess that was not worth it, or nothing would be measured again."""
 
 
