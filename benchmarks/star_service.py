@@ -50,20 +50,32 @@ class Service:
 
     def counts(self) -> Counts:
         """As of its latest snapshot, which is at most a batch and 0.2 s old."""
-        found = dict(re.findall(rf"^{PREFIX}(\w+)_total (\S+)$", httpx.get(self.metrics, timeout=30).text, re.M))
-        return Counts(*(float(found[name]) for name in NAMES))
+        found = self.read()
+        return Counts(*(found[name] for name in NAMES))
+
+    def read(self) -> dict[str, float]:
+        """Every counter without a label, by its name without prefix and `_total`."""
+        text = httpx.get(self.metrics, timeout=30).text
+        return {name: float(value) for name, value in re.findall(rf"^{PREFIX}(\w+)_total (\S+)$", text, re.M)}
 
 
 @contextmanager
 def service(
-    model: Path, *, one_by_one: bool, depth: int, max_batch: int, max_feed: int, max_context: int
+    model: Path,
+    *,
+    one_by_one: bool,
+    depth: int,
+    max_batch: int,
+    max_feed: int,
+    max_context: int,
+    ahead: bool = False,
 ) -> Iterator[Service]:
     """Start one that drafts chains, wait until it is ready, end it with SIGTERM afterwards. Raises RuntimeError."""
     command = [
         sys.executable, "-m", "adaserve_jax.cli", "draft", "--model", str(model), "--listen", "127.0.0.1:0",
         "--http", "127.0.0.1:0", "--max-depth", str(depth), "--max-width", "1", "--max-context", str(max_context),
         "--max-batch", str(max_batch), "--max-batch-tokens", str(max_feed),
-        *(["--one-by-one"] if one_by_one else []),
+        *(["--one-by-one"] if one_by_one else []), *(["--draft-ahead"] if ahead else []),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

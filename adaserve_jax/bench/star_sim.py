@@ -113,6 +113,9 @@ class _NoEnd:
     def reserve(self, key: int, tokens: int) -> bool:
         return True
 
+    def shrink(self, key: int, tokens: int) -> None:
+        return None
+
     def release(self, key: int) -> None:
         return None
 

@@ -13,7 +13,8 @@ class CoreStats:
     before; resyncs: sessions that had to be opened anew; refused: by code; expired: Drafts whose tree could not be
     ready in time; failed: Drafts whose batch failed; leases_ended: sessions, with those that went for others' sake;
     evicted: times that a session's KV went for another's; queue_s: seconds that answered Drafts waited for the device,
-    summed."""
+    summed. ahead_trees: searched before they were asked for; ahead_hits: of these, what answered a Draft; ahead_misses:
+    what was made for another text or another shape than its session then asked for."""
 
     batches: int = 0
     rounds: int = 0
@@ -28,3 +29,6 @@ class CoreStats:
     leases_ended: int = 0
     evicted: int = 0
     queue_s: float = 0.0
+    ahead_trees: int = 0
+    ahead_hits: int = 0
+    ahead_misses: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adaserve_jax.star.admission import Admission
+from adaserve_jax.star.ahead import Ahead
 from adaserve_jax.star.counters import CoreStats
 from adaserve_jax.star.limits import (
     Allowance,
@@ -51,6 +52,7 @@ class Registry:
         capacity: int,
         stats: CoreStats,
         admission: Admission | None,
+        ahead: Ahead | None = None,
     ):
         self.busy: dict[int, Session] = {}
         self._limits = limits
@@ -59,6 +61,8 @@ class Registry:
         self._longest = min(limits.max_context, capacity)
         self._stats = stats
         self._admission = admission
+        self._ahead = ahead
+        self._newly_asked: dict[int, Session] = {}
         self._targets: dict[str, Target] = {}
         self._next_key = 1
         self._arrivals = 0
@@ -79,6 +83,11 @@ class Registry:
             self.busy[session.key] = session
         else:
             self.busy.pop(session.key, None)
+
+    def newly_asked(self) -> list[Session]:
+        """Those whose Drafts have come since this was asked last, and wait."""
+        newly, self._newly_asked = self._newly_asked, {}
+        return [session for session in newly.values() if session.asked is not None and not session.closed]
 
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
         """See `DraftCore.receive`."""
@@ -253,12 +262,14 @@ class Registry:
         if session is None:
             return self._resync(draft)
         session.heard_s = now
-        answered, before = session.answered, session.length
+        answered, before, guess = session.answered, session.length, session.guess
         heard = session.hear(draft)
         self.note(session)
         if heard is not Heard.TAKEN:
             return self._not_taken(session, heard, draft)
-        follows = answered is not None and len(answered[1].index) and draft.round == answered[0].round + 1
+        follows = answered is not None and len(answered[1].index) > 0 and draft.round == answered[0].round + 1
+        if self._ahead is not None:
+            self._ahead.heard(session, guess, before, follows=follows)
         if self._admission is not None and answered is not None and follows:
             emitted = min(session.length - before, answered[0].depth + 1)
             if emitted > 0:
@@ -273,6 +284,7 @@ class Registry:
         session.asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
         session.wanted_s = None
         self._arrivals += 1
+        self._newly_asked[session.key] = session
         self.note(session)
         return None
 
@@ -323,5 +335,7 @@ class Registry:
 
     def _end(self, session: Session) -> None:
         del session.target.sessions[session.number]
+        if self._ahead is not None:
+            self._ahead.drop(session)
         self._keeper.close(session)
         self.note(session)

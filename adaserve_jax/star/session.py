@@ -10,6 +10,7 @@ from enum import Enum
 
 import numpy as np
 
+from adaserve_jax.star.guess import Ends, Guess
 from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import Draft, Open, Tree
 
@@ -67,7 +68,8 @@ class Asked:
 
 
 class Target:
-    """One target that said Hello. here: its stream stands. served: the turn in which it was served last."""
+    """One target that said Hello. here: its stream stands. served: the turn in which it was served last.
+    ends: where its rounds end."""
 
     def __init__(self, target_id: str, allowance: Allowance):
         self.id = target_id
@@ -75,13 +77,15 @@ class Target:
         self.sessions: dict[int, Session] = {}
         self.here = True
         self.served = -1
+        self.ends = Ends()
 
 
 class Session:
     """One session. key: its own, never used again, also when target and number come again. computed: the draft's KV
     holds this many tokens of the text. asked: the Draft that waits for its tree. flying: a batch with it is on the
     device. closed: it has ended. feed: a message brought what the KV lacks, or asked for it, so it is worth feeding;
-    wanted_s: the deadline of a Draft that ran out of time for that lag's sake. heard_s: for the lease."""
+    wanted_s: the deadline of a Draft that ran out of time for that lag's sake. heard_s: for the lease. guess:
+    what its text may be next; the KV holds that text's first guess.held tokens."""
 
     def __init__(self, target: Target, opened: Open, key: int, now: float):
         self.target = target
@@ -102,6 +106,7 @@ class Session:
         self.feed = self.length > 0
         self.wanted_s: float | None = None
         self.heard_s = now
+        self.guess: Guess | None = None
         self._last: Draft | None = None
 
     @property
@@ -137,7 +142,7 @@ class Session:
             same = sampling == self.sampling and np.array_equal(tokens[:both], self._tokens[:both])
             return Heard.DUPLICATE if same else Heard.CONFLICT
         self.epoch, self.sampling = epoch, sampling
-        self.asked = self.answered = self._last = self.wanted_s = None
+        self.asked = self.answered = self._last = self.wanted_s = self.guess = None
         self._write(0, tokens)
         return Heard.TAKEN
 
@@ -157,6 +162,7 @@ class Session:
             return Heard.GAP
         self.round, self._last, self.answered = int(draft.round), draft, None
         self._write(base, draft.tokens)
+        self._hold_against_guess()
         return Heard.TAKEN
 
     def _hear_again(self, draft: Draft) -> Heard:
@@ -179,6 +185,16 @@ class Session:
         self.computed = min(self.computed, end, same)
         self.feed = self.computed < end
 
+    def _hold_against_guess(self) -> None:
+        """KV that was made ahead counts as far as the text has become what was guessed."""
+        guess = self.guess
+        if guess is None:
+            return
+        self.computed = max(self.computed, guess.common(self.text))
+        self.feed = self.computed < self.length
+        if not guess.is_of(self.text):
+            self.guess = None
+
     # ---- what is done ----
 
     def fed(self, start: int, tokens: np.ndarray) -> None:
@@ -192,7 +208,7 @@ class Session:
     def unfed(self, start: int = 0) -> None:
         """Its KV from position `start` on is gone; it is fed anew when it speaks."""
         self.computed = min(self.computed, start)
-        self.feed, self.wanted_s = False, None
+        self.feed, self.wanted_s, self.guess = False, None, None
 
 
 def same_draft(one: Draft, other: Draft) -> bool:

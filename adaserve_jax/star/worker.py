@@ -66,7 +66,8 @@ class WorkerStats:
     """What the loop saw since it began, beside `CoreStats`. loop_s: seconds that it runs; idle_s, service_s: those of
     them without and with a batch on the device, the rest is its own work; searches, search_s: batches that searched,
     and their seconds; rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: of
-    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target)."""
+    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target). ahead,
+    ahead_s: batches that nobody waited for, and their seconds, which are neither idle nor service."""
 
     loop_s: float = 0.0
     idle_s: float = 0.0
@@ -77,6 +78,8 @@ class WorkerStats:
     rows_searched: int = 0
     frames: int = 0
     nonsense: Counter[str] = field(default_factory=Counter)
+    ahead: int = 0
+    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,10 @@ class Worker:
 
     def _note(self, batch: Batch, now: float) -> None:
         taken_s, stats = now - batch.started_s, self._stats
+        if batch.ahead:
+            stats.ahead += 1
+            stats.ahead_s += taken_s
+            return
         self._busy.add(batch.started_s, now)
         stats.service_s += taken_s
         if batch.depth:

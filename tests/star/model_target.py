@@ -21,7 +21,7 @@ class Ask:
     calibrated: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class ModelSession:
     """text: the true one; told: tokens of it that this epoch has said; is_open: whether this epoch was opened."""
 

@@ -76,11 +76,11 @@ class Timed(ToyDevice):
         return super().run(batch)
 
 
-def begun() -> tuple[Worker, DraftCore, Clock]:
+def begun(**of_core: Any) -> tuple[Worker, DraftCore, Clock]:
     bounds, room, clock = limits(), ToyRoom(), Clock()
     device = Timed(room, bounds)
     device.clock = clock
-    core = DraftCore(bounds, room)
+    core = DraftCore(bounds, room, **of_core)
     worker = Worker(core, device, clock=clock)
     worker.start()
     return worker, core, clock
@@ -102,6 +102,24 @@ def test_what_the_loop_measures():
     assert (seen.worker.searches, seen.worker.search_s, seen.worker.rows_searched) == (1, 0.25, 2)
     assert seen.worker.rows == {2: 1} and seen.core.rounds == 2 and seen.worker.frames == 1
     assert (welcome.max_depth, core.num_sessions, seen.waiting, seen.holding) == (4, 2, 0, 2)
+
+
+def test_work_ahead_is_counted_apart():
+    """A round, then two batches ahead of a quarter second each: the load stays that of the round."""
+    worker, _, clock = begun(ahead=True)
+    stream = Stream()
+    device = worker._device
+    ran = threading.Semaphore(0)
+    search, device.run = device.run, lambda batch: (search(batch), ran.release())[0]
+    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
+    for _ in range(3):
+        assert ran.acquire(timeout=HANG_S)
+    assert worker.stop(HANG_S)
+    assert [type(each).__name__ for each in stream.sent[:3]] == ["Welcome", "Load", "Tree"]
+    seen = worker._snapshot(clock.now)
+    assert (seen.worker.searches, seen.worker.search_s, seen.worker.service_s) == (1, 0.25, 0.25)
+    assert (seen.worker.ahead, seen.worker.ahead_s, seen.core.ahead_trees) == (2, 0.5, 1)
+    assert clock.now == 100.75 and seen.load.busy == 0.25 / 0.75 and seen.load.queue_s == 0.0
 
 
 def test_what_comes_during_a_batch_waits_from_then_on():

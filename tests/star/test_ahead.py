@@ -1,0 +1,370 @@
+"""Work ahead: what is guessed, that its trees are those that would have been searched, and that it delays nobody."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from adaserve_jax.star.ahead import FADE, RATE, Worth
+from adaserve_jax.star.guess import MEMORY, PRIOR, Ends, Found, Path
+from adaserve_jax.star.messages import Tree
+from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyService, close, columns_of, draft, opened, toy_columns
+
+TEXT = [1, 2, 3]
+
+
+class Idle(ToyService):
+    """A service with time to draft ahead, beside target a, who is there."""
+
+    def __init__(self, targets="a", **changes):
+        super().__init__(targets, core={"ahead": True}, **changes)
+
+    def work_ahead(self, most: int = 9) -> list[list[tuple[str, int, int]]]:
+        """Batches that nobody waits for, until there are none; nothing is answered meanwhile."""
+        batches = []
+        for _ in range(most):
+            rows, trees = self.run()
+            assert trees == []
+            if not rows:
+                break
+            batches.append(rows)
+        return batches
+
+    @property
+    def guessed(self) -> list[int]:
+        """The text that session 1 of target a is drafted ahead for."""
+        guess = self.core._registry._targets["a"].sessions[1].guess
+        assert guess is not None
+        return guess.text.tolist()
+
+
+def first_path(text: list[int], sampling=PLAIN, depth: int = 2, width: int = 2) -> list[int]:
+    """The likeliest path of a toy's tree, whose nodes are all as likely: the first of the deepest level."""
+    index, token, parent, *_ = toy_columns(text, sampling, depth, width, True)
+    at = next(place for place, column in enumerate(index) if column // width == depth - 1)
+    path = [token[at]]
+    while parent[at] >= 0:
+        at = index.index(parent[at])
+        path.insert(0, token[at])
+    return path
+
+
+def asked_once(sampling=PLAIN, **changes) -> tuple[Idle, list[int]]:
+    """Session 1 got its first tree; and what it will say next, if it takes the path and what the draft would."""
+    service = Idle(**changes)
+    service.say("a", opened(1, 0, TEXT, sampling), draft(1, 0, 0, 3, []))
+    service.run()
+    path = first_path(TEXT, sampling)
+    own = toy_columns([*TEXT, *path], sampling, 1, 2, True)[1][0]
+    return service, [*path, own]
+
+
+# ---- what is guessed ----
+
+
+def random_tree(rng: np.random.Generator, width: int, depth: int) -> Found:
+    """Nodes under nodes, with holes."""
+    index, parent, log_f = [], [], []
+    for level in range(depth):
+        above = [at for at in index if at // width == level - 1]
+        for rank in range(width):
+            if (
+                (level and not above)
+                or (rank and rng.random() < 0.4)
+                or (level and level == depth - 1 and rng.random() < 0.2)
+            ):
+                continue
+            at = int(rng.choice(above)) if level else -1
+            index.append(level * width + rank)
+            parent.append(at)
+            log_f.append((log_f[index.index(at)] if level else 0.0) - float(rng.random()))
+    token = rng.integers(0, VOCABULARY, len(index))
+    columns = (*(np.array(part, np.int32) for part in (index, token, parent, token)), np.zeros(len(index), np.float32))
+    return Found(columns, np.array(log_f, np.float32))  # type: ignore[arg-type]
+
+
+def test_the_path_is_the_likeliest_of_the_deepest_by_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        width, depth = int(rng.integers(1, 5)), int(rng.integers(1, 5))
+        found = random_tree(rng, width, depth)
+        cut = int(rng.integers(1, depth + 1))
+        index, token, parent, *_ = (part.tolist() for part in found.columns)
+        paths = {}
+        for at, column in enumerate(index):
+            if column < cut * width:
+                before = paths[parent[at]] if parent[at] >= 0 else ()
+                paths[column] = (*before, (token[at], float(np.exp(np.float64(found.log_f[at])))))
+        deepest = max(len(path) for path in paths.values())
+        best = max((path for path in paths.values() if len(path) == deepest), key=lambda path: path[-1][1])
+        path = found.best_path(width, cut)
+        assert path.tokens.tolist() == [token for token, _ in best]
+        np.testing.assert_allclose(path.chance, [chance for _, chance in best])
+        assert len(found.cut(width, cut)[0]) == len(paths)
+
+
+def test_an_empty_tree_has_no_path():
+    none = np.zeros(0, np.int32)
+    path = Found((none, none, none, none, none.astype(np.float32)), none.astype(np.float32)).best_path(2, 2)
+    assert path.depth == 0 and Ends().likeliest(path) == (0, 0.0)
+
+
+def test_ends_are_learned():
+    """By hand: at first the whole path with an own token; a target that cuts after one token shows it soon."""
+    ends, path = Ends(), Path(np.array([5, 6], np.int32), np.array([0.8, 0.5]))
+    assert ends.likeliest(path) == (3, 0.5)
+    ends.saw(path, np.array([5, 6, 9]))
+    count, chance = ends.likeliest(path)
+    assert count == 3 and chance == pytest.approx(0.5 * (1 + PRIOR) / (0.5 + PRIOR))
+    for _ in range(20):
+        ends.saw(path, np.array([5]))
+    assert ends.likeliest(path)[0] == 1
+    happened, expected = 0.0, 0.0
+    for hit in [0] + [1] * 20:
+        happened, expected = happened * MEMORY + hit, expected * MEMORY + 0.8
+    assert ends.likeliest(path)[1] == pytest.approx(0.8 * happened / (expected + PRIOR))
+    for said in ([], [6], [5, 7], [5, 6, 7, 8]):
+        before = ends._happened.sum() * MEMORY
+        ends.saw(path, np.array(said, np.int32))
+        assert ends._happened.sum() == pytest.approx(before), "none of its ends"
+
+
+# ---- what comes of it ----
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, SAMPLED])
+def test_what_was_guessed_is_answered_at_once(sampling):
+    """The path is fed and the own token looked for, then that is fed and its tree searched; round after round."""
+    service, said = asked_once(sampling)
+    text = list(TEXT)
+    for number in range(1, 4):
+        assert service.work_ahead() == [[("a", 1, 2)], [("a", 1, 1)]]
+        assert service.guessed == [*text, *said]
+        (tree,) = service.say("a", draft(1, 0, number, len(text), said))
+        text += said
+        assert isinstance(tree, Tree) and (tree.round, tree.length, tree.width) == (number, len(text), 2)
+        assert columns_of(tree) == toy_columns(text, sampling, 2, 2, True)
+        path = first_path(text, sampling)
+        said = [*path, toy_columns([*text, *path], sampling, 1, 2, True)[1][0]]
+    stats = service.core.stats
+    assert (stats.ahead_trees, stats.ahead_hits, stats.ahead_misses) == (3, 3, 0)
+    assert (stats.rounds, stats.trees) == (4, 4)
+
+
+def test_whatever_is_said_instead_gets_the_tree_of_its_text():
+    """Every beginning of what was guessed with every kind of own token, after any number of batches ahead: the tree is
+    that of the text, and no token is fed twice but the last."""
+    for batches in range(3):
+        for taken in range(3):
+            for off in range(3):
+                service, guess = asked_once()
+                service.work_ahead(batches)
+                said = [*guess[:taken], (guess[taken] + off) % VOCABULARY]
+                answers = service.say("a", draft(1, 0, 1, 3, said))
+                is_hit = batches == 2 and (taken, off) == (2, 0)
+                assert bool(answers) == is_hit
+                rows, trees = service.run() if not is_hit else ([], answers)
+                assert columns_of(trees[0]) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+                fed = min(taken + (off == 0), (0, 2, 3)[batches])
+                assert is_hit or rows == [("a", 1, max(len(said) - fed, 1))]
+                stats = service.core.stats
+                assert (stats.ahead_hits, stats.ahead_misses) == (is_hit, batches == 2 and not is_hit)
+
+
+def test_a_shape_that_can_be_cut_is_a_hit_and_another_is_not():
+    others: list[dict] = [{"depth": 3}, {"width": 1}, {"calibrated": False}]
+    for changes in [{"depth": 1}, *others]:
+        is_hit = changes not in others
+        service, said = asked_once()
+        service.work_ahead()
+        answers = service.say("a", draft(1, 0, 1, 3, said, **changes))
+        assert bool(answers) == is_hit, changes
+        (tree,) = answers or service.run()[1]
+        shape = {"depth": 2, "width": 2, "calibrated": True} | changes
+        assert columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, **shape)
+        assert service.core.stats.ahead_misses == (not is_hit)
+
+
+def test_what_comes_while_its_tree_is_made_is_answered_when_it_is():
+    service, said = asked_once()
+    service.work_ahead(1)
+    batch = service.core.next_batch(0.0)
+    assert batch is not None and batch.ahead
+    assert service.say("a", draft(1, 0, 1, 3, said)) == [] and service.core.next_batch(0.0) is None
+    ((target_id, (tree,)),) = service.core.done(batch, service.device.run(batch), 0.25)
+    assert target_id == "a" and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+    assert (tree.queue_s, tree.service_s) == (0.25, 0.0) and service.core.stats.ahead_hits == 1
+
+
+def test_said_again_it_is_answered_again():
+    service, said = asked_once()
+    service.work_ahead()
+    asked = draft(1, 0, 1, 3, said)
+    assert service.say("a", asked) == service.say("a", asked) != []
+    assert service.core.stats.ahead_hits == 1 and service.core.stats.duplicates == 1
+
+
+def test_opened_anew_with_another_noise_nothing_made_ahead_counts():
+    service, said = asked_once()
+    service.work_ahead()
+    service.say("a", opened(1, 1, TEXT, SAMPLED))
+    assert service.say("a", draft(1, 1, 1, 3, said)) == []
+    _, (tree,) = service.run()
+    assert columns_of(tree) == toy_columns([*TEXT, *said], SAMPLED, 2, 2, True)
+
+
+def test_a_batch_ahead_that_fails_costs_nothing_but_itself():
+    service, said = asked_once()
+    batch = service.core.next_batch(0.0)
+    assert batch is not None and batch.ahead
+    service.device.kv[batch.rows[0].key][batch.rows[0].start :] = [-1]
+    assert service.core.failed(batch, 0.0) == [] and service.core.stats.failed == 0
+    assert service.work_ahead() == []
+    service.say("a", draft(1, 0, 1, 3, said))
+    rows, (tree,) = service.run()
+    assert rows == [("a", 1, 3)] and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+
+
+def test_a_target_that_cuts_its_trees_is_drafted_ahead_for_where_it_cuts():
+    """It takes one node and an own token, which is the next of the path: two tokens of three levels."""
+    service, text = Idle(), list(TEXT)
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, [], depth=3))
+    service.run()
+    hits = []
+    for number in range(1, 30):
+        service.work_ahead()
+        said = first_path(text, depth=3)[:2]
+        answers = service.say("a", draft(1, 0, number, len(text), said, depth=3))
+        hits.append(bool(answers))
+        text += said
+        (tree,) = answers or service.run()[1]
+        assert columns_of(tree) == toy_columns(text, PLAIN, 3, 2, True)
+        if len(text) > 50:
+            break
+    assert not hits[0] and all(hits[-5:]), hits
+
+
+# ---- whose turn it is ----
+
+
+def test_work_ahead_waits_for_all_others():
+    """Drafts first, then what is only fed; guesses of several sessions go together."""
+    service = Idle("ab")
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, []))
+    service.run()
+    service.say("b", opened(1, 0, [5]), draft(1, 0, 0, 1, []), opened(2, 0, [7] * 20))
+    batches = []
+    while (batch := service.core.next_batch(0.0)) is not None:
+        batches.append((batch.ahead, batch.depth, len(batch.rows)))
+        service.core.done(batch, service.device.run(batch), 0.0)
+    assert batches == [(False, 2, 1), (False, 0, 1), (False, 0, 1), (True, 1, 2), (True, 2, 2)]
+
+
+def test_who_is_gone_or_has_ended_is_not_drafted_for():
+    service, _ = asked_once()
+    service.core.gone("a", 0.0)
+    assert service.work_ahead() == []
+    service, _ = asked_once()
+    service.say("a", close(1))
+    assert service.work_ahead() == [] and service.room.held == {}
+
+
+def test_a_session_that_ends_on_the_device_gives_all_back():
+    service, _ = asked_once()
+    batch = service.core.next_batch(0.0)
+    assert batch is not None and batch.ahead
+    service.say("a", close(1))
+    assert service.core.done(batch, service.device.run(batch), 0.0) == []
+    assert service.room.held == {} and service.work_ahead() == []
+
+
+def test_without_the_option_nothing_is_drafted_ahead():
+    service = ToyService()
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, []))
+    service.run()
+    assert service.core.next_batch(0.0) is None
+
+
+def test_text_that_would_not_fit_with_its_tree_is_not_guessed():
+    service = Idle(max_context=8)
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, []))
+    service.run()
+    assert len(service.work_ahead()) == 2  # 3 + 3 tokens, and a tree of 2 levels
+    service = Idle(max_context=7)
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, []))
+    service.run()
+    assert service.work_ahead() == []
+
+
+def test_only_room_that_nobody_holds_is_used_and_it_is_given_back_first():
+    """Pages of 4 tokens: two sessions hold one each, the third is free."""
+    service = Idle(pages=3, max_context=12)
+    service.say("a", opened(1, 0, TEXT), draft(1, 0, 0, 3, []), opened(2, 0, [7]), draft(2, 0, 0, 1, [], width=1))
+    while service.run()[0]:
+        pass
+    assert sum(service.room.held.values()) == 3 and service.core.stats.evicted == 0
+    one, other = (key for key in service.room.held)
+    service.say("a", opened(3, 0, [9]), draft(3, 0, 0, 1, []))
+    _, (tree,) = service.run()
+    assert columns_of(tree) == toy_columns([9], PLAIN, 2, 2, True)
+    assert service.core.stats.evicted == 0 and {service.room.held[one], service.room.held[other]} == {1}
+
+
+# ---- whether it pays ----
+
+
+def test_what_delays_nobody_pays_and_what_delays_much_does_not():
+    worth = Worth()
+    worth.searched(0.010)
+    assert worth.pays(0.001, 2), "nobody was delayed yet"
+    for start in range(3):
+        worth.ran(start, start + 0.005)
+        worth.asked(start + 0.001, rows=1, hits=0, share=0.0)  # 4 ms of each batch
+    worth.ran(9.0, 9.005)
+    assert worth.delay_s == pytest.approx(0.004)
+    assert worth.pays(0.41, 1) and not worth.pays(0.39, 1) and not worth.pays(0.41, 2)
+    assert worth.delay_s == pytest.approx(0.004 * FADE**2)
+
+
+def test_hits_among_others_save_what_the_batch_is_smaller():
+    worth = Worth()
+    worth.searched(0.010)
+    worth.asked(1.0, rows=4, hits=1, share=0.9)
+    assert worth.saved_s == pytest.approx(0.001)
+    worth.asked(1.0, rows=1, hits=1, share=0.0)
+    assert worth.saved_s == pytest.approx(0.0055)
+    for _ in range(100):
+        worth.asked(1.0, rows=1, hits=1, share=0.0)
+    before = worth.saved_s
+    worth.asked(1.0, rows=4, hits=1, share=1.0)
+    assert worth.saved_s == pytest.approx(before * (1 - RATE))
+
+
+def test_what_would_not_pay_is_tried_again_later():
+    """Half a second against 10 ms: once 0.5 * 0.998**n is no more than that."""
+    worth = Worth()
+    worth.searched(0.010)
+    for start in range(2):
+        worth.began()
+        worth.asked(float(start), rows=1, hits=0, share=0.0)
+        worth.ran(start, start + 0.5)
+    assert worth.delay_s == 0.5
+    refused = 0
+    while not worth.pays(1.0, 1):
+        refused += 1
+    assert refused == 1955
+
+
+def test_what_a_batch_ahead_delays_is_seen_from_when_drafts_come():
+    """One second of work ahead, of which a Draft that came in its middle waits the rest."""
+    service, _ = asked_once()
+    service.core._ahead.worth.ran(-2.0, -1.0)  # type: ignore[union-attr]
+    service.now = 1.0
+    batch = service.core.next_batch(1.0)
+    assert batch is not None
+    trees = service.device.run(batch)
+    service.core.done(batch, trees, 2.0)
+    service.core.receive("a", [draft(1, 0, 1, 3, [9])], 1.75)
+    worth = service.core._ahead.worth  # type: ignore[union-attr]
+    worth.ran(5.0, 6.0)
+    assert worth.delay_s == pytest.approx(0.125), "0 and a quarter of a second"
