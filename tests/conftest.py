@@ -36,8 +36,21 @@ def _has_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
 
+LONGEST = (
+    "runtime/test_mesh.py", "star/test_end_to_end_faults.py", "runtime/test_hosts.py", "star/test_model.py",
+    "engine/test_elastic_device.py", "engine/test_learning.py", "cluster/test_local.py",
+    "bench/test_http_own_server.py", "engine/test_families.py", "engine/test_drafts.py", "cli/test_distill.py",
+    "distill/test_generate.py", "distill/test_offline.py", "engine/test_draft_versions.py",
+    "server/test_schemathesis.py", "engine/test_int8.py",
+)  # fmt: skip
+"""Files that take long, the longest first, as `--durations` of a run without a compile cache has them. They go first,
+so that no worker is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with a reason that is printed, tests whose device or library is not here."""
+    """Order the files, and skip, with a reason that is printed, tests whose device or library is not here."""
+    place = {ROOT / "tests" / name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     missing = {"torch": importlib.util.find_spec("torch") is None}
     missing["gpu"] = any("gpu" in item.keywords for item in items) and not _has_gpu()
     reasons = {

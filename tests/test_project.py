@@ -14,7 +14,7 @@ import pytest
 
 import adaserve_jax
 from adaserve_jax.config import FIELD_HELP, EngineConfig
-from tests.conftest import ROOT
+from tests.conftest import LONGEST, ROOT
 
 MAX_LINES = 400
 MAX_LINES_OF = {"adaserve_jax/types.py": 500}  # the one vocabulary file
@@ -43,6 +43,11 @@ def modules_after(statement: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
+
+
+def test_files_that_are_run_first_are_there():
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert "--no-loadscope-reorder" in MAKEFILE  # else xdist puts files of few tests last
 
 
 def test_every_config_field_has_help_and_no_help_is_left_over():

@@ -16,6 +16,7 @@ from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import RequestError
 from tests.engine.simulated import Machine
 from tests.engine.test_core import core_of
+from tests.waiting import PATIENCE_S
 
 SHORT = SamplingParams(max_tokens=4, seed=3, ignore_eos=True)
 LEAST = r"slo_tpot_ms must be at least 10\.1 ms, .* got 5 ms; ask for a longer time"
@@ -70,7 +71,7 @@ def test_every_choice_of_a_refused_request_ends_with_the_reason(start: Start) ->
     ends: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
     sampling = SamplingParams(max_tokens=4, n=3)
     start("refuse").submit(GenerateRequest("q", [3], sampling, SLO(tpot_ms=5)), ends.put)
-    chunks = [ends.get(timeout=10) for _ in range(3)]
+    chunks = [ends.get(timeout=PATIENCE_S) for _ in range(3)]
     assert sorted(chunk.choice for chunk in chunks) == [0, 1, 2]
     assert {(c.finish_reason, c.error_code, c.error_param) for c in chunks} == {
         ("error", "slo_infeasible", "slo_tpot_ms")

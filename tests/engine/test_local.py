@@ -37,7 +37,7 @@ class Reader:
             self.ends.put(chunk)
 
     def end(self) -> OutputChunk:
-        return self.ends.get(timeout=10)
+        return self.ends.get(timeout=PATIENCE_S)
 
 
 def request_of(name: str, sampling: SamplingParams = LONG, prompt: int = 3) -> GenerateRequest:
@@ -55,7 +55,7 @@ def test_a_failing_executor_ends_every_request_and_refuses_more(
     gate, left = threading.Event(), iter(range(step + 1))
 
     def hold_then_fail() -> None:
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         if next(left, step) == step:
             fail()
 
@@ -93,7 +93,7 @@ def test_closing_ends_open_requests_and_an_engine_starts_once(engine: LocalEngin
     started, reader = threading.Event(), Reader()
     machines[0].before_step = lambda: (started.set(), time.sleep(0.005))
     engine.submit(request_of("q"), reader)
-    assert started.wait(10)
+    assert started.wait(PATIENCE_S)
     engine.close()
     end = reader.end()
     assert (end.finish_reason, end.error) == ("error", "the engine was closed")
@@ -166,7 +166,7 @@ def test_what_can_never_be_served_is_refused_at_once(engine: LocalEngine) -> Non
 
 def test_a_full_queue_and_a_second_request_of_the_same_id(engine: LocalEngine, machines: list[Machine]) -> None:
     gate = threading.Event()
-    machines[0].before_step = lambda: gate.wait(10)
+    machines[0].before_step = lambda: gate.wait(PATIENCE_S)
     reader = Reader()
     engine.submit(request_of("first", replace(LONG, n=4)), reader)
     wait_until(lambda: engine.stats().scheduler.running == 4)
@@ -187,10 +187,10 @@ def test_an_abort_of_an_ended_request_does_not_stop_a_change_of_policy(engine: L
     def hold_at_the_end(chunk: OutputChunk) -> None:
         if chunk.finish_reason is not None:
             ended.set()
-            gate.wait(10)
+            gate.wait(PATIENCE_S)
 
     engine.submit(request_of("q"), hold_at_the_end)
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S)
     engine.abort("q")  # stays in the inbox: the engine's thread is held
     engine.set_policy("ar")
     gate.set()
@@ -228,7 +228,7 @@ def test_stats_are_a_snapshot(engine: LocalEngine) -> None:
 def test_a_step_after_a_long_idle_time_is_not_late(engine: LocalEngine, machines: list[Machine]) -> None:
     time.sleep(0.3)
     gate, entered = threading.Event(), threading.Event()
-    machines[0].before_step = lambda: (entered.set(), gate.wait(10))
+    machines[0].before_step = lambda: (entered.set(), gate.wait(PATIENCE_S))
     assert engine.stats().step_age_s == 0
     reader, submitted = Reader(), time.monotonic()
     engine.submit(request_of("q"), reader)
@@ -242,7 +242,7 @@ def test_a_step_after_a_long_idle_time_is_not_late(engine: LocalEngine, machines
 
 def test_an_abort_ends_all_choices_and_unknown_ids_are_ignored(engine: LocalEngine, machines: list[Machine]) -> None:
     gate = threading.Event()
-    machines[0].before_step = lambda: gate.wait(10)
+    machines[0].before_step = lambda: gate.wait(PATIENCE_S)
     reader = Reader()
     engine.submit(request_of("q", replace(LONG, n=3)), reader)
     engine.abort("q")

@@ -82,7 +82,7 @@ def test_many_requests_keep_order_and_lose_nothing(engine):
     for name, prompt in prompts.items():
         engine.submit(request(name, prompt, max_tokens=40 + len(name)), sinks[name])
     for name, prompt in prompts.items():
-        assert sinks[name].ended.wait(10)
+        assert sinks[name].ended.wait(PATIENCE_S)
         data = prompt.encode()
         expected = [data[i % len(data)] for i in range(40 + len(name))]
         assert sinks[name].ids() == expected

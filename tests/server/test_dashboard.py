@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from adaserve_jax.server.dashboard_auth import bearer
 from adaserve_jax.server.live import LastRequest, Snapshot
 from adaserve_jax.server.live_series import Series
 from adaserve_jax.server.settings import ServerSettings
+from tests.waiting import wait_until
 
 FILES = ("dashboard.html", "dashboard.css", "dashboard.js", "panels.js", "charts.js")
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "dashboard.md"
@@ -60,11 +60,16 @@ def test_the_files_are_small_and_ask_nobody_else():
 
 
 def test_the_data_count_what_was_served(board):
-    before = board.http.get("/dashboard/data").json()
+    def data() -> dict:
+        return board.http.get("/dashboard/data").json()
+
+    before = data()
     board.post(prompt="count me", max_tokens=9, slo_class="chat", n=2, user="secret-user")
     board.post(prompt="late-full", slo_class="batch", slo_ttft_ms=50)
     board.post(prompt="no target", max_tokens=6)
-    time.sleep(1.1)
+    wait_until(lambda: data()["ended_requests"] == 4)
+    ended_at = data()["seq"]
+    wait_until(lambda: data()["seq"] > ended_at, 0.02)
     response = board.http.get("/dashboard/data", params={"since": before["seq"]})
     after = response.json()
     assert set(after) == {field.name for field in fields(Snapshot)}

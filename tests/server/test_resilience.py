@@ -34,7 +34,7 @@ class Held(ProcessEngine):
     may_start: threading.Event
 
     def start(self) -> None:
-        assert self.may_start.wait(10)
+        assert self.may_start.wait(PATIENCE_S)
         super().start()
 
 

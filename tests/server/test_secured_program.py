@@ -8,12 +8,12 @@ import signal
 import ssl
 import subprocess
 import sys
-import time
 
 import httpx
 import pytest
 
 from tests.conftest import ROOT
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
 PROGRAM = """
@@ -69,14 +69,14 @@ def test_it_serves_over_https_to_its_keys_and_takes_new_ones(tmp_path):
     try:
         trusted = ssl.create_default_context(cafile=tmp_path / "server.pem")
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=30) as client:
-            wait_until(lambda: answers(client, "/ready", "a-secret") == 200, process)
+            wait_while_it_lives(lambda: answers(client, "/ready", "a-secret") == 200, process)
             assert answers(client, "/ready", "b-secret") == 401
             body = {"model": "own", "prompt": "abc", "max_tokens": 8, "slo_tpot_ms": 1}
             made = client.post("/v1/completions", json=body, headers={"authorization": "Bearer a-secret"}).json()
             assert made["usage"]["completion_tokens"] == 8 and made["metrics"]["slo"]["tpot_target_ms"] == 50
             path.write_text(path.read_text() + MORE)
             process.send_signal(signal.SIGHUP)
-            wait_until(lambda: answers(client, "/ready", "b-secret") == 200, process)
+            wait_while_it_lives(lambda: answers(client, "/ready", "b-secret") == 200, process)
             codes = [client.post("/v1/completions", json=body, headers={"authorization": "Bearer b-secret"}).status_code
                      for _ in range(2)]  # fmt: skip
             assert codes == [200, 429]
@@ -98,9 +98,9 @@ def answers(client: httpx.Client, path: str, secret: str) -> int | None:
         return None
 
 
-def wait_until(condition, process: subprocess.Popen, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
+def wait_while_it_lives(condition, process: subprocess.Popen) -> None:
+    def met() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.1)
+        return condition()
+
+    wait_until(met, 0.1)

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 from tests.conftest import ROOT
 
 SMALL = (
-    "--max-sessions", "16", "--max-batch", "4", "--max-batch-tokens", "32", "--max-context", "128", "--page-size", "16",
+    "--max-sessions", "16", "--max-batch", "2", "--max-batch-tokens", "16", "--max-context", "128", "--page-size", "16",
     "--max-depth", "3", "--max-width", "1", "--lease-s", "1", "--http", "127.0.0.1:0",
 )  # fmt: skip
 MAIN = "import sys; sys.modules['torch'] = None; from adaserve_jax.cli import main; main()"

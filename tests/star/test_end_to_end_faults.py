@@ -25,6 +25,7 @@ from adaserve_jax.star.remote import RemoteDrafter
 from adaserve_jax.stats import DrafterStats, ServiceState
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.conftest import ROOT
+from tests.engines import EXACT
 from tests.star.faulty_proxy import NO_FAULTS, ByteProxy, Faults, FrameProxy
 from tests.star.network import network
 from tests.star.service_process import ServiceProcess
@@ -35,10 +36,6 @@ DEADLINE_S = 0.15
 SCHEDULING_S = 5.0
 """How long a thread that may run is kept from it, at the very most, on a machine with much else to do."""
 LOOK_S = 0.05
-OPTIONS: dict[str, Any] = {
-    "deterministic": True, "max_requests": 4, "max_context": 128, "page_size": 16, "num_pages": 48,
-    "max_batch_tokens": 32, "max_depth": 3, "max_width": 1,
-}  # fmt: skip
 SPECULATES = "spec:3"
 PROMPTS = ["def add(a, b):\n", "import os\n", "for i in", "class Node:\n    def"]
 SAMPLING = [SamplingParams(max_tokens=24, temperature=t, seed=5, ignore_eos=True) for t in (0.0, 0.7, 0.0, 1.0)]
@@ -120,7 +117,7 @@ def parts() -> Iterator[World]:
         service = ServiceProcess()
         held.callback(service.close)
         accepted = 0
-        with LLM(**OPTIONS) as local:
+        with LLM(**EXACT) as local:
             expected: dict[str, Texts] = {}
             for policy in ("ar", SPECULATES):
                 local.set_policy(policy)
@@ -140,7 +137,7 @@ def parts() -> Iterator[World]:
         patch = held.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(RemoteDrafter, "propose", rounds.around(RemoteDrafter.propose))
         asks = DrafterConfig((f"grpc://127.0.0.1:{front.address[1]}",), 1e3 * DEADLINE_S)
-        with LLM(**OPTIONS, drafter=asks) as llm:
+        with LLM(**EXACT, drafter=asks) as llm:
             llm.set_policy("ar")
             world = World(llm, front, frames, back, service, expected["ar"], accepted, rounds)
             world.generate()
