@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import zmq
 
-from adaserve_jax.engine import wire
+from adaserve_jax.engine import sockets, wire
 from adaserve_jax.engine.client import EngineClient, OutputChunk
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 
@@ -62,11 +62,8 @@ class Outbox:
     The socket belongs to `_run` alone, which takes from the left what others put in on the right.
     """
 
-    def __init__(self, context: zmq.Context, address: str):
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(address)
+    def __init__(self, socket: zmq.Socket):
+        self._socket = socket
         self._woken = threading.Event()
         self._messages: deque[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = deque()
         self._chunks: deque[OutputChunk] = deque()
@@ -123,10 +120,8 @@ def _taken(items: deque[T]) -> list[T]:
 class Inbox:
     """Takes requests from the front end until its pipe ends."""
 
-    def __init__(self, context: zmq.Context, address: str):
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
+    def __init__(self, socket: zmq.Socket):
+        self._socket = socket
 
     def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
         """Hand every message to the engine; returns once `stop` is set or the engine died."""
@@ -170,8 +165,7 @@ def main(folder: str) -> int:
     limit_s = CLOSE_LIMIT_S + wire.save_limit_s(start.config)
     threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder, limit_s), daemon=True).start()
     with zmq.Context() as context:
-        outbox = Outbox(context, f"ipc://{folder}/from_engine")
-        inbox = Inbox(context, f"ipc://{folder}/to_engine")
+        outbox, inbox = Outbox(sockets.replies_out(context, folder)), Inbox(sockets.requests_in(context, folder))
         try:
             engine = load_factory(start.factory)(start.config, lambda *part: outbox.post(wire.Loading(*part)))
             engine.start()
