@@ -20,7 +20,7 @@ from adaserve_jax.models.host_copy import HostCopy
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.runtime.compiling import CompileCounter, Declared
 from adaserve_jax.runtime.model import DeviceModel, free
-from adaserve_jax.runtime.programs import Pools, blank, move_to_base
+from adaserve_jax.runtime.pools import Pools, blank, move_to_base
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """What jax raises when a device cannot do as asked, out of memory included, and what NumPy does."""
