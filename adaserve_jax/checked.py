@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from adaserve_jax.errors import ConfigError
 
@@ -41,7 +41,7 @@ class Checked:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
+                object.__setattr__(self, name, os.fspath(cast("os.PathLike[str]", value)))
 
 
 def check_tls(tls_cert: str | None, tls_key: str | None, tls_client_ca: str | None) -> None:

@@ -71,10 +71,6 @@ class Elastic:
         """Of the drafts' copies."""
         return sum(copy.nbytes for copy in self._host_copies)
 
-    def declare(self) -> list[Declared]:
-        """The programs of swaps."""
-        return declare_swaps(self._target, self._draft, self._extension_pages)
-
     def set_weights(self, draft: int, params: Params) -> None:
         """These are a draft's weights from now on, wherever it is; they are its own. While it is away they live on in
         the copy on the host alone."""
