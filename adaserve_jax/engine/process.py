@@ -22,6 +22,7 @@ import zmq
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import sockets, wire
 from adaserve_jax.engine.admission import check_room
+from adaserve_jax.engine.by_name import LOCAL_ENGINE
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, failed_chunks
 from adaserve_jax.engine.supervision import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
@@ -29,7 +30,6 @@ from adaserve_jax.scheduler.fit import check_prompt
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
 
-LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
 HEARTBEAT_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 15.0
 DYING_LIMIT_S = 1.0

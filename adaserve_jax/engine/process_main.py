@@ -7,7 +7,6 @@ This is the only process that imports jax. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -23,20 +22,13 @@ from typing import TypeVar
 import zmq
 
 from adaserve_jax.engine import sockets, wire
+from adaserve_jax.engine.by_name import load
 from adaserve_jax.engine.client import EngineClient, OutputChunk
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
+from adaserve_jax.errors import AdaServeError, EngineDeadError
 
 HEARTBEAT_S = 0.25
 CLOSE_LIMIT_S = 10.0
 T = TypeVar("T")
-
-
-def load_factory(path: str) -> Callable[..., EngineClient]:
-    """Import "module:callable". Raises ConfigError when it is not of that form."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f"engine factory must be 'module:callable', got {path!r}")
-    return getattr(importlib.import_module(module), name)
 
 
 def read_start(pipe: int) -> wire.Start:
@@ -167,7 +159,8 @@ def main(folder: str) -> int:
     with zmq.Context() as context:
         outbox, inbox = Outbox(sockets.replies_out(context, folder)), Inbox(sockets.requests_in(context, folder))
         try:
-            engine = load_factory(start.factory)(start.config, lambda *part: outbox.post(wire.Loading(*part)))
+            build: Callable[..., EngineClient] = load(start.factory)
+            engine = build(start.config, lambda *part: outbox.post(wire.Loading(*part)))
             engine.start()
         except Exception as error:
             if not isinstance(error, AdaServeError):
