@@ -7,10 +7,10 @@ Imports no jax. Unknown keys raise.
 # What users pass is looked at whatever its type says.
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+from adaserve_jax.checked import Checked, is_integer
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
@@ -51,7 +51,7 @@ LEAST_CONTEXT = 8
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """What an engine is built from.
 
     Each field's help text is in FIELD_HELP; 0 or None means "auto" where the text says so. With a `drafter` there is no
@@ -100,27 +100,25 @@ class EngineConfig:
     drafter: DrafterConfig | None = field(default=None, metadata={"file_only": True})
 
     def __post_init__(self) -> None:
-        for name in ("target", "draft", "profile", "calibration", "compile_cache", "coordinator"):
-            value = getattr(self, name)
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(cast("os.PathLike[str]", value)))
-            optional = name != "target" and value is None
+        named = ("target", "draft", "profile", "calibration", "compile_cache", "coordinator")
+        self._take_paths(named)
+        for name in named:
+            optional = name != "target" and getattr(self, name) is None
             self._check(optional or isinstance(getattr(self, name), str), name, "a name or a path")
         self._check(isinstance(self.policy, str), "policy", "the name of a policy")
         for name in ("deterministic", "eq8_eq9", "prefix_cache", "calibrate"):
             self._check(isinstance(getattr(self, name), bool), name, "True or False")
         for name, least in LEAST.items():
-            self._check(_is_integer(getattr(self, name), least), name, f"an integer >= {least}")
+            self._check(is_integer(getattr(self, name), least), name, f"an integer >= {least}")
         context = self.max_context
         self._check(context == 0 or context >= LEAST_CONTEXT, "max_context", f"0 or an integer >= {LEAST_CONTEXT}")
         self._check(self.page_size in (8, 16, 32, 64, 128), "page_size", "one of 8, 16, 32, 64, 128")
         for name in ("max_depth", "max_width"):
-            value = getattr(self, name)
-            self._check(_is_integer(value, 1) and value <= 16, name, "an integer from 1 to 16")
+            self._check(is_integer(getattr(self, name), 1, 16), name, "an integer from 1 to 16")
         for name in ("token_edges", "row_edges"):
             edges: Any = getattr(self, name)
             listed: list[Any] = list(cast("list[Any]", edges)) if isinstance(edges, (tuple, list)) else [None]
-            ok = all(_is_integer(edge, 1) for edge in listed) and listed == sorted(set(listed))
+            ok = all(is_integer(edge, 1) for edge in listed) and listed == sorted(set(listed))
             self._check(ok, name, "increasing integers >= 1")
             object.__setattr__(self, name, tuple(listed))
         self._check_drafter()
@@ -189,19 +187,6 @@ class EngineConfig:
             self._check(is_address(self.coordinator), "coordinator", "host:port of process 0 where num_processes > 1")
         self._check(self.process_id < self.num_processes, "process_id", f"below num_processes ({self.num_processes})")
 
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Build from plain values. Raises ConfigError naming the first unknown key."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
-        return cls(**values)
-
 
 def is_address(value: object) -> bool:
     """Whether a value is "host:port"; the port after it is used too."""
@@ -212,10 +197,6 @@ def is_address(value: object) -> bool:
 def _is_named_folder(draft: object) -> bool:
     name, _, folder = str(draft).partition("=")
     return isinstance(draft, str) and name.replace("-", "_").isidentifier() and bool(folder)
-
-
-def _is_integer(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 FIELD_HELP: dict[str, str] = {

@@ -4,20 +4,18 @@
 # What users pass is looked at whatever its type says.
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 from urllib.parse import urlsplit
 
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.checked import Checked, is_finite
 
 SCHEME = "grpc://"
 FILES = ("drafter_token_file", "drafter_ca", "drafter_cert", "drafter_key")
 
 
 @dataclass(frozen=True)
-class DrafterConfig:
+class DrafterConfig(Checked):
     """One or more draft services, "grpc://host:port" each. Each field's help text is in FIELD_HELP. The connection is
     encrypted where `drafter_ca` is given. Raises ConfigError."""
 
@@ -36,26 +34,18 @@ class DrafterConfig:
         self._check(given and all(map(is_service, self.drafter)), "drafter", "one or more of grpc://host:port")
         object.__setattr__(self, "drafter", tuple(self.drafter))
         self._check(len(set(self.drafter)) == len(self.drafter), "drafter", "of different addresses")
-        deadline = self.drafter_deadline_ms
-        number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
-        ok = number and math.isfinite(deadline) and deadline > 0
-        self._check(ok, "drafter_deadline_ms", "a finite number above 0")
+        in_time = is_finite(self.drafter_deadline_ms) and self.drafter_deadline_ms > 0
+        self._check(in_time, "drafter_deadline_ms", "a finite number above 0")
         self._check(
             isinstance(self.drafter_version, str), "drafter_version", "the version of a draft, or empty for any"
         )
+        self._take_paths(FILES)
         for name in FILES:
-            value = getattr(self, name)
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(cast("os.PathLike[str]", value)))
-            self._check(value is None or isinstance(getattr(self, name), str), name, "a path")
+            self._check(isinstance(getattr(self, name), str | None), name, "a path")
         pair = (self.drafter_cert is None) == (self.drafter_key is None)
         self._check(pair, "drafter_key", "given together with drafter_cert")
         trusted = self.drafter_cert is None or self.drafter_ca is not None
         self._check(trusted, "drafter_ca", "given where drafter_cert is")
-
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -65,15 +55,6 @@ class DrafterConfig:
     @property
     def deadline_s(self) -> float:
         return self.drafter_deadline_ms / 1e3
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DrafterConfig:
-        """Build from plain values. Raises ConfigError naming the first unknown key."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
-        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -93,7 +74,7 @@ class DrafterOptions(DrafterConfig):
 
     def unused(self) -> list[str]:
         """The fields that say something, and to no effect, because no service is given."""
-        return [] if self.drafter else [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return [] if self.drafter else self.changed()
 
 
 def is_service(value: object) -> bool:

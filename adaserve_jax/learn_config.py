@@ -4,11 +4,9 @@
 # What users pass is looked at whatever its type says.
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass, fields
 
-from adaserve_jax.errors import ConfigError
+from adaserve_jax.checked import Checked, is_finite, is_integer
 
 LOSSES = ("kl", "reverse_kl", "jsd")
 """Distances of the draft's distribution from the target's: KL(p||q), KL(q||p), and what lies between them."""
@@ -20,7 +18,7 @@ SHARES = ("learn_beta", "learn_held_out", "learn_share", "learn_tenant_share", "
 
 
 @dataclass(frozen=True)
-class LearnConfig:
+class LearnConfig(Checked):
     """What online learning is built from. Each field's help text is in FIELD_HELP. Raises ConfigError."""
 
     learn_loss: str = "kl"
@@ -42,35 +40,23 @@ class LearnConfig:
     learn_keep_records: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.learn_folder, os.PathLike):
-            object.__setattr__(self, "learn_folder", os.fspath(self.learn_folder))
+        self._take_paths(["learn_folder"])
         self._check(self.learn_loss in LOSSES, "learn_loss", f"one of {', '.join(LOSSES)}")
         self._check(self.learn_positions in POSITIONS, "learn_positions", f"one of {', '.join(POSITIONS)}")
         for name, least in LEAST.items():
-            value = getattr(self, name)
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            self._check(ok, name, f"an integer >= {least}")
+            self._check(is_integer(getattr(self, name), least), name, f"an integer >= {least}")
         for name in ABOVE_ZERO:
-            self._check(_is_finite(getattr(self, name)) and getattr(self, name) > 0, name, "a finite number above 0")
+            self._check(is_finite(getattr(self, name)) and getattr(self, name) > 0, name, "a finite number above 0")
         for name in SHARES:
             value = getattr(self, name)
-            self._check(_is_finite(value) and 0 <= value <= 1, name, "a number from 0 to 1")
+            self._check(is_finite(value) and 0 <= value <= 1, name, "a number from 0 to 1")
         mixes = self.learn_loss != "jsd" or 0 < self.learn_beta < 1
         self._check(mixes, "learn_beta", "a number between 0 and 1 with learn_loss jsd, which is 0 at either end")
         self._check(0 < self.learn_held_out < 1, "learn_held_out", "a number between 0 and 1")
         self._check(isinstance(self.learn_keep_records, bool), "learn_keep_records", "True or False")
-        named = self.learn_folder is None or isinstance(self.learn_folder, str)
-        self._check(named, "learn_folder", "a path")
+        self._check(isinstance(self.learn_folder, str | None), "learn_folder", "a path")
         kept = not self.learn_keep_records or self.learn_folder is not None
         self._check(kept, "learn_keep_records", "False without a learn_folder to keep them in")
-
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -93,7 +79,7 @@ class LearnOptions(LearnConfig, _Switch):
 
     def unused(self) -> list[str]:
         """The fields that say something, and to no effect, because learning is off."""
-        return [] if self.learn else [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        return [] if self.learn else self.changed()
 
 
 FIELD_HELP: dict[str, str] = {

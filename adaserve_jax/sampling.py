@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from adaserve_jax.checked import is_integer, is_number
 from adaserve_jax.errors import RequestError
 
 MAX_CHOICES = 64
@@ -30,14 +31,6 @@ def require(ok: bool, param: str, expected: str, value: object, code: str = "inv
         raise RequestError(f"{param} must be {expected}, got {value!r:.200}", param=param, code=code)
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_integer(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def _biases(given: object) -> tuple[tuple[int, float], ...]:
     """Pairs of a token id and what is added to its logit, from a mapping or pairs. Raises RequestError."""
     expected = (
@@ -46,7 +39,7 @@ def _biases(given: object) -> tuple[tuple[int, float], ...]:
     try:
         biases = dict(cast("Mapping[int, float]", given))
         ok = len(biases) <= MAX_LOGIT_BIASES and all(
-            _is_integer(token, 0, MAX_TOKEN_ID) and is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
+            is_integer(token, 0, MAX_TOKEN_ID) and is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
             for token, bias in biases.items()
         )
     except (TypeError, ValueError):
@@ -101,20 +94,20 @@ class SamplingParams:
         stop = self.stop
         for name, low, high in (("max_tokens", 1, 2**31 - 1), ("top_k", 0, 2**31 - 1), ("n", 1, MAX_CHOICES)):
             value = getattr(self, name)
-            require(_is_integer(value, low, high), name, f"an integer from {low} to {high}", value)
+            require(is_integer(value, low, high), name, f"an integer from {low} to {high}", value)
         for name, low, high in (("temperature", 0.0, 100.0), ("min_p", 0.0, 1.0)):
             value = getattr(self, name)
             ok = is_number(value) and low <= value <= high
             require(ok, name, f"a number from {low:g} to {high:g}", value)
         require(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]", self.top_p)
         if self.seed is not None:
-            require(_is_integer(self.seed, 0, MAX_SEED), "seed", f"an integer from 0 to {MAX_SEED}", self.seed)
+            require(is_integer(self.seed, 0, MAX_SEED), "seed", f"an integer from 0 to {MAX_SEED}", self.seed)
         require(isinstance(self.ignore_eos, bool), "ignore_eos", "true or false", self.ignore_eos)
         ok = len(stop) <= MAX_STOPS and all(isinstance(s, str) and 1 <= len(s) <= MAX_STOP_CHARS for s in stop)
         expected = f"at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters"
         require(ok, "stop", expected, self.stop)
         ids = self.stop_token_ids
-        ok = all(_is_integer(token, 0, MAX_TOKEN_ID) for token in ids)
+        ok = all(is_integer(token, 0, MAX_TOKEN_ID) for token in ids)
         expected = f"at most {MAX_STOP_IDS} token ids from 0 to {MAX_TOKEN_ID}"
         require(ok and len(ids) <= MAX_STOP_IDS, "stop_token_ids", expected, ids)
         self._check_changes()
@@ -130,7 +123,7 @@ class SamplingParams:
             require(ok, name, f"a number from {low:g} to {high:g}", value)
         least = self.min_tokens
         expected = f"an integer from 0 to max_tokens ({self.max_tokens})"
-        require(_is_integer(least, 0, self.max_tokens), "min_tokens", expected, least)
+        require(is_integer(least, 0, self.max_tokens), "min_tokens", expected, least)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         words = self.bad_words
         words = (words,) if isinstance(words, str) else words
@@ -140,7 +133,7 @@ class SamplingParams:
         require(ok, "bad_words", expected, self.bad_words)
         object.__setattr__(self, "bad_words", words)
         count = self.logprobs
-        ok = count is None or _is_integer(count, 0, MAX_LOGPROBS)
+        ok = count is None or is_integer(count, 0, MAX_LOGPROBS)
         require(ok, "logprobs", f"an integer from 0 to {MAX_LOGPROBS}, or none", count)
         schema = self.json_schema
         ok = schema is None or (isinstance(schema, str) and 0 < len(schema) <= MAX_SCHEMA_CHARS)

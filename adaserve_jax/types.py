@@ -7,14 +7,14 @@ Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from adaserve_jax.sampling import SamplingParams, is_number, require
+from adaserve_jax.checked import is_finite
+from adaserve_jax.sampling import SamplingParams, require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -36,7 +36,7 @@ class SLO:
         for name, param in (("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative")):
             value = getattr(self, name)
             if value is not None:
-                ok = is_number(value) and math.isfinite(value) and value > 0
+                ok = is_finite(value) and value > 0
                 require(ok, param, "a finite number above 0", value, "invalid_slo")
         both = self.tpot_ms is not None and self.relative is not None
         require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.bench.client_engine import ClientEngine
-from adaserve_jax.bench.engine import Ask, BenchEngine, Due
+from adaserve_jax.bench.engine import Ask, BenchEngine
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
 from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.open_loop import Due, LoopResult
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink

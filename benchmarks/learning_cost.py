@@ -24,8 +24,10 @@ from nightjar_offload import grown_draft
 from throughput import grown_target
 
 from adaserve_jax.bench.arrivals import make_schedule, parse_arrivals
-from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.engine import Ask
 from adaserve_jax.bench.local import LocalBenchEngine
+from adaserve_jax.bench.open_loop import Due
+from adaserve_jax.bench.probe import AtPoint
 from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
@@ -79,8 +81,8 @@ class Side:
         during = self.learning()
         self.rest()
         after = self.learning()
-        about = {"run_id": "run", "point": "point", "policy": self.name, "rate_rps": load, "baseline_s": 1.0}
-        summary = summarize([p.record(start_s=loop.start_s, **about) for p in loop.probes], wall_s=loop.wall_s)[0]
+        at = AtPoint("run", "point", self.name, load, loop.start_s, baseline_s=1.0)
+        summary = summarize([p.record(at) for p in loop.probes], wall_s=loop.wall_s)[0]
         return Turn(
             load, repeat, self.name, summary.requests, summary.attainment or 0.0, summary.tpot_p50_s,
             summary.throughput_tps, loop.wall_s,

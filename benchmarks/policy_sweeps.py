@@ -32,7 +32,8 @@ from policy_sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, 
 from policy_sweeps_tables import Line, tables, verdict
 
 from adaserve_jax.bench.machines import Machine, load_machine
-from adaserve_jax.bench.simulation import SimulationPlan, as_run, simulate, tune_fixed
+from adaserve_jax.bench.simulation import SimulationPlan, simulate
+from adaserve_jax.bench.simulation_points import as_run, tune_fixed
 from adaserve_jax.bench.simulation_rows import result_rows
 from adaserve_jax.bench.tuning import Grid
 from adaserve_jax.cli.options import comma_list

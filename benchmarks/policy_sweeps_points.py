@@ -10,7 +10,7 @@ from pathlib import Path
 from adaserve_jax.bench.fluctuating import DURATION_S, fluctuating_trace
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.reshaping import at_rate, with_requests
-from adaserve_jax.bench.simulation import TUNED
+from adaserve_jax.bench.simulation_points import TUNED
 from adaserve_jax.bench.traces import Trace, load_trace
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import POLICIES

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
 
-from adaserve_jax.bench.engine import Ask, Due, EngineAbout, OnFlight
-from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
+from adaserve_jax.bench.engine import Ask, EngineAbout, OnFlight
+from adaserve_jax.bench.open_loop import Due, LoopResult, drive
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.results.schema import OWN_SYSTEM
@@ -68,8 +67,7 @@ class ClientEngine:
         )
 
     def drive(self, due: Sequence[Due], *, drain_s: float, on_progress: OnFlight | None = None) -> LoopResult:
-        requests = [DueRequest(each.due_s, cast(GenerateRequest, each.prepared)) for each in due]
-        return drive(self.client, requests, drain_s=drain_s, on_progress=on_progress)
+        return drive(self.client, due, drain_s=drain_s, on_progress=on_progress)
 
     def stats(self) -> StepStats:
         return self.client.stats().scheduler

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.open_loop import Due, LoopResult
 from adaserve_jax.bench.recording import AcceptanceRecorder
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.stats import StepStats
@@ -50,14 +50,6 @@ class Ask:
     slo: SLO
     cache_salt: str
     max_tokens: int
-
-
-@dataclass(frozen=True)
-class Due:
-    """A request that is ready, due_s seconds after the start. prepared: what `prepare` made of it."""
-
-    due_s: float
-    prepared: object
 
 
 class BenchEngine(Protocol):

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.engine import Ask
 from adaserve_jax.bench.http_drive import UrlRun
 from adaserve_jax.bench.http_pool import ConnectionPool
 from adaserve_jax.bench.http_probe import MAX_ERROR_BYTES, UrlProbe
 from adaserve_jax.bench.http_requests import USAGE_LADDER, Dialect, message, prepare
 from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.open_loop import Due
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.schema import OWN_SYSTEM

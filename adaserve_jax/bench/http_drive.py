@@ -10,13 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
-import numpy as np
-
-from adaserve_jax.bench.engine import Due
 from adaserve_jax.bench.http_pool import ConnectionPool
 from adaserve_jax.bench.http_probe import UrlProbe
 from adaserve_jax.bench.http_requests import Prepared
-from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.open_loop import Due, LoopResult
 
 SPIN_S = 0.0015
 """A timer of the event loop is up to a millisecond late; so long before a due time the loop turns without sleeping."""
@@ -85,16 +82,9 @@ class UrlRun:
         for probe in left:
             probe.cut_off()
         self._pool.close_busy()
-        ends = [cut_off_s] if left else [probe.ended_at_s for probe in self.probes if probe.ended_at_s is not None]
-        late = np.array([probe.late_s for probe in self.probes] or [0.0])
-        return LoopResult(
-            probes=tuple(self.probes),
-            start_s=start_s,
-            wall_s=max(ends, default=start_s) - start_s,
-            late_max_s=float(late.max()),
-            late_p99_s=float(np.percentile(late, 99)),
-            interrupted=self._stopped.is_set(),
-            engine_died=await self._server_gone(),
+        gone = await self._server_gone()
+        return LoopResult.of(
+            self.probes, start_s, cut_off_s if left else None, interrupted=self._stopped.is_set(), engine_died=gone
         )
 
     def _submit(self, prepared: Prepared, due_at_s: float) -> None:

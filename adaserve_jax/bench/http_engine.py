@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from adaserve_jax.bench.engine import Ask, Due, EngineAbout
+from adaserve_jax.bench.engine import Ask, EngineAbout
 from adaserve_jax.bench.http_connection import parser_library
 from adaserve_jax.bench.http_discovery import Discovered, discover, system_name
 from adaserve_jax.bench.http_drive import UrlRun, undisturbed
@@ -18,7 +18,7 @@ from adaserve_jax.bench.http_pool import ConnectionPool
 from adaserve_jax.bench.http_requests import Prepared, prepare
 from adaserve_jax.bench.http_settings import UrlSettings
 from adaserve_jax.bench.http_tokens import worst
-from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.open_loop import Due, LoopResult
 from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.stats import StepStats

@@ -19,6 +19,7 @@ from adaserve_jax.bench.http_requests import Prepared
 from adaserve_jax.bench.http_served import served_metrics
 from adaserve_jax.bench.http_sse import EventReader, EventTooLarge
 from adaserve_jax.bench.http_tokens import Event, Seen, TokenSource, event_of, token_times
+from adaserve_jax.bench.probe import AtPoint, Probe
 from adaserve_jax.errors import SLO_INFEASIBLE
 from adaserve_jax.results.records import RequestRecord, Status
 from adaserve_jax.types import RequestMetrics
@@ -29,8 +30,8 @@ _CODE = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _DONE = b"[DONE]"
 
 
-class UrlProbe:
-    """One request and its answer; an `Answer` of its connection, and a `Probe` of the run.
+class UrlProbe(Probe):
+    """One request and its answer; an `Answer` of its connection too.
 
     on_end: called once, when the request ended, however that was. resend(probe): a connection that had been idle was
     gone before a byte came back, as happens when a server closes it just then; called once at most. keep_texts: whether
@@ -41,10 +42,9 @@ class UrlProbe:
         self, prepared: Prepared, due_at_s: float, on_end: Callable[[], None],
         resend: Callable[[UrlProbe], None] | None = None, *, keep_texts: bool = False,
     ):  # fmt: skip
+        super().__init__(due_at_s)
         self.prepared = prepared
-        self.due_at_s = self.submitted_at_s = self.heard_at_s = due_at_s
-        self.ended_at_s: float | None = None
-        self.token_times_s: list[float] = []
+        self.heard_at_s = due_at_s
         self.token_source: TokenSource | None = None
         self.texts: list[tuple[float, str]] = []
         self.error: str | None = None
@@ -63,14 +63,6 @@ class UrlProbe:
         self._size = 0
         self._is_done = False
         self._outcome: tuple[Status, str | None] = ("unfinished", None)
-
-    @property
-    def late_s(self) -> float:
-        return max(0.0, self.submitted_at_s - self.due_at_s)
-
-    @property
-    def ended(self) -> bool:
-        return self.ended_at_s is not None
 
     @property
     def outcome(self) -> tuple[Status, str | None]:
@@ -120,9 +112,7 @@ class UrlProbe:
             self._end(time.monotonic(), "finished" if done else "unfinished", None)
         self._let_go()
 
-    def record(
-        self, *, run_id: str, point: str, policy: str, rate_rps: float, start_s: float, baseline_s: float
-    ) -> RequestRecord:
+    def record(self, at: AtPoint) -> RequestRecord:
         """The request's record; times are those seen here, counts of verifications the server's where it says them."""
         status, code = self._outcome
         times = self.token_times_s
@@ -135,24 +125,12 @@ class UrlProbe:
             last_token_s=times[-1] if times else None,
             prompt_tokens=self._prompt_tokens,
             output_tokens=len(times),
-            tpot_slo_s=slo.tpot_s(baseline_s),
+            tpot_slo_s=slo.tpot_s(at.baseline_s),
             ttft_slo_s=slo.ttft_s,
             slo_class=self.prepared.slo_class,
             slo_feasible=False if code == SLO_INFEASIBLE else self._served.slo_feasible,
         )
-        return RequestRecord.of(
-            metrics,
-            run_id=run_id,
-            point=point,
-            policy=policy,
-            rate_rps=rate_rps,
-            request_id=self.prepared.request_id,
-            status=status,
-            error_code=code,
-            due_s=round(self.due_at_s - start_s, 6),
-            late_s=round(self.late_s, 6),
-            token_offsets_s=tuple(round(t - times[0], 6) for t in times),
-        )
+        return self._record_of(metrics, at, self.prepared.request_id, status, code)
 
     def _read(self, at_s: float, part: bytes) -> None:
         if self.ended:

@@ -6,45 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import cast
 
 import numpy as np
 
-from adaserve_jax.bench.probe import RequestProbe
+from adaserve_jax.bench.client_probe import RequestProbe
+from adaserve_jax.bench.probe import Probe
 from adaserve_jax.engine.client import EngineClient, GenerateRequest
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.results.records import RequestRecord
 
 
 @dataclass(frozen=True)
-class DueRequest:
-    """A request ready to submit, due_s seconds after the start."""
+class Due:
+    """A request that is ready, due_s seconds after the start. prepared: what the engine's `prepare` made of it."""
 
     due_s: float
-    request: GenerateRequest
-
-
-class Probe(Protocol):
-    """What a client noted of one request."""
-
-    @property
-    def token_times_s(self) -> Sequence[float]:
-        """time.monotonic of each output token."""
-        ...
-
-    @property
-    def late_s(self) -> float:
-        """How much later than due it was submitted."""
-        ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def record(
-        self, *, run_id: str, point: str, policy: str, rate_rps: float, start_s: float, baseline_s: float
-    ) -> RequestRecord:
-        """Its line of requests.jsonl. start_s: of the loop."""
-        ...
+    prepared: object
 
 
 @dataclass(frozen=True)
@@ -59,6 +36,17 @@ class LoopResult:
     late_p99_s: float
     interrupted: bool
     engine_died: bool
+
+    @classmethod
+    def of(
+        cls, probes: Sequence[Probe], start_s: float, cut_off_s: float | None, *, interrupted: bool, engine_died: bool
+    ) -> LoopResult:
+        """cut_off_s: when what was left was cut off; None: nothing was."""
+        ends = [each.ended_at_s for each in probes if each.ended_at_s is not None] if cut_off_s is None else [cut_off_s]
+        late = np.array([each.late_s for each in probes] or [0.0])
+        wall_s = max(ends, default=start_s) - start_s
+        late_max_s, late_p99_s = float(late.max()), float(np.percentile(late, 99))
+        return cls(tuple(probes), start_s, wall_s, late_max_s, late_p99_s, interrupted, engine_died)
 
 
 class _Outstanding:
@@ -90,10 +78,10 @@ class _Outstanding:
 
 
 def drive(
-    client: EngineClient, requests: Sequence[DueRequest], *, drain_s: float, settle_s: float = 10.0,
+    client: EngineClient, requests: Sequence[Due], *, drain_s: float, settle_s: float = 10.0,
     on_progress: Callable[[int], None] | None = None,
 ) -> LoopResult:  # fmt: skip
-    """Submit `requests` (in order of due_s) on time, then wait at most `drain_s` for those in flight.
+    """Submit `requests` (GenerateRequests, in order of due_s) on time, then wait at most `drain_s` for those in flight.
 
     What is left then is aborted and has `settle_s` to end. Ctrl-C stops submitting and cuts off likewise; requests
     not yet submitted are not part of the result. on_progress: told how many are in flight whenever that changes, from
@@ -106,7 +94,7 @@ def drive(
     try:
         for due in requests:
             _sleep_until(start_s + due.due_s)
-            probes.append(RequestProbe(due.request, start_s + due.due_s, outstanding.remove))
+            probes.append(RequestProbe(cast(GenerateRequest, due.prepared), start_s + due.due_s, outstanding.remove))
             outstanding.add()
             probes[-1].submit(client)
         outstanding.wait_none(drain_s)
@@ -119,17 +107,10 @@ def drive(
     for probe in left:
         probe.cut_off(client)
     outstanding.wait_none(settle_s)
-    ends = [cut_off_s] if left else [probe.ended_at_s for probe in probes if probe.ended_at_s is not None]
-    late = np.array([probe.late_s for probe in probes] or [0.0])
-    return LoopResult(
-        probes=tuple(probes),
-        start_s=start_s,
-        wall_s=max(ends, default=start_s) - start_s,
-        late_max_s=float(late.max()),
-        late_p99_s=float(np.percentile(late, 99)),
-        interrupted=interrupted,
-        engine_died=engine_died or not client.is_alive(),
-    )
+    return LoopResult.of(
+        probes, start_s, cut_off_s if left else None,
+        interrupted=interrupted, engine_died=engine_died or not client.is_alive(),
+    )  # fmt: skip
 
 
 def _sleep_until(when_s: float) -> None:

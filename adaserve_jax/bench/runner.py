@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import adaserve_jax
 from adaserve_jax.bench.arrivals import Arrival
-from adaserve_jax.bench.engine import Ask, BenchEngine, Due, OpenEngine, RecordingEngine
+from adaserve_jax.bench.engine import Ask, BenchEngine, OpenEngine, RecordingEngine
 from adaserve_jax.bench.loads import Loaded, load_all
-from adaserve_jax.bench.open_loop import LoopResult
+from adaserve_jax.bench.open_loop import Due, LoopResult
 from adaserve_jax.bench.plan import BenchPlan, Load, Point
+from adaserve_jax.bench.probe import AtPoint
 from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.resuming import (
     ACCEPTANCE,
@@ -141,13 +142,8 @@ class _Bench:
         with Sampler(self.engine.stats) as sampler:
             loop = self.engine.drive(due, drain_s=self.plan.drain_s, on_progress=self.watch.in_flight)
         run_id, rate_rps = self.provenance.run_id, loaded.schedule.rate_rps
-        records = [
-            probe.record(
-                run_id=run_id, point=point.name, policy=point.policy, rate_rps=rate_rps, start_s=loop.start_s,
-                baseline_s=self.provenance.baseline_s,
-            )
-            for probe in loop.probes
-        ]  # fmt: skip
+        at = AtPoint(run_id, point.name, point.policy, rate_rps, loop.start_s, self.provenance.baseline_s)
+        records = [probe.record(at) for probe in loop.probes]
         workload = loaded.workload
         provenance = replace(self.provenance, workload=workload.name, workload_hash=workload.sha256)
         conditions = self._conditions(point, loaded, loop)

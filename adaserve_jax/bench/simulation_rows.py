@@ -7,20 +7,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import adaserve_jax
 from adaserve_jax.bench.machines import Machine
 from adaserve_jax.bench.reshaping import Shape
+from adaserve_jax.bench.simulation import SimulationPlan
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.record_columns import RecordColumns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
-
-if TYPE_CHECKING:
-    from adaserve_jax.bench.simulation import SimulationPlan
 
 
 @dataclass(frozen=True)

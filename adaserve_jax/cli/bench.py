@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -198,7 +198,7 @@ def _about(config: EngineConfig) -> dict[str, Any]:
 
 def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | DrafterOptions) -> None:
     """Raise ConfigError for what only an engine of this process can do."""
-    changed = [f.name for given in options for f in fields(given) if getattr(given, f.name) != f.default]
+    changed = [name for given in options for name in given.changed()]
     if changed:
         raise ConfigError(f"--{changed[0].replace('_', '-')} is of an engine in this process; leave it out with --url")
     if plan.record:

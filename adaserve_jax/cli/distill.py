@@ -188,9 +188,9 @@ def _type(name: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from adaserve_jax.runtime.compiling import default_cache_folder, use_compile_cache
+    from adaserve_jax.runtime.compiling import use_compile_cache
 
-    use_compile_cache(default_cache_folder())
+    use_compile_cache(None)
     if name == "auto":
         name = "f32" if jax.local_devices()[0].platform == "cpu" else "bf16"
     return jnp.dtype(jnp.float32 if name == "f32" else jnp.bfloat16)

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from adaserve_jax.report.words import ms, percent
 from adaserve_jax.results.schema import Summary
 from adaserve_jax.results.served_report import ClassReport, Percentiles, ServedReport, Targets
 
@@ -25,7 +26,7 @@ def _count(name: str) -> Cell:
 
 
 def _share(name: str) -> Cell:
-    return lambda each: _percent(getattr(each.summary, name))
+    return lambda each: percent(getattr(each.summary, name))
 
 
 def _rate(name: str) -> Cell:
@@ -33,7 +34,7 @@ def _rate(name: str) -> Cell:
 
 
 def _times(*names: str) -> Cell:
-    return lambda each: " / ".join(_ms(getattr(each.summary, name)) for name in names)
+    return lambda each: " / ".join(ms(getattr(each.summary, name)) for name in names)
 
 
 def _target(kind: str) -> Cell:
@@ -67,7 +68,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("prompt tokens (of them cached)", lambda each: f"{each.summary.prompt_tokens:,} ({each.cached_tokens:,})"),
     ("output tokens", _count("output_tokens")),
     ("draft tokens verified", _count("drafted_tokens")),
-    ("accepted of them", lambda each: f"{each.summary.accepted_tokens:,} ({_percent(each.summary.acceptance_rate)})"),
+    ("accepted of them", lambda each: f"{each.summary.accepted_tokens:,} ({percent(each.summary.acceptance_rate)})"),
     ("accepted per verification", lambda each: _number(each.summary.mean_accepted, ".2f")),
     ("preemptions", _count("preemptions")),
 )
@@ -164,16 +165,8 @@ def _iso(unix_s: float | None) -> str | None:
     return datetime.fromtimestamp(unix_s, UTC).isoformat()
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
 def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
 
 
 def _range(targets: Targets) -> str:

@@ -16,7 +16,8 @@ from adaserve_jax.bench.mixing import parse_lengths, with_lengths
 from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.reshaping import Shape, reshape
 from adaserve_jax.bench.routers import ROUTERS, find_router
-from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate_all
+from adaserve_jax.bench.simulation import Simulated, SimulationPlan
+from adaserve_jax.bench.simulation_points import simulate_all
 from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, adjusted, save_trace, trace_of
 from adaserve_jax.bench.workload import load_workload

@@ -28,17 +28,20 @@ def notes() -> Console:
 def with_learning(config: EngineConfig, options: LearnOptions) -> EngineConfig:
     """`config` with what the options say of learning; says on stderr when they say something that has no effect.
     Raises ConfigError where nothing can learn."""
-    for name in options.unused()[:1]:
-        notes().print(f"--{name.replace('_', '-')} has no effect without --learn", style="dim", highlight=False)
+    _say_unused(options, "learn")
     return replace(config, learning=options.chosen())
 
 
 def with_drafter(config: EngineConfig, options: DrafterOptions) -> EngineConfig:
     """`config` with what the options say of draft services; says on stderr when they say something that has no effect.
     Raises ConfigError where there can be none."""
-    for name in options.unused()[:1]:
-        notes().print(f"--{name.replace('_', '-')} has no effect without --drafter", style="dim", highlight=False)
+    _say_unused(options, "drafter")
     return replace(config, drafter=options.chosen())
+
+
+def _say_unused(options: LearnOptions | DrafterOptions, switch: str) -> None:
+    for name in options.unused()[:1]:
+        notes().print(f"--{name.replace('_', '-')} has no effect without --{switch}", style="dim", highlight=False)
 
 
 def open_llm(config: EngineConfig) -> LLM:

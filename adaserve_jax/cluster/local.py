@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.cluster.control import OrderServer
-from adaserve_jax.cluster.keeper import Keeper, Member
+from adaserve_jax.cluster.keeper import Keeper
+from adaserve_jax.cluster.member import Member
 from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, Placed, draft_at, target_at
 from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_in_turn
 from adaserve_jax.cluster.router import url_of

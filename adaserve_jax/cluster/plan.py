@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaserve_jax.cluster.keeper import Member, Patience
+from adaserve_jax.cluster.member import Member, Patience
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.draining import ABORT_GRACE_S

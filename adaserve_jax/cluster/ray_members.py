@@ -22,7 +22,8 @@ import ray
 from ray.exceptions import RayError
 
 from adaserve_jax.cluster.asking import NoAnswer
-from adaserve_jax.cluster.keeper import Keeper, Member
+from adaserve_jax.cluster.keeper import Keeper
+from adaserve_jax.cluster.member import Member
 from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, bracketed, draft_at, target_at
 from adaserve_jax.cluster.rolling import RouterOrders
 from adaserve_jax.cluster.router import url_of

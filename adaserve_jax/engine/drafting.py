@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
+from adaserve_jax.engine.by_name import GRPC_TRANSPORT, load
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.timing import decode_plan, draft_plan
@@ -86,9 +87,7 @@ def check_packages() -> None:
 
 def check_files(config: DrafterConfig) -> None:
     """Raise ConfigError where a file that `config` names cannot be used, before minutes of compiling."""
-    from adaserve_jax.star.channel import GrpcTransport
-
-    GrpcTransport(config.addresses[0], config)
+    load(GRPC_TRANSPORT)(config.addresses[0], config)
 
 
 def connect_drafter(
@@ -108,10 +107,10 @@ def connect_drafter(
 
 def build(config: DrafterConfig, chances: ChanceTable, hello: Hello, max_rows: int, vocab_size: int) -> ServiceDrafter:
     """The drafter; its connections begin. `check_packages` has found what it needs."""
-    from adaserve_jax.star.channel import GrpcTransport
     from adaserve_jax.star.remote import RemoteDrafter
 
-    transports = [GrpcTransport(address, config) for address in config.addresses]
+    connects = load(GRPC_TRANSPORT)
+    transports = [connects(address, config) for address in config.addresses]
     return RemoteDrafter(transports, config, hello=hello, table=chances, max_rows=max_rows, vocabulary=vocab_size)
 
 

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import jax
@@ -21,10 +21,10 @@ from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine import drafting
-from adaserve_jax.engine.admission import check_room
+from adaserve_jax.engine.admission import check_ids, check_room
 from adaserve_jax.engine.baseline import measure_baseline
 from adaserve_jax.engine.calibration_file import CalibrationFile
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, failed_chunks
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.engine.learning import build_learner, build_router, learning_bytes
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, EngineDeadError, RequestError
@@ -214,14 +214,7 @@ class LocalEngine:
 
     def _check(self, request: GenerateRequest) -> Shared | None:
         """What the request's choices have in common. Raises at once what no waiting can change."""
-        vocab_size = self.info.vocab_size
-        low, high = min(request.prompt_ids, default=0), max(request.prompt_ids, default=0)
-        if low < 0 or high >= vocab_size:
-            raise RequestError(
-                f"prompt token ids must be from 0 to {vocab_size - 1}, got {low if low < 0 else high}",
-                param="prompt",
-                code="invalid_value",
-            )
+        check_ids(request.prompt_ids, self.info.vocab_size)
         if request.draft_tag and self._router is None:
             has = "has no draft" if self._drafting is None else "asks a draft service, which has one draft"
             raise RequestError(
@@ -338,7 +331,7 @@ class LocalEngine:
         try:
             self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
-            self._deliver(_failure(request.request_id, set(range(request.sampling.n)), error))
+            self._deliver(_failed(request.request_id, range(request.sampling.n), error))
         else:
             if self._router is not None and request.draft_tag:
                 self._router.route(request)  # which learns of a tag what its topic is: not from who was refused
@@ -373,7 +366,7 @@ class LocalEngine:
             sinks, self._sinks = self._sinks, {}
             self._preparing.clear()
         for request_id, (sink, choices) in sinks.items():
-            for chunk in _failure(request_id, choices, error):
+            for chunk in _failed(request_id, choices, error):
                 _call(sink, chunk)
 
 
@@ -387,8 +380,5 @@ def _call(sink: Sink, chunk: OutputChunk) -> bool:
     return True
 
 
-def _failure(request_id: str, choices: set[int], error: AdaServeError) -> list[OutputChunk]:
-    return [
-        OutputChunk(request_id, choice, "", [], "error", None, str(error), error.code, error.param)
-        for choice in sorted(choices)
-    ]
+def _failed(request_id: str, choices: Iterable[int], error: AdaServeError) -> list[OutputChunk]:
+    return failed_chunks(request_id, choices, str(error), error.code, error.param)

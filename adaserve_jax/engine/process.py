@@ -11,7 +11,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -21,19 +20,19 @@ from typing import Any
 import zmq
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import wire
+from adaserve_jax.engine import sockets, wire
 from adaserve_jax.engine.admission import check_room
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.by_name import LOCAL_ENGINE
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, failed_chunks
 from adaserve_jax.engine.supervision import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
+from adaserve_jax.scheduler.fit import check_prompt
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
 
-LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
 HEARTBEAT_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 15.0
 DYING_LIMIT_S = 1.0
-MAX_SOCKET_PATH = 100
 _log = logging.getLogger(__name__)
 
 
@@ -102,10 +101,10 @@ class ProcessEngine:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         """The child, told what to run, and the thread that reads what it sends."""
-        self._folder = _socket_folder()
+        self._folder = sockets.new_folder()
         self._context = zmq.Context()
-        self._requests = _to_engine(self._context, self._folder)
-        replies = _from_engine(self._context, self._folder)
+        self._requests = sockets.requests_out(self._context, self._folder)
+        replies = sockets.replies_in(self._context, self._folder)
         command = [sys.executable, "-m", "adaserve_jax.engine.process_main", self._folder]
         # A session of its own: Ctrl-C reaches the front end only, which drains before it stops the engine.
         child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -123,7 +122,7 @@ class ProcessEngine:
         return child
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        self._check(request)
+        check_prompt(len(request.prompt_ids), self.info.max_context)  # at once, without asking the engine
         choices = request.sampling.n
         with self._lock:
             if not self.is_alive():
@@ -137,18 +136,6 @@ class ProcessEngine:
             self._send(wire.Submit(request))
             self._open[request.request_id] = _Open(sink, set(range(choices)))
             self._submitted += choices
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise at once, without asking the engine, what can be known here."""
-        if not request.prompt_ids:
-            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
-        tokens, limit = len(request.prompt_ids), self.info.max_context
-        if tokens >= limit:
-            raise RequestError(
-                f"prompt must leave room for one token in a context of {limit}, got {tokens} tokens; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def _send(self, message: wire.ToEngine) -> None:
         """Never waits and loses nothing that a living child could read: the socket has no limit, and keeps what it is
@@ -266,11 +253,8 @@ class ProcessEngine:
         """End every open choice of a request with finish_reason "error"."""
         with self._lock:
             entry = self._open.get(request_id)
-            choices = sorted(entry.choices) if entry is not None else []
-        self._deliver(
-            OutputChunk(request_id, choice, "", [], "error", None, fault.message, fault.code, fault.param)
-            for choice in choices
-        )
+            choices = set(entry.choices) if entry is not None else set()
+        self._deliver(failed_chunks(request_id, choices, fault.message, fault.code, fault.param))
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""
@@ -288,28 +272,3 @@ class ProcessEngine:
         for request_id in request_ids:
             self._fail(request_id, fault)
         self._settled.set()
-
-
-def _socket_folder() -> str:
-    """A fresh directory that only this user can enter, with a path short enough for a Unix socket."""
-    folder = tempfile.mkdtemp(prefix="adaserve-")
-    if len(folder) > MAX_SOCKET_PATH - len("/from_engine"):
-        shutil.rmtree(folder)
-        folder = tempfile.mkdtemp(prefix="adaserve-", dir="/tmp")
-    return folder
-
-
-def _to_engine(context: zmq.Context, folder: str) -> zmq.Socket:
-    """Connects, and the child binds: a socket that binds has nowhere to put a message while nobody is connected."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(f"ipc://{folder}/to_engine")
-    return socket
-
-
-def _from_engine(context: zmq.Context, folder: str) -> zmq.Socket:
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind(f"ipc://{folder}/from_engine")
-    return socket

@@ -7,7 +7,6 @@ This is the only process that imports jax. Knows nothing of HTTP.
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -22,21 +21,14 @@ from typing import TypeVar
 
 import zmq
 
-from adaserve_jax.engine import wire
+from adaserve_jax.engine import sockets, wire
+from adaserve_jax.engine.by_name import load
 from adaserve_jax.engine.client import EngineClient, OutputChunk
-from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
+from adaserve_jax.errors import AdaServeError, EngineDeadError
 
 HEARTBEAT_S = 0.25
 CLOSE_LIMIT_S = 10.0
 T = TypeVar("T")
-
-
-def load_factory(path: str) -> Callable[..., EngineClient]:
-    """Import "module:callable". Raises ConfigError when it is not of that form."""
-    module, _, name = path.partition(":")
-    if not name:
-        raise ConfigError(f"engine factory must be 'module:callable', got {path!r}")
-    return getattr(importlib.import_module(module), name)
 
 
 def read_start(pipe: int) -> wire.Start:
@@ -62,11 +54,8 @@ class Outbox:
     The socket belongs to `_run` alone, which takes from the left what others put in on the right.
     """
 
-    def __init__(self, context: zmq.Context, address: str):
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.connect(address)
+    def __init__(self, socket: zmq.Socket):
+        self._socket = socket
         self._woken = threading.Event()
         self._messages: deque[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = deque()
         self._chunks: deque[OutputChunk] = deque()
@@ -123,10 +112,8 @@ def _taken(items: deque[T]) -> list[T]:
 class Inbox:
     """Takes requests from the front end until its pipe ends."""
 
-    def __init__(self, context: zmq.Context, address: str):
-        self._socket = context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
+    def __init__(self, socket: zmq.Socket):
+        self._socket = socket
 
     def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
         """Hand every message to the engine; returns once `stop` is set or the engine died."""
@@ -170,10 +157,10 @@ def main(folder: str) -> int:
     limit_s = CLOSE_LIMIT_S + wire.save_limit_s(start.config)
     threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder, limit_s), daemon=True).start()
     with zmq.Context() as context:
-        outbox = Outbox(context, f"ipc://{folder}/from_engine")
-        inbox = Inbox(context, f"ipc://{folder}/to_engine")
+        outbox, inbox = Outbox(sockets.replies_out(context, folder)), Inbox(sockets.requests_in(context, folder))
         try:
-            engine = load_factory(start.factory)(start.config, lambda *part: outbox.post(wire.Loading(*part)))
+            build: Callable[..., EngineClient] = load(start.factory)
+            engine = build(start.config, lambda *part: outbox.post(wire.Loading(*part)))
             engine.start()
         except Exception as error:
             if not isinstance(error, AdaServeError):

@@ -19,13 +19,11 @@ _LLAMA_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
-    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
-    "bos_token_id": None,
     "eos_token_id": None,
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -93,7 +91,6 @@ class ModelConfig:
     tie_embeddings: bool
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -146,7 +143,6 @@ class ModelConfig:
             tie_embeddings=bool(values.get("tie_word_embeddings")),
             max_position=scaling.max_position(trained) if scaling is not None else trained,
             eos_token_ids=_eos_ids(Path(folder), values),
-            bos_token_id=values.get("bos_token_id"),
             rope_scaling=scaling,
             qkv_bias=family.qkv_bias or biased,
             out_bias=biased,

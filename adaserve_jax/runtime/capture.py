@@ -19,7 +19,8 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.placement import EVERYWHERE
 from adaserve_jax.runtime.compiling import Declared
 from adaserve_jax.runtime.model import Amend, DeviceModel
-from adaserve_jax.runtime.programs import InFlight, Sampled
+from adaserve_jax.runtime.pools import InFlight
+from adaserve_jax.runtime.programs import Sampled
 
 LEAST_ROWS, GROWTH = 8, 4
 """Rows of the smallest program, and of each next one as a multiple; the last has as many as positions are sampled."""

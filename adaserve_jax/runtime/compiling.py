@@ -27,7 +27,7 @@ class Declared:
     arguments: tuple[Any, ...]
 
 
-def default_cache_folder() -> Path:
+def _default_folder() -> Path:
     """JAX's own setting where it is made, else the user's cache folder."""
     chosen = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     if chosen:
@@ -36,9 +36,10 @@ def default_cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "adaserve_jax" / "compile"
 
 
-def use_compile_cache(folder: Path) -> None:
-    """Keep every compiled program on disk, however small or quick to compile. Raises ConfigError: no such folder can
-    be made."""
+def use_compile_cache(chosen: str | Path | None) -> None:
+    """Keep every compiled program on disk, however small or quick to compile: in the folder chosen, else in JAX's own
+    or the user's. Raises ConfigError: no such folder can be made."""
+    folder = Path(chosen) if chosen else _default_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

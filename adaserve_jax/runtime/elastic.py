@@ -20,7 +20,7 @@ from adaserve_jax.models.host_copy import HostCopy
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.runtime.compiling import CompileCounter, Declared
 from adaserve_jax.runtime.model import DeviceModel, free
-from adaserve_jax.runtime.programs import Pools, blank, move_to_base
+from adaserve_jax.runtime.pools import Pools, blank, move_to_base
 
 DEVICE_ERRORS = (RuntimeError, MemoryError)
 """What jax raises when a device cannot do as asked, out of memory included, and what NumPy does."""
@@ -70,10 +70,6 @@ class Elastic:
     def host_bytes(self) -> int:
         """Of the drafts' copies."""
         return sum(copy.nbytes for copy in self._host_copies)
-
-    def declare(self) -> list[Declared]:
-        """The programs of swaps."""
-        return declare_swaps(self._target, self._draft, self._extension_pages)
 
     def set_weights(self, draft: int, params: Params) -> None:
         """These are a draft's weights from now on, wherever it is; they are its own. While it is away they live on in

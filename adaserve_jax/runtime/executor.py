@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +13,23 @@ from adaserve_jax.constraints.positions import edited_rows
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.loading import load_params
-from adaserve_jax.models.placement import Placement
 from adaserve_jax.results.profile import Profile, read_profile
 from adaserve_jax.runtime import hosts
-from adaserve_jax.runtime.capture import Capture, Pending
-from adaserve_jax.runtime.compiling import (
-    CompileCounter,
-    Declared,
-    compile_all,
-    default_cache_folder,
-    use_compile_cache,
-)
+from adaserve_jax.runtime.capture import Pending
+from adaserve_jax.runtime.compiling import CompileCounter, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.identity import identify
 from adaserve_jax.runtime.logprobs import logprobs_of
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.packing import PackedStep, pack_verify
-from adaserve_jax.runtime.pair import Pair, find_chances, find_pair
-from adaserve_jax.runtime.programs import ModelPrograms, outcome_size
+from adaserve_jax.runtime.packing import pack_verify
+from adaserve_jax.runtime.pair import find_chances, find_pair
+from adaserve_jax.runtime.parts import capture_of, declare_all, load_drafter, load_target, resampler_of
+from adaserve_jax.runtime.programs import outcome_size
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.runtime.timing import measure, rehearse_swap, run_once
-from adaserve_jax.tree.acceptance import AcceptanceTable
 from adaserve_jax.tree.chances import ChanceTable
 from adaserve_jax.types import (
     CandidateTrees,
@@ -123,15 +113,7 @@ class ModelExecutor:
     def compile(self, progress: Progress | None = None) -> None:
         """Compile every program; the first half of `warm_up`. Raises ConfigError when the programs need more memory
         than there is."""
-        declared = declare_target(self.target, self.limits)
-        if self.resampler is not None:
-            declared += self.resampler.declare()
-        if self._capture is not None:
-            declared += self._capture.declare()
-        if self.local_drafter is not None:
-            declared += self.local_drafter.declare()
-        if self.elastic is not None:
-            declared += self.elastic.declare()
+        declared = declare_all(self.target, self.limits, self.resampler, self._capture, self.local_drafter)
         compiled = compile_all(declared, progress)
         self._workspace = workspace_of(compiled, None if self.resampler is None else self.resampler.blank_bytes)
         self.resolved.check_memory(self._workspace)
@@ -282,7 +264,7 @@ def load_executor(
     """
     if config.process_id:
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
-    use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
+    use_compile_cache(config.compile_cache)
     if config.num_processes == 1:
         return _load(config, progress, None, swaps, training_bytes)
     followers = hosts.Followers(config)
@@ -317,76 +299,3 @@ def _load(
 def _with_offsets(config: EngineConfig, profile: Profile) -> EngineConfig:
     """c1 and c2 of eq. 8 and 9 as the profile has them, where the options do not say."""
     return replace(config, eq8_c1=config.eq8_c1 or profile.c1 or 0, eq9_c2=config.eq9_c2 or profile.c2 or 0)
-
-
-def load_target(
-    pair: Pair, resolved: Resolved, progress: Progress | None, announce: Callable[[PackedStep], None] | None = None,
-    read: Callable[..., Params] = load_params,
-) -> DeviceModel:  # fmt: skip
-    """The target on its devices; in each of several processes, the part that lies on its own. read: called as
-    `load_params` is."""
-    partition, limits = resolved.placement.partition, resolved.limits
-    programs = ModelPrograms(
-        partition.local(pair.target), limits.max_pages_per_request, resolved.config.deterministic, partition,
-        resolved.attention,
-    )  # fmt: skip
-    return DeviceModel(
-        "target",
-        pair.target,
-        read(
-            pair.target_folder,
-            pair.target,
-            resolved.dtype,
-            progress,
-            resolved.placement,
-            quantize=resolved.config.quantize,
-        ),
-        programs,
-        resolved.verify_buckets,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        dtype=resolved.dtype,
-        placement=resolved.placement,
-        announce=announce,
-    )
-
-
-def declare_target(target: DeviceModel, limits: Limits) -> list[Declared]:
-    """The verify program for every bucket, and its commits; both for pools that are extended too, where they can be."""
-    return target.declare_forward(partial(target.programs.verify, max_depth=limits.max_depth), limits.extension_pages)
-
-
-def resampler_of(resolved: Resolved, target: DeviceModel) -> Resampler | None:
-    """None with several processes: the others mirror the forward alone."""
-    return Resampler(target, resolved.limits) if resolved.config.num_processes == 1 else None
-
-
-def capture_of(resolved: Resolved, target: DeviceModel) -> Capture | None:
-    """None without learning."""
-    learning = resolved.config.learning
-    return None if learning is None else Capture(target, learning)
-
-
-def load_drafter(
-    pair: Pair, resolved: Resolved, chances: ChanceTable | None, progress: Progress | None,
-    read: Callable[..., Params] = load_params, placement: Placement | None = None,
-) -> LocalDrafter | None:  # fmt: skip
-    """The drafts on the first device, wherever the target lies: they are small, and exchanges would cost more than
-    they save. read: called as `load_params` is; placement: None for that device."""
-    if pair.draft is None or pair.draft_folder is None or chances is None:
-        return None
-    limits = resolved.limits
-    first, *further = (read(folder, pair.draft, resolved.dtype, progress, placement) for folder in pair.draft_folders)
-    model = DeviceModel(
-        "draft",
-        pair.draft,
-        first,
-        ModelPrograms(pair.draft, limits.max_pages_per_request, attention=resolved.attention),
-        resolved.catchup_buckets,
-        num_pages=limits.num_pages,
-        page_size=limits.page_size,
-        dtype=resolved.dtype,
-        placement=placement,
-        further=further,
-    )
-    return LocalDrafter(model, AcceptanceTable.of(chances), max_depth=limits.max_depth, widths=resolved.search_widths)

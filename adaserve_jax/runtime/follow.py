@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime import hosts
-from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
-from adaserve_jax.runtime.executor import declare_target, load_target
+from adaserve_jax.runtime.compiling import compile_all, use_compile_cache
 from adaserve_jax.runtime.footprint import workspace_of
 from adaserve_jax.runtime.pair import find_pair
+from adaserve_jax.runtime.parts import declare_target, load_target
 from adaserve_jax.runtime.resolve import resolve
 from adaserve_jax.types import Progress
 
@@ -22,7 +20,7 @@ def follow(config: EngineConfig, progress: Progress | None = None) -> int:
     """
     if not config.process_id:
         raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
-    use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
+    use_compile_cache(config.compile_cache)
     leader = hosts.Leader(config)
     steps = 0
     try:

@@ -16,7 +16,8 @@ from adaserve_jax.models.placement import EVERYWHERE, Placement
 from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.compiling import Declared
 from adaserve_jax.runtime.packing import PackedStep, step_layout
-from adaserve_jax.runtime.programs import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, ModelPrograms, Pools, commit, new_pools
+from adaserve_jax.runtime.pools import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, Pools, commit, new_pools
+from adaserve_jax.runtime.programs import ModelPrograms
 
 Role = Literal["target", "draft"]
 Amend = Callable[[Any, InFlight], tuple[Any, InFlight]]

@@ -17,11 +17,10 @@ from adaserve_jax.memory.ledger import Workspace
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.runtime.compiling import compile_all, default_cache_folder, use_compile_cache
-from adaserve_jax.runtime.elastic import declare_swaps
-from adaserve_jax.runtime.executor import capture_of, declare_target, load_drafter, load_target
+from adaserve_jax.runtime.compiling import compile_all, use_compile_cache
 from adaserve_jax.runtime.footprint import weight_dtype, workspace_of
 from adaserve_jax.runtime.pair import find_chances, find_pair
+from adaserve_jax.runtime.parts import capture_of, declare_all, load_drafter, load_target
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.runtime.resolve import Resolved, resolve
 from adaserve_jax.types import Progress
@@ -51,22 +50,15 @@ def plan_memory(
             f"memory is planned for one process, got num_processes {config.num_processes}; leave it out, since each of "
             "several checks its own memory as it starts"
         )
-    use_compile_cache(Path(config.compile_cache) if config.compile_cache else default_cache_folder())
+    use_compile_cache(config.compile_cache)
     pair = find_pair(config)
     resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
     resampler = Resampler(target, resolved.limits)
-    declared = declare_target(target, resolved.limits) + resampler.declare()
-    capture = capture_of(resolved, target)
-    if capture is not None:
-        declared += capture.declare()
     on_one = Unfilled.like(Placement.on_one())
     drafter = load_drafter(pair, unfilled, find_chances(config, pair), progress, _shapes, on_one)
-    if drafter is not None:
-        declared += drafter.declare()
-        if resolved.limits.extension_pages:
-            declared += declare_swaps(target, drafter.model, resolved.limits.extension_pages)
+    declared = declare_all(target, resolved.limits, resampler, capture_of(resolved, target), drafter)
     return resolved, workspace_of(compile_all(declared, progress), resampler.blank_bytes)
 
 

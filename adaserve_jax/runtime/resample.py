@@ -24,7 +24,8 @@ from adaserve_jax.runtime.compiling import Declared
 from adaserve_jax.runtime.logprobs import report, report_size
 from adaserve_jax.runtime.model import Amend, DeviceModel
 from adaserve_jax.runtime.packing import PackedStep, edits_layout, step_layout, table_layout
-from adaserve_jax.runtime.programs import InFlight, Sampled, follow, places, sampled_positions
+from adaserve_jax.runtime.pools import InFlight, places
+from adaserve_jax.runtime.programs import Sampled, follow, sampled_positions
 from adaserve_jax.sampling import MAX_LOGIT_BIASES
 from adaserve_jax.tree.edits import CHUNK, Paths, Penalties, Table, edited_logits
 from adaserve_jax.tree.sampling import draw

@@ -25,6 +25,7 @@ from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
+from adaserve_jax.scheduler.fit import fit
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
@@ -183,29 +184,9 @@ class Scheduler:
         }  # fmt: skip
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes.
-
-        Raises RequestError when not even one output token fits.
-        """
-        limits = self._limits
-        if prompt_tokens == 0:
-            raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
-        if prompt_tokens >= limits.max_context:
-            raise RequestError(
-                f"prompt must leave room for one token in a context of {limits.max_context}, got {prompt_tokens} "
-                "tokens; shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        total = min(prompt_tokens + max_tokens, limits.max_context)
-        if self._batch.pool.pages_for(total) > limits.num_pages:
-            raise RequestError(
-                f"prompt and max_tokens must fit the KV cache of {limits.num_pages * limits.page_size} tokens, got "
-                f"{prompt_tokens} + {total - prompt_tokens}; shorten the prompt or lower max_tokens",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        return total
+        """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes. Raises
+        RequestError when not even one output token fits."""
+        return fit(prompt_tokens, max_tokens, self._limits)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it can never be served, or its targets are out of reach and

@@ -148,10 +148,9 @@ class Generation:
         tpot_s = request.slo.tpot_s(self.state.info.baseline_s) if metrics is None else metrics.tpot_slo_s
         keep = self.state.settings.record_text
         text = ChoiceText(request.prompt_ids, "".join(self._choices[index].text)) if keep else None
-        return EndedChoice(
-            self.origin.request_id, index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
-            self.origin.key, request.slo_class, time.time(), tpot_s, request.slo.ttft_s, metrics,
-            self.origin.operation, self.origin.traceparent, text,
+        return self.origin.ended(
+            index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
+            slo_class=request.slo_class, tpot_slo_s=tpot_s, ttft_slo_s=request.slo.ttft_s, metrics=metrics, text=text,
         )  # fmt: skip
 
     def abort(self) -> None:

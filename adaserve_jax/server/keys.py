@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from adaserve_jax.checked import Checked
 from adaserve_jax.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -25,7 +26,7 @@ def digest_of(secret: str | bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class KeySettings:
+class KeySettings(Checked):
     """One API key and its limits; 0 and empty mean no limit. Each field's text is in KEY_HELP. Raises ConfigError."""
 
     name: str
@@ -56,10 +57,6 @@ class KeySettings:
         for name in ("requests_per_minute", "tokens_per_minute", "min_slo_tpot_ms", "min_slo_ttft_ms"):
             self._check(0 <= getattr(self, name) < math.inf, name, "a finite number >= 0")
         self._check(0 < self.burst_s < math.inf, "burst_s", "a finite number of seconds above 0")
-
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     def digest(self, environ: Mapping[str, str] = os.environ) -> bytes:
         """SHA-256 of the key. Raises ConfigError when it should be in the environment and is not."""

@@ -6,6 +6,7 @@ Knows no storage and no HTTP. Nothing of a request's text, except where an obser
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -59,6 +60,16 @@ class Origin:
     key: str = ""
     operation: str = ""
     traceparent: str = ""
+
+    def ended(
+        self, index: int, ending: Ending, error_code: str | None, *, slo_class: str, tpot_slo_s: float | None,
+        ttft_slo_s: float | None, metrics: RequestMetrics | None = None, text: ChoiceText | None = None,
+    ) -> EndedChoice:  # fmt: skip
+        """A choice of this request that ends now."""
+        return EndedChoice(
+            self.request_id, index, ending, error_code, self.key, slo_class, time.time(), tpot_slo_s, ttft_slo_s,
+            metrics, self.operation, self.traceparent, text,
+        )  # fmt: skip
 
 
 Observer = Callable[[EndedChoice], None]

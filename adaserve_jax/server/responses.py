@@ -56,7 +56,7 @@ class CompletionLogprobs(BaseModel):
 class CompletionChoice(BaseModel):
     index: int = Field(description="Prompt index times n plus the choice's.")
     text: str = Field(description="The output, or in a stream the next piece of it.")
-    logprobs: CompletionLogprobs | None = Field(None, description="Where they were asked for.")
+    logprobs: CompletionLogprobs | None = Field(default=None, description="Where they were asked for.")
     finish_reason: FinishedBy | None = Field(
         description="stop: an end of the text; length: max_tokens; null in a stream until the last piece."
     )
@@ -64,22 +64,24 @@ class CompletionChoice(BaseModel):
 
 class Completion(BaseModel):
     id: str = Field(description="A fresh name of this answer.")
-    object: Literal["text_completion"] = Field("text_completion", description="What this is.")
+    object: Literal["text_completion"] = Field(default="text_completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
     model: str = Field(description="The served model's name.")
     choices: list[CompletionChoice] = Field(
         description="One for each prompt and each of n; in a stream those that go on."
     )
-    usage: Usage | None = Field(None, description="Counts of tokens; in a stream where stream_options ask for them.")
+    usage: Usage | None = Field(
+        default=None, description="Counts of tokens; in a stream where stream_options ask for them."
+    )
     metrics: ResponseMetrics | None = Field(
         None, description="What the request got; in a stream with the last event only."
     )
 
 
 class AssistantMessage(BaseModel):
-    role: Literal["assistant"] = Field("assistant", description="Always assistant.")
+    role: Literal["assistant"] = Field(default="assistant", description="Always assistant.")
     content: str = Field(description="The output.")
-    refusal: None = Field(None, description="Always null.")
+    refusal: None = Field(default=None, description="Always null.")
 
 
 class TopLogprob(BaseModel):
@@ -96,19 +98,19 @@ class ChatLogprob(TopLogprob):
 
 class ChatLogprobs(BaseModel):
     content: list[ChatLogprob] = Field(description="One for each output token.")
-    refusal: None = Field(None, description="Always null.")
+    refusal: None = Field(default=None, description="Always null.")
 
 
 class ChatChoice(BaseModel):
     index: int = Field(description="From 0, one for each of n.")
     message: AssistantMessage = Field(description="The answer.")
-    logprobs: ChatLogprobs | None = Field(None, description="Where they were asked for.")
+    logprobs: ChatLogprobs | None = Field(default=None, description="Where they were asked for.")
     finish_reason: FinishedBy = Field(description="stop: an end of the text; length: max_tokens.")
 
 
 class ChatCompletion(BaseModel):
     id: str = Field(description="A fresh name of this answer.")
-    object: Literal["chat.completion"] = Field("chat.completion", description="What this is.")
+    object: Literal["chat.completion"] = Field(default="chat.completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
     model: str = Field(description="The served model's name.")
     choices: list[ChatChoice] = Field(description="One for each of n.")
@@ -117,8 +119,8 @@ class ChatCompletion(BaseModel):
 
 
 class Delta(BaseModel):
-    role: Literal["assistant"] | None = Field(None, description="In the first piece of a choice.")
-    content: str | None = Field(None, description="The next piece of the output.")
+    role: Literal["assistant"] | None = Field(default=None, description="In the first piece of a choice.")
+    content: str | None = Field(default=None, description="The next piece of the output.")
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, handler: SerializerFunctionWrapHandler) -> dict[str, str]:
@@ -128,18 +130,20 @@ class Delta(BaseModel):
 class ChatChunkChoice(BaseModel):
     index: int = Field(description="From 0, one for each of n.")
     delta: Delta = Field(description="What is new.")
-    logprobs: ChatLogprobs | None = Field(None, description="Of the tokens that are new, where they were asked for.")
+    logprobs: ChatLogprobs | None = Field(
+        default=None, description="Of the tokens that are new, where they were asked for."
+    )
     finish_reason: FinishedBy | None = Field(description="With the last piece of a choice; null before.")
 
 
 class ChatChunk(BaseModel):
     id: str = Field(description="A fresh name of this answer, the same in all its events.")
-    object: Literal["chat.completion.chunk"] = Field("chat.completion.chunk", description="What this is.")
+    object: Literal["chat.completion.chunk"] = Field(default="chat.completion.chunk", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
     model: str = Field(description="The served model's name.")
     choices: list[ChatChunkChoice] = Field(description="Those that go on; empty in the event that has the counts only.")
-    usage: Usage | None = Field(None, description="Counts of tokens, where stream_options ask for them.")
-    metrics: ResponseMetrics | None = Field(None, description="What the request got, with the last event only.")
+    usage: Usage | None = Field(default=None, description="Counts of tokens, where stream_options ask for them.")
+    metrics: ResponseMetrics | None = Field(default=None, description="What the request got, with the last event only.")
 
 
 class ErrorDetail(BaseModel):
@@ -160,9 +164,9 @@ class SloTargets(BaseModel):
 
 class ModelCard(BaseModel):
     id: str = Field(description="The name that model may be.")
-    object: Literal["model"] = Field("model", description="What this is.")
+    object: Literal["model"] = Field(default="model", description="What this is.")
     created: int = Field(description="Unix time of the server's start, seconds.")
-    owned_by: Literal["adaserve"] = Field("adaserve", description="Always adaserve.")
+    owned_by: Literal["adaserve"] = Field(default="adaserve", description="Always adaserve.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     draft: str | None = Field(description="The draft model; null: no speculation.")
     drafts: list[str] = Field(description="What draft_tag may be.")
@@ -171,7 +175,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    object: Literal["list"] = Field("list", description="What this is.")
+    object: Literal["list"] = Field(default="list", description="What this is.")
     data: list[ModelCard] = Field(description="One model.")
 
 
@@ -191,7 +195,7 @@ class Tokens(BaseModel):
     tokens: list[int] = Field(description="Token ids.")
     count: int = Field(description="How many.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
-    token_strs: list[str] | None = Field(None, description="What each token spells, where that was asked for.")
+    token_strs: list[str] | None = Field(default=None, description="What each token spells, where that was asked for.")
 
 
 class Text(BaseModel):

@@ -154,11 +154,19 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
             encoded = await encode(tokenizer, prompts, info.vocab_size)
         requests = [
             GenerateRequest(
-                uuid.uuid4().hex, ids, fit(body, sampling, len(ids), info.max_context), targets.slo, targets.priority,
-                targets.slo_class, salt, learn, account.name, draft_tag,
+                uuid.uuid4().hex,
+                ids,
+                fit(body, sampling, len(ids), info.max_context),
+                targets.slo,
+                priority=targets.priority,
+                slo_class=targets.slo_class,
+                cache_salt=salt,
+                learn=learn,
+                tenant=account.name,
+                draft_tag=draft_tag,
             )
             for ids in encoded
-        ]  # fmt: skip
+        ]
         pieces = pieces_of(body, prompts, sampling, tokenizer)
         account.charge(tokens_of(requests))
     except BaseException as error:

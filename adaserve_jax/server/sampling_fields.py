@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.errors import RequestError
+from adaserve_jax.scheduler.fit import check_not_empty
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import ChatBody, CompletionBody, GenerationBody, ResponseFormat
 from adaserve_jax.types import SamplingParams
@@ -122,8 +123,7 @@ def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_
     A limit that the body asks for must fit; the default (16 for completions, all there is for chat) is cut to fit,
     as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
-    if prompt_tokens == 0:
-        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+    check_not_empty(prompt_tokens)
     room = max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:

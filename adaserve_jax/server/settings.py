@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
+from adaserve_jax.checked import Checked, check_tls
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.classes import DEFAULT_CLASS, SloClass, tiers_of
 from adaserve_jax.server.keys import KeySettings
@@ -18,7 +18,7 @@ _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.:\[\]-]+")
 
 
 @dataclass(frozen=True)
-class ServerSettings:
+class ServerSettings(Checked):
     """How the HTTP front end behaves. Each field's help text is in FIELD_HELP. Raises ConfigError."""
 
     host: str = "127.0.0.1"
@@ -74,7 +74,8 @@ class ServerSettings:
         self._check(self.max_restarts >= 0, "max_restarts", "an integer >= 0")
         levels = ("critical", "error", "warning", "info", "debug")
         self._check(self.log_level in levels, "log_level", f"one of {', '.join(levels)}")
-        self._check(self.api_key is None or bool(_parts(self.api_key)), "api_key", "not empty")
+        if self.api_key is not None and not _parts(self.api_key):  # what came may be a secret
+            raise ConfigError("api_key must be not empty, got an empty one")
         self._check_connections()
         self._check_watchers()
         self._check_tables()
@@ -98,10 +99,7 @@ class ServerSettings:
                     f"cors_origins must be origins like https://example.org or http://localhost:3000, without a path, "
                     f"or the one *, got {origin!r}"
                 )
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key must be given together, got one of them")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError("tls_client_ca needs tls_cert and tls_key, got neither")
+        check_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def _check_tables(self) -> None:
         classes = self.class_table()
@@ -116,11 +114,6 @@ class ServerSettings:
                     raise ConfigError(
                         f"slo_classes of the key {key.name!r} must be of {', '.join(sorted(classes))}, got {name!r}"
                     )
-
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            shown = "an empty one" if name == "api_key" else repr(getattr(self, name))
-            raise ConfigError(f"{name} must be {expected}, got {shown}")
 
     def class_table(self) -> dict[str, SloClass]:
         """Every class by name: those of the file, then those of `slo_classes`, which win; "default" is always there.
@@ -143,15 +136,6 @@ class ServerSettings:
         plain = _parts(self.api_key or "")
         names = ["api-key"] if len(plain) == 1 else [f"api-key-{number}" for number in range(1, len(plain) + 1)]
         return (*(KeySettings(name, key, operator=True) for name, key in zip(names, plain, strict=True)), *self.keys)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ServerSettings:
-        """Build from plain values. Raises ConfigError naming the first unknown key."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(f"unknown option {unknown[0]!r}; known options are {', '.join(sorted(known))}")
-        return cls(**values)
 
 
 def _parts(keys: str) -> list[str]:

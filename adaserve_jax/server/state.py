@@ -103,9 +103,8 @@ class ServerState:
         """These choices of one request, by index, got no room, or the engine would not take them."""
         tpot_s = slo.tpot_s(self.info.baseline_s)
         for index in choices:
-            self.ended(EndedChoice(
-                origin.request_id, index, "rejected", error.code, origin.key, slo_class, time.time(), tpot_s,
-                slo.ttft_s, None, origin.operation, origin.traceparent,
+            self.ended(origin.ended(
+                index, "rejected", error.code, slo_class=slo_class, tpot_slo_s=tpot_s, ttft_slo_s=slo.ttft_s,
             ))  # fmt: skip
 
     def abort_all(self) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from adaserve_jax.errors import RequestError
+from adaserve_jax.engine.admission import check_ids
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import CompletionBody, GenerationBody, Message
 from adaserve_jax.server.state import TextCodec
@@ -90,7 +90,7 @@ async def encode(tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab
 def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    check_ids(prompt, vocab_size, "prompt")
+    check_ids(prompt, vocab_size)
     return prompt
 
 
@@ -98,14 +98,3 @@ async def encode_chat(tokenizer: TextCodec, messages: list[Message]) -> list[int
     """Token ids of a conversation. Raises RequestError."""
     plain = chat_messages(messages)
     return await apart(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
-
-
-def check_ids(ids: list[int], vocab_size: int, param: str) -> None:
-    """Raises RequestError unless every id is one of the model's."""
-    for token in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{param} must hold token ids from 0 to {vocab_size - 1}, got {token}",
-                param=param,
-                code="invalid_value",
-            )

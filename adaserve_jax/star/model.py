@@ -21,7 +21,7 @@ from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.pallas_kernels.paged_tree_attention.reference import CPU_BLOCKS
 from adaserve_jax.results.provenance import model_hash
-from adaserve_jax.runtime.compiling import CompileCounter, compile_all, default_cache_folder, use_compile_cache
+from adaserve_jax.runtime.compiling import CompileCounter, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.footprint import RESERVE_SHARE, memory_limit, page_bytes, weight_bytes
 from adaserve_jax.runtime.model import DeviceModel
@@ -147,7 +147,7 @@ class DraftModel:
 
 def load(settings: DraftServiceSettings, progress: Progress | None = None, effort: Effort = WARM_UP) -> DraftModel:
     """Read, compile and time the draft. Raises CheckpointError, ConfigError."""
-    use_compile_cache(Path(settings.compile_cache) if settings.compile_cache else default_cache_folder())
+    use_compile_cache(settings.compile_cache)
     folder = resolve_folder(settings.model, "draft")
     config = ModelConfig.from_folder(folder)
     tokenizer = Tokenizer.from_folder(folder)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from adaserve_jax.checked import Checked, check_tls
 from adaserve_jax.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class DraftServiceSettings:
+class DraftServiceSettings(Checked):
     """Each field's help text is in FIELD_HELP. Raises ConfigError."""
 
     listen: str = "127.0.0.1:7070"
@@ -52,14 +53,7 @@ class DraftServiceSettings:
         host_port("listen", self.listen)
         if self.http:
             host_port("http", self.http)
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("tls_cert and tls_key must be given together, got one of them")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError("tls_client_ca needs tls_cert and tls_key, got neither")
-
-    def _check(self, ok: bool, name: str, expected: str) -> None:
-        if not ok:
-            raise ConfigError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+        check_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 def host_port(name: str, address: str) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.replica import Replica
 from adaserve_jax.bench.routers import find_router
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
-from adaserve_jax.bench.simulation import ALWAYS_WAITS, SimulationPlan, simulate, simulate_all
+from adaserve_jax.bench.simulation import ALWAYS_WAITS, SimulationPlan, simulate
+from adaserve_jax.bench.simulation_points import simulate_all
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError

@@ -8,7 +8,8 @@ import pytest
 
 from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.sim_executor import SwapTimes
-from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate, simulate_all
+from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
+from adaserve_jax.bench.simulation_points import simulate_all
 from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule

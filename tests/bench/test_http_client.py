@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from adaserve_jax.bench import http_pool
-from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.engine import Ask
 from adaserve_jax.bench.http_drive import SWITCH_S
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
 from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.open_loop import Due
+from adaserve_jax.bench.probe import AtPoint
 from adaserve_jax.bench.workload import Message, WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import RequestRecord
@@ -112,7 +114,7 @@ def due(engine: UrlEngine, *prompts: str | None, gap_s: float = 0.0, slo: SLO | 
 def drive(engine: UrlEngine, *prompts: str | None, drain_s: float = 5.0, slo: SLO | None = None) -> list[RequestRecord]:
     loop = engine.drive(due(engine, *prompts, slo=slo), drain_s=drain_s)
     about = {"run_id": "run", "point": "p", "policy": "fake", "rate_rps": 1.0, "baseline_s": 0.01}
-    return [probe.record(start_s=loop.start_s, **about) for probe in loop.probes]
+    return [probe.record(AtPoint(start_s=loop.start_s, **about)) for probe in loop.probes]
 
 
 EXPECTED: dict[str, tuple[str, str | None, int, str]] = {
@@ -221,7 +223,7 @@ def test_what_is_left_at_the_cut_off_is_unfinished_and_its_connection_closed(ser
 def test_requests_are_sent_when_they_are_due_whatever_the_server_does(server, engine):
     number = len(server.asked)
     loop = engine.drive(due(engine, *["silent"] * 10, gap_s=0.01), drain_s=0.5)
-    assert [p.record(run_id="", point="", policy="", rate_rps=1.0, start_s=loop.start_s, baseline_s=1.0).due_s
+    assert [p.record(AtPoint("", "", "", 1.0, start_s=loop.start_s, baseline_s=1.0)).due_s
             for p in loop.probes] == pytest.approx([0.01 * i for i in range(10)], abs=1e-5)  # fmt: skip
     assert len(server.asked) - number == 10 and loop.late_max_s < 0.05
     assert engine.drive([], drain_s=1.0).probes == ()

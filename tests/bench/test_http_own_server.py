@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.client_engine import ClientEngine
-from adaserve_jax.bench.engine import Ask, BenchEngine, Due
+from adaserve_jax.bench.engine import Ask, BenchEngine
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.open_loop import Due
+from adaserve_jax.bench.probe import AtPoint
 from adaserve_jax.bench.workload import WorkloadItem, load_workload
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.results.records import RequestRecord
@@ -50,7 +52,7 @@ def driven(engine: BenchEngine, items: list[WorkloadItem], drain_s: float = 20.0
     asks = [Ask(f"r{i}", each, each.seed or i, each.slo, "salt", each.max_tokens) for i, each in enumerate(items)]
     loop = engine.drive([Due(0.0, engine.prepare(ask)) for ask in asks], drain_s=drain_s)
     about = {"run_id": "run", "point": "p", "policy": "a", "rate_rps": 1.0, "baseline_s": engine.about.baseline_s}
-    return [probe.record(start_s=loop.start_s, **about) for probe in loop.probes]
+    return [probe.record(AtPoint(start_s=loop.start_s, **about)) for probe in loop.probes]
 
 
 def test_a_server_says_what_it_is(engine):

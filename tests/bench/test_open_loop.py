@@ -5,17 +5,18 @@ import time
 
 import pytest
 
-from adaserve_jax.bench.open_loop import DueRequest, LoopResult, drive
-from adaserve_jax.bench.probe import RequestProbe
+from adaserve_jax.bench.client_probe import RequestProbe
+from adaserve_jax.bench.open_loop import Due, LoopResult, drive
+from adaserve_jax.bench.probe import AtPoint
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO, SamplingParams
 
 
-def requests(count: int, gap_s: float, *, slo_class: str = "chat", tokens: int = 4) -> list[DueRequest]:
+def requests(count: int, gap_s: float, *, slo_class: str = "chat", tokens: int = 4) -> list[Due]:
     return [
-        DueRequest(
+        Due(
             i * gap_s,
             GenerateRequest(
                 f"r{i}", [1, 2, 3], SamplingParams(max_tokens=tokens), SLO(tpot_ms=50), slo_class=slo_class
@@ -34,7 +35,7 @@ def records(loop: LoopResult) -> list[RequestRecord]:
         "start_s": loop.start_s,
         "baseline_s": 0.004,
     }
-    return [probe.record(**settings) for probe in loop.probes]
+    return [probe.record(AtPoint(**settings)) for probe in loop.probes]
 
 
 class Clock:
@@ -42,7 +43,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s = 100.0
-        for module in ("open_loop", "probe"):
+        for module in ("open_loop", "client_probe"):
             monkeypatch.setattr(f"adaserve_jax.bench.{module}.time", self)
 
     def monotonic(self) -> float:
@@ -131,7 +132,7 @@ def test_waiting_for_stragglers_is_bounded_and_leaves_the_engine_idle(make_engin
 
 def test_refusals_and_failures_are_records_not_exceptions(make_engine):
     mixed = [*requests(2, 0.0), *requests(1, 0.0, slo_class="long"), *requests(1, 0.0, slo_class="bad")]
-    mixed = [DueRequest(0.0, GenerateRequest(f"q{i}", [1], r.request.sampling, r.request.slo, 0, r.request.slo_class))
+    mixed = [Due(0.0, GenerateRequest(f"q{i}", [1], r.prepared.sampling, r.prepared.slo, 0, r.prepared.slo_class))
              for i, r in enumerate(mixed)]  # fmt: skip
     loop = drive(make_engine(capacity=1, refuse=("long",), fail=("bad",), ttft_s=0.05), mixed, drain_s=2)
     outcomes = [(r.status, r.error_code) for r in records(loop)]
@@ -184,9 +185,9 @@ def test_ctrl_c_keeps_what_is_done(make_engine):
 def test_a_target_out_of_reach_is_a_rejection_whenever_the_engine_says_so():
     """The engine judges when it comes to the request: after `submit` has returned."""
     ends = []
-    probe = RequestProbe(requests(1, 0.0)[0].request, 10.0, lambda: ends.append(1))
+    probe = RequestProbe(requests(1, 0.0)[0].prepared, 10.0, lambda: ends.append(1))
     probe(OutputChunk("r0", 0, "", [], "error", None, "too fast", "slo_infeasible", "slo_tpot_ms"))
-    record = probe.record(run_id="r", point="p", policy="ar", rate_rps=1.0, start_s=10.0, baseline_s=0.004)
+    record = probe.record(AtPoint("r", "p", "ar", 1.0, start_s=10.0, baseline_s=0.004))
     assert ends == [1]
     assert (record.status, record.error_code, record.slo_met) == ("rejected", "slo_infeasible", False)
     assert (record.slo_feasible, violation_cause(record, acceptance_rate=0.5)) == (False, "infeasible")

@@ -10,7 +10,8 @@ import pytest
 
 from adaserve_jax.bench.machines import load_machine, packaged_machines
 from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.simulation import SimulationPlan, simulate, simulate_all
+from adaserve_jax.bench.simulation import SimulationPlan, simulate
+from adaserve_jax.bench.simulation_points import simulate_all
 from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError

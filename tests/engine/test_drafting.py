@@ -21,8 +21,8 @@ from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.compiling import compile_all
-from adaserve_jax.runtime.executor import load_drafter
 from adaserve_jax.runtime.pair import CALIBRATION_FILE, find_chances, find_pair
+from adaserve_jax.runtime.parts import load_drafter
 from adaserve_jax.runtime.resolve import resolve
 from adaserve_jax.scheduler.controllers.switching import SwitchTable
 from adaserve_jax.scheduler.cost import CostTable

@@ -21,7 +21,7 @@ from adaserve_jax.runtime.compiling import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.runtime.planned import plan_memory
-from adaserve_jax.runtime.programs import Pools
+from adaserve_jax.runtime.pools import Pools
 from adaserve_jax.types import CandidateTrees, DraftPlan, DraftTrees, LogitEdits, RowSampling, StepPlan
 from tests.hlo import copies_of
 

@@ -18,7 +18,7 @@ import zmq
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.engine import process, wire
+from adaserve_jax.engine import process, sockets, wire
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
@@ -273,7 +273,7 @@ def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
     """Held at each call that start makes; what comes after it must not miss the close."""
     for name in ("mkdtemp", "Popen", "Thread"):
         engine, reached, ended = new_engine(target="hang"), threading.Event(), []
-        owner = {"mkdtemp": process.tempfile, "Popen": process.subprocess, "Thread": process.threading}[name]
+        owner = {"mkdtemp": sockets.tempfile, "Popen": process.subprocess, "Thread": process.threading}[name]
         original = getattr(owner, name)
 
         def slowly(*args, original=original, reached=reached, **kwargs):
@@ -391,7 +391,7 @@ def test_errors_cross_with_class_and_text(error, kind):
 
 
 def test_what_is_sent_before_the_child_listens_reaches_it(tmp_path):
-    with zmq.Context() as context, process._to_engine(context, str(tmp_path)) as ours:
+    with zmq.Context() as context, sockets.requests_out(context, str(tmp_path)) as ours:
         ours.send(b"early", zmq.DONTWAIT)
         with context.socket(zmq.PULL) as theirs:
             theirs.bind(f"ipc://{tmp_path}/to_engine")

@@ -38,7 +38,6 @@ def test_every_field_is_read(tmp_path: Path) -> None:
         tie_embeddings=False,
         max_position=256,
         eos_token_ids=(0,),
-        bos_token_id=0,
     )
 
 
@@ -52,11 +51,11 @@ def test_old_and_new_rope_keys_mean_the_same(tmp_path: Path) -> None:
 
 def test_absent_keys_take_transformers_defaults(tmp_path: Path) -> None:
     names = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
-    absent = dict.fromkeys((*names, "rope_theta", "hidden_act", "bos_token_id", "eos_token_id"), "absent")
+    absent = dict.fromkeys((*names, "rope_theta", "hidden_act", "eos_token_id"), "absent")
     config = ModelConfig.from_folder(_write(tmp_path, **absent))
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.max_position) == (4, 8, 1e-6, 2048)
     assert (config.tie_embeddings, config.rope_theta) == (False, 10000.0)
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.eos_token_ids == (2,)
 
 
 def test_eos_ids_come_from_both_files(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from adaserve_jax.runtime.buckets import BucketSet
 from adaserve_jax.runtime.compiling import compile_all
 from adaserve_jax.runtime.logprobs import logprobs_of
 from adaserve_jax.runtime.packing import pack_verify
-from adaserve_jax.runtime.programs import NO_PAGE, InFlight, Sampled, outcome_size
+from adaserve_jax.runtime.pools import NO_PAGE, InFlight
+from adaserve_jax.runtime.programs import Sampled, outcome_size
 from adaserve_jax.runtime.resample import Resampler
 from adaserve_jax.tree.sampling import Sampler, draw
 from adaserve_jax.types import (

@@ -45,7 +45,7 @@ def goes_on(server):
         ({"prompt": [1, "a"]}, 400, "invalid_value", "prompt", ""),
         ({"prompt": [True]}, 400, "invalid_value", "prompt", ""),
         ({"prompt": [1.5]}, 400, "invalid_value", "prompt", ""),
-        ({"prompt": [256]}, 400, "invalid_value", "prompt", "token ids from 0 to 255, got 256"),
+        ({"prompt": [256]}, 400, "invalid_value", "prompt", "token ids must be from 0 to 255, got 256"),
         ({"prompt": [5, -1]}, 400, "invalid_value", "prompt", "got -1"),
         ({"prompt": [10**30]}, 400, "invalid_value", "prompt", "got 10000"),
         ({"prompt": "x" * 512}, 400, "context_length_exceeded", "prompt", "holds 512 tokens, got a prompt of 512"),

@@ -12,9 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.engine import Ask
 from adaserve_jax.bench.http_engine import UrlEngine
 from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.bench.open_loop import Due
 from adaserve_jax.bench.workload import WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.reload import reload_certificate
