@@ -19,11 +19,12 @@ LEAST = 0.95
 
 
 def measured(data: list[str]) -> dict[str, dict]:
-    """Of each file what `coverage json` says. data: files of `coverage run`, or folders of them; none: where
-    pyproject.toml says that they are."""
-    coverage = Coverage()
-    coverage.combine(data or None, strict=True, keep=True)
+    """Of each file what `coverage json` says. data: files that `coverage run` left; none: those that lie where
+    pyproject.toml says."""
     with tempfile.TemporaryDirectory() as folder:
+        where = Path(str(Coverage().get_option("run:data_file")))
+        coverage = Coverage(data_file=str(Path(folder) / "data"))
+        coverage.combine(data or [str(path) for path in where.parent.glob(f"{where.name}.*")], strict=True, keep=True)
         coverage.json_report(outfile=str(Path(folder) / "report.json"))
         return json.loads((Path(folder) / "report.json").read_text())["files"]
 
@@ -50,7 +51,7 @@ def missing(files: dict[str, dict]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", nargs="*", help="files of `coverage run`, or folders of them")
+    parser.add_argument("data", nargs="*", help="files that `coverage run` left")
     parser.add_argument("--missing", action="store_true", help="name what is not taken")
     arguments = parser.parse_args()
     files = measured(arguments.data)
@@ -58,6 +59,8 @@ def main() -> None:
         print("\n".join(missing(files)))
     few = False
     for package, (every, taken) in by_package(files).items():
+        if not every:
+            continue
         few |= taken < LEAST * every
         print(
             f"{package:10} {taken:5} of {every:5} branches, {taken / every:6.1%}{' TOO FEW' * (taken < LEAST * every)}"

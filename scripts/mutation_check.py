@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "adaserve_jax"
 LIST = Path(__file__).with_name("mutations.toml")
-COPIED = (PACKAGE, "tests", "benchmarks", "scripts", "pyproject.toml")
+COPIED = (PACKAGE, "tests", "benchmarks", "pyproject.toml")
 TESTS_FAILED = 1
 """pytest's exit status; others say that it could not run them."""
 
@@ -70,8 +70,10 @@ class Copy:
 
     def test(self, tests: tuple[str, ...]) -> tuple[int, str]:
         """pytest's exit status and the first failure, or the last line."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-rf", *tests]
-        environment = {**os.environ, "PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        plugins = ["-p", "scripts.no_shrinking", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *plugins, "-q", "-x", "--tb=no", "-rf", *tests]
+        paths = os.pathsep.join((str(self._folder), str(LIST.parent.parent)))
+        environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
         environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
         done = subprocess.run(command, cwd=self._folder, env=environment, capture_output=True, text=True)
         lines = [line for line in done.stdout.splitlines() + done.stderr.splitlines() if line.strip()]
@@ -90,7 +92,9 @@ class Copy:
 
 
 def check_all(mutations: list[Mutation], folders: list[Path]) -> int:
-    """Print a line for each mutation; how many were not caught."""
+    """Print a line for each mutation; how many were not caught. Raises ValueError: the text of one is not there."""
+    for mutation in mutations:
+        mutation.applied((ROOT / PACKAGE / mutation.file).read_text())
     copies = [Copy(folder) for folder in folders]
     tests = tuple(dict.fromkeys(test for mutation in mutations for test in mutation.tests))
     status, told = copies[0].test(tests)

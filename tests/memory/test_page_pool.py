@@ -84,3 +84,22 @@ def test_sizes():
     assert PagePool(4, 16).pages_for(17) == 2
     with pytest.raises(ConfigError, match="at least 1"):
         PagePool(0, 16)
+
+
+def test_who_leaves_between_plan_and_publication_takes_no_part_in_the_move():
+    """Nobody remembers pages here, so that those of a holder who left are free, on both sides."""
+    pool = PagePool(4, 16, 4)
+    base = pool.alloc(4)
+    pool.extend()
+    leaves, stays = pool.alloc(2), pool.alloc(2)
+    pool.free(base)
+    migration = pool.plan_contraction()
+    assert migration is not None and migration.from_pages.tolist() == [*leaves, *stays]
+    pool.free(leaves)
+    remap = pool.publish(migration)
+    pool.check_integrity()
+    moved_to = migration.to_pages[2:]
+    assert remap.tolist() == [0, 1, 2, 3, *leaves, *moved_to]
+    assert pool.references(np.arange(8)).tolist() == [int(page in moved_to) for page in range(8)]
+    pool.trim()
+    assert sorted(pool.alloc(2).tolist() + moved_to.tolist()) == [0, 1, 2, 3]

@@ -1,11 +1,13 @@
 """Nightjar and the contextual bandits: their arithmetic by hand, and the mends of the published algorithm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.controllers.base import ArmReport, Feedback
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.linear import SAMPLING_WIDTH, UCB_WIDTH, LinearSampling, LinUcb
 from adaserve_jax.scheduler.controllers.nightjar import (
@@ -359,3 +361,24 @@ def test_controllers_are_told_what_a_step_brought():
     np.testing.assert_allclose([feedback.step_s for feedback in told], seconds)
     kept = sum(len(text) for text in harness.text.values())
     assert sum(feedback.decoded for feedback in told) >= kept - len(load)
+
+
+def test_a_profiled_table_of_switching_costs_goes_before_the_computed_one():
+    """Measured in any order; (1, 8) was measured above (16, 8), which is no less then."""
+    limits = limits_of()
+    measured = {(16, 1): 0.004, (1, 1): 0.001, (16, 8): 0.005, (1, 8): 0.02}
+    table = SwitchTable.of(CostTable(replace(SAMPLES, switch_s=measured), limits), limits)
+    assert [table.switch_s(*at) for at in [(1, 1), (2, 1), (1, 2), (2, 2), (99, 99)]] == [0.001, 0.004] + 3 * [0.02]
+
+
+@pytest.mark.parametrize("kind", ["nightjar", "linucb"])
+def test_a_step_that_nobody_decided_teaches_nothing(kind):
+    limits = limits_of(max_depth=3)
+    controller = nightjar() if kind == "nightjar" else LinUcb(limits, costs_of_chains(limits))
+    controller.learn(step_of(2, 4, 9))
+    assert controller.arms() == ArmReport()
+    depth = controller.decide(load_of(4)).depth
+    controller.learn(step_of(depth, 4, 4 + depth))
+    told = controller.arms()
+    controller.learn(step_of(depth, 4, 400))
+    assert controller.arms() == told, "what was decided once is learned from once"
