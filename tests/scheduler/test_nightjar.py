@@ -14,6 +14,7 @@ from adaserve_jax.scheduler.controllers.nightjar import (
     BINGREEDY,
     MEMORY_STEPS,
     MIN_DWELL,
+    TRIAL_ROWS,
     TRIAL_STEPS,
     V1,
     V2,
@@ -157,6 +158,22 @@ class TestSchedule:
 
 
 class TestBucket:
+    @pytest.mark.parametrize(("rows", "given_up_at"), [(8, TRIAL_STEPS), (1, TRIAL_ROWS), (3, 6)])
+    def test_an_arm_on_trial_is_given_up_once_it_was_seen_enough_and_is_worse(self, rows, given_up_at):
+        """The best arm takes 20 ms a token; 30 ms are worse, 10 ms are not. Enough are 4 steps and 16 rows of them."""
+        for step_s, gives_up in ((0.03, True), (0.01, False)):
+            bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), rows)
+            bucket.begin_trial(1)
+            told = [bucket.on_trial(rows, step_s, rows) for _ in range(20)]
+            assert told == [gives_up and step >= given_up_at for step in range(1, 21)]
+
+    def test_a_trial_is_judged_by_its_own_steps(self):
+        bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), 8)
+        for _ in range(TRIAL_STEPS):
+            bucket.on_trial(8, 0.03, 8)
+        bucket.begin_trial(1)
+        assert not any(bucket.on_trial(8, 0.03, 8) for _ in range(TRIAL_STEPS - 1))
+
     def test_what_is_not_seen_again_gives_way_to_the_prediction(self):
         bucket = Bucket(np.array([0.1, 0.1]), np.array([1.0, 2.0]), rows=4)
         predicted = bucket.latency_s.copy()
