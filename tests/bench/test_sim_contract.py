@@ -82,7 +82,7 @@ def test_a_warm_up_tells_how_far_it_is() -> None:
 
 
 def test_rates_are_around_what_one_request_alone_would_take() -> None:
-    """20 ms a token and 10 tokens on average: 5 requests a second one after another, half of it and half as much more."""
+    """20 ms a token and 10 tokens on average: 5 requests a second one by one; half of it, and half more."""
     items = tuple(WorkloadItem("p", (), tokens, "chat", SLO(), 1.0, None, None) for tokens in (8, 12))
     assert default_rates(Workload("w", "0", items), 0.02) == (2.5, 7.5)
     with pytest.raises(ConfigError, match="the time of one token alone is not known"):

@@ -277,6 +277,11 @@ class TestNightjar:
     def test_v1_draws_anew_in_each_step_of_an_exploring_bin(self):
         assert len(set(run(nightjar(V1), [4] * 300)[20:46])) > 1
 
+    def test_sizes_of_batch_share_statistics_up_to_the_next_power_of_two(self):
+        controller = nightjar(max_requests=6)
+        buckets = [controller._bucket(rows) for rows in range(1, 7)]
+        assert [buckets.index(bucket) + 1 for bucket in buckets] == [1, 2, 3, 3, 5, 5]
+
     def test_a_plan_that_is_forgotten_changes_nothing(self):
         once, twice = nightjar(seed=5), nightjar(seed=5)
         for rows in [4, 4, 2, 4, 8, 4] * 20:
