@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
-HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server)
+HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-slow coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair docs clean

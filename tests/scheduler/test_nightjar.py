@@ -277,6 +277,16 @@ class TestNightjar:
     def test_v1_draws_anew_in_each_step_of_an_exploring_bin(self):
         assert len(set(run(nightjar(V1), [4] * 300)[20:46])) > 1
 
+    def test_regret_is_the_time_beyond_what_the_best_arm_would_have_taken(self):
+        """Arms of 10, 20, 20 and 40 ms a token: the last one's 30 ms would have been 7.5 with the first."""
+        controller = nightjar()
+        bucket = controller._bucket(4)
+        for arm, expected in ((3, 0.0225), (1, 0.0225 + 0.015), (0, 0.0375)):
+            bucket.row_s, bucket.tokens = np.array([1.0, 2.0, 2.0, 4.0]), np.full(4, 100.0)
+            controller._playing = bucket, arm
+            controller.learn(step_of(arm, 4, 8, 0.03))
+            assert controller.arms().regret_s == pytest.approx(expected)
+
     def test_sizes_of_batch_share_statistics_up_to_the_next_power_of_two(self):
         controller = nightjar(max_requests=6)
         buckets = [controller._bucket(rows) for rows in range(1, 7)]
