@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
+HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow lint type format bench-host bench-exactness bench-throughput demo-pair dist docs clean
+.PHONY: help serve test test-slow coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -35,6 +36,14 @@ test: $(STAMP).test ## run the suite (some minutes)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
 	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile $(HOST_TESTS) $(ARGS)
+	@$(BIN)/python scripts/coverage_check.py
+
+mutation: $(STAMP).test ## break the code in ways that tests must notice (some minutes): ARGS="bandit" for one part
+	@$(BIN)/python scripts/mutation_check.py $(ARGS)
 
 lint: $(STAMP).test ## formatting, lint rules, direction of imports
 	@$(BIN)/ruff check --quiet .

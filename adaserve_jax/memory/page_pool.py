@@ -261,7 +261,7 @@ class PagePool:
             if self._refs[pages].any():
                 raise IntegrityError(f"a {name} KV page has holders")
             if (self._known[pages] != (name == "idle")).any():
-                raise IntegrityError(f"a {name} KV page is {'not ' if name == 'idle' else ''}known to a keeper")
+                raise IntegrityError(f"a KV page is {name} and {'not ' if name == 'idle' else ''}known to a keeper")
         state += self._refs > 0
         if (state[: self.num_pages] != 1).any() or (self._refs < 0).any():
             raise IntegrityError("a KV page is neither free nor held, or both")

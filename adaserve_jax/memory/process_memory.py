@@ -41,9 +41,7 @@ def _limits_along(mount: Path, path: str, name: str) -> list[int]:
     the mount are its own."""
     folder = mount / path.lstrip("/")
     found = []
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(mount):
-            break
+    for group in (each for each in (folder, *folder.parents) if each.is_relative_to(mount)):
         try:
             text = (group / name).read_text().strip()
         except OSError:

@@ -122,8 +122,8 @@ def parse_profile(values: Any, where: str) -> Profile:
     del given["kind"], given["version"]
     _check_names(Profile, given, where)
     try:
+        _check_names(Identity, given["identity"], where)
         identity, timings = dict(given["identity"]), {"switching": []} | given["timings"]
-        _check_names(Identity, identity, where)
         _check_names(Timings, timings, where)
         limits = {"extension_pages": 0} | identity["limits"]
         _check_names(Limits, limits, where)

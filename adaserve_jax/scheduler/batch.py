@@ -70,22 +70,17 @@ class Batch:
         return preempted
 
     def reserve(self, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
-        """Hold pages for num_tokens[i] tokens of each slot (i64[n]); bool[n], whether. Where too few are free, nothing
-        is taken for a slot, and the next ones are tried."""
+        """Hold pages for num_tokens[i] tokens of each slot (i64[n]), which are more than it has pages for; bool[n],
+        whether. Where too few are free, nothing is taken for a slot, and the next ones are tried."""
         if self._reserve_all(slots, num_tokens):
             return np.ones(len(slots), bool)
         rows = range(len(slots))
         return np.array([self._reserve_all(slots[row : row + 1], num_tokens[row : row + 1]) for row in rows], bool)
 
     def _reserve_all(self, slots: np.ndarray, num_tokens: np.ndarray) -> bool:
-        """Hold pages for all of these slots, or take none and return False."""
+        """Hold pages for all of these slots, which lack some each, or take none and return False."""
         missing = -(-num_tokens // self.limits.page_size) - self.table.num_pages[slots]
-        lacking = missing > 0
-        count = np.count_nonzero(lacking)
-        if not count:
-            return True
-        if count < len(slots):
-            slots, missing = slots[lacking], missing[lacking]
+        assert missing.min() > 0, "who lacks no page asks for none"
         wanted = int(missing.sum())
         if wanted > self.pool.num_free:
             return False
@@ -193,8 +188,6 @@ class Batch:
 
     def _check_request(self, state: RequestState) -> None:
         name = state.request.request_id
-        if (self.pool.references(self.table.pages(state)) < 1).any():
-            raise IntegrityError(f"request {name!r} holds a free page")
         if self.table.page_table[state.slot, state.num_pages :].any():
             raise IntegrityError(f"request {name!r} has page ids beyond its pages")
         if state.counts.base is not self.table.counts or state.token_ids.base is not self.table.token_ids:

@@ -90,6 +90,21 @@ def test_a_refusal_names_parts_limit_and_changes(ledger: Ledger, message: str) -
         check_fits(ledger, SHAPE)
 
 
+def test_what_learns_and_what_is_routed_to_may_go_alone_or_together() -> None:
+    """Weights of 400, drafts of 50 and 30, 100 pages of 3, training of 60 and a reserve of 30 MiB: 870. Drafts none
+    leaves 840, learning none 810, and draft none, with which both go, 630."""
+    ledger = of(870)
+    sizes = replace(ledger.sizes, further_drafts=30 * MIB, training=60 * MIB, int8=None)
+    advice = {
+        limit_mib: refusal(replace(ledger, sizes=sizes, limit=replace(ledger.limit, bytes=limit_mib * MIB)), SHAPE)
+        for limit_mib in (845, 815, 635)
+    }
+    no_draft = "draft none and drafts none and learning none"
+    assert "; learning none; drafts none; memory_limit_mib" in advice[845]
+    assert "; learning none; memory_limit_mib" in advice[815] and "drafts none;" not in advice[815]
+    assert f"; {no_draft}; memory_limit_mib" in advice[635]
+
+
 sizes = st.integers(1, 300)
 
 

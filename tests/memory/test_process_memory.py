@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from adaserve_jax.memory import process_memory as module
 from adaserve_jax.memory.process_memory import cgroup_limit, process_memory
 
 UNLIMITED_V1 = str(2**63 - 4096)
@@ -48,3 +49,13 @@ def test_here_it_is_no_more_than_the_machine_has() -> None:
     size, source = process_memory()
     assert 0 < size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert source in ("the machine's memory", "the limit of the control group")
+
+
+@pytest.mark.parametrize(("allowed", "limited"), [(4096, True), (2**62, False), (None, False)])
+def test_the_least_of_group_and_machine_holds(
+    monkeypatch: pytest.MonkeyPatch, allowed: int | None, limited: bool
+) -> None:
+    monkeypatch.setattr(module, "cgroup_limit", lambda: allowed)
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    expected = (allowed, "the limit of the control group") if limited else (physical, "the machine's memory")
+    assert process_memory() == expected

@@ -119,6 +119,12 @@ def test_it_is_refused_elsewhere(changes: dict, message: str):
         (lambda values: values["timings"].update(verify=[]), "times must be above 0 seconds"),
         (lambda values: values["timings"]["verify"][0].pop(), "a timing must be 3 sizes and its seconds"),
         (lambda values: values.update(acceptance=1.5), "acceptance must be between 0 and 1, got 1.5"),
+        (
+            lambda values: values["timings"].update(switching=[[1, 1, 0.1], [2, 2, 0.2]]),
+            "switching must have a time for every lag with every number of rows",
+        ),
+        (lambda values: values.update(identity=3), "expected an object for Identity, got int"),
+        (lambda values: values.update(serving={"verify": 0.0, "draft": 1.0}), "serving must have factors above 0"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, change, message: str):
@@ -129,6 +135,12 @@ def test_a_broken_file_is_named(tmp_path: Path, change, message: str):
     path.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=message):
         read_profile(path)
+
+
+def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write profile .*p.json: .*; choose another --out"):
+        write_profile(tmp_path / "file" / "p.json", profile())
 
 
 def test_files_that_are_not_there_or_no_json_are_named(tmp_path: Path):

@@ -6,9 +6,11 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
-from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
+from adaserve_jax.results import provenance
+from adaserve_jax.results.provenance import count_parameters, machine_name, model_hash, source_commit
 
 
 def test_parameters_are_counted_from_headers(tmp_path: Path):
@@ -51,3 +53,34 @@ def test_machine_names_cores_and_memory_but_no_host():
     name = machine_name()
     assert "cores" in name and "GiB" in name
     assert subprocess.run(["hostname"], capture_output=True, text=True).stdout.strip() not in name.split()
+
+
+def test_the_hash_of_a_converted_checkpoint_follows_names_and_shapes(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    hashes = {model_hash(tmp_path)}
+    for name, header in (("embed", {"shape": [320, 32]}), ("norm", {"shape": [32]}), ("norm", {"shape": [64]})):
+        (tmp_path / "weights" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "weights" / name / "zarr.json").write_text(json.dumps(header))
+        hashes.add(model_hash(tmp_path))
+    assert len(hashes) == 4
+    (tmp_path / "weights" / "norm" / "c").write_text("numbers")
+    assert model_hash(tmp_path) in hashes
+
+
+@pytest.mark.parametrize("listing", ["flags\t: fpu\n", None])
+def test_a_processor_that_the_system_does_not_name_is_still_something(monkeypatch, listing: str | None):
+    def read(path: Path) -> str:
+        if listing is None:
+            raise OSError("no such file")
+        return listing
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "")
+    assert provenance._cpu_model() == "unknown"
+    monkeypatch.setattr(provenance.platform, "processor", lambda: "arm64")
+    assert provenance._cpu_model() == "arm64"
+
+
+def test_without_git_no_commit_is_known(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert source_commit(tmp_path) == "unknown"

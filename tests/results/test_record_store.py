@@ -16,7 +16,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results import record_reader
 from adaserve_jax.results.record_reader import Held, read_choices
-from adaserve_jax.results.record_store import APPLICATION_ID, RecordStore, schema
+from adaserve_jax.results.record_store import APPLICATION_ID, RecordStore, _prepare, schema
 from adaserve_jax.results.served import ServedChoice
 from tests.conftest import ROOT
 from tests.results.made import RUN, begun, made
@@ -276,3 +276,16 @@ def test_the_documented_questions_have_answers(path):
     assert slowest == []  # of the last hour
     assert attainment == [("1970-01-01", "batch", None, 0), ("1970-01-01", "chat", 0.2, 5)]
     assert tokens == [("", "adaserve", 20, 8), ("", "ar", 10, 2), ("team", "ar", 10, 9)]
+
+
+def test_a_file_system_that_keeps_no_log_beside_the_file_is_refused(tmp_path: Path) -> None:
+    class Mapless(sqlite3.Connection):
+        """As on a network share, where the journal stays what it was."""
+
+        def execute(self, sql: str, *values):
+            return super().execute(sql.replace("journal_mode = WAL", "journal_mode = MEMORY"), *values)
+
+    connection = sqlite3.connect(tmp_path / "r.sqlite", isolation_level=None, factory=Mapless)
+    with pytest.raises(ConfigError, match="must be on a file system with shared memory maps, such as a local disk"):
+        _prepare(tmp_path / "r.sqlite", connection)
+    connection.close()

@@ -10,6 +10,7 @@ import numpy as np
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
 from adaserve_jax.scheduler.swapping import swap_if_due
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, RequestUpdate, SamplingParams
@@ -91,10 +92,10 @@ class Run:
     @classmethod
     def of(
         cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, swap_rule: SwapRule | None = None,
-        executor: type[SimExecutor] = SimExecutor, **config,
+        executor: type[SimExecutor] = SimExecutor, calibrator: Calibrator | None = None, **config,
     ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)
-        scheduler = build_scheduler(EngineConfig(**config), limits, costs, swap_rule=swap_rule)
+        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, swap_rule)
         return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
     def add(self, request: Request) -> None:

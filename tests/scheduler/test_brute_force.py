@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from adaserve_jax.errors import BudgetError
 from adaserve_jax.scheduler import selection
 from adaserve_jax.types import CandidateTrees
 from tests.oracles import selection as oracle
@@ -108,3 +109,9 @@ def test_theorem_4_1_a_beam_as_wide_as_the_budget_holds_the_optimal_tree() -> No
         assert all(path[:-1] in {(), *best} for path in best), "the likeliest paths are a tree"
         deepest = max(map(len, best))
         assert set(best) <= beam_nodes(chance, vocabulary, deepest, budget)
+
+
+def test_a_budget_below_one_root_each_is_refused() -> None:
+    ranked = selection.Ranked(np.zeros((2, 1), np.int64), np.full((2, 1), 0.5), np.zeros((2, 1), np.int64))
+    with pytest.raises(BudgetError, match="at least 2 tokens, one root per request, got 1"):
+        selection.optimal(ranked, np.ones(2), budget=1)

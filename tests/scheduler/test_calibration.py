@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from adaserve_jax.bench.sim_executor import SimExecutor
 from adaserve_jax.scheduler.calibration import FIRST_STEPS, REFIT_STEPS, Calibrator
 from adaserve_jax.scheduler.chance_fit import PSEUDO_OUTCOMES
 from adaserve_jax.tree.chances import ChanceTable
-from adaserve_jax.types import CandidateTrees, DraftTrees
+from adaserve_jax.types import CandidateTrees, DraftTrees, StepPlan
+from tests.scheduler.harness import Run, limits_of, request_of
 
 DEPTH, RANKS, BINS = 2, 2, 4
 CELLS = DEPTH * RANKS * BINS
@@ -210,3 +214,30 @@ def test_a_new_version_of_the_draft_is_learned_anew() -> None:
     feed(fixed, np.full((2, DEPTH, RANKS, BINS), 0.9), FIRST_STEPS, mode=0, seed=2)
     fixed.new_version()
     np.testing.assert_array_equal(fixed.chance, table(0.3).chance)
+
+
+class Featured(SimExecutor):
+    """Says of every node that it is of the first cell, and gives its likelihood."""
+
+    def speculate(self, plan: StepPlan) -> CandidateTrees:
+        candidates = super().speculate(plan)
+        return replace(candidates, cell=np.zeros(candidates.parent.shape, np.int32), log_q=candidates.log_f)
+
+
+def test_plans_bring_new_chances_until_a_step_with_them_was_committed() -> None:
+    calibrator = Calibrator(table(0.5))
+    run = Run.of(limits_of(), policy="spec:2", calibrator=calibrator, executor=Featured)
+    run.add(request_of("a", tokens=200))
+    brought: list[bool] = []
+    while len(brought) < FIRST_STEPS + 2:
+        plan, _ = run.step()
+        assert plan is not None
+        if plan.draft is not None and plan.num_decode:
+            brought.append(plan.draft.chances is not None)
+    assert brought == [False] * FIRST_STEPS + [True, False]
+    assert FIRST_STEPS <= calibrator.outcomes["coupled"] <= 2 * FIRST_STEPS
+    calibrator.new_version()
+    for _ in range(3):
+        plan = run.scheduler.plan(run.clock.now())
+        assert plan is not None and plan.draft is not None
+        np.testing.assert_array_equal(plan.draft.chances, calibrator.chance, "a plan that is forgotten sent nothing")

@@ -226,3 +226,13 @@ def test_what_serving_adds_is_the_sum_of_what_steps_took_over_their_samples():
     slopes = scaled.verify_per_context_s[1, 1], scaled.catchup_per_context_s[4], scaled.level_per_context_s[1, 1]
     assert slopes == pytest.approx((1.5e-6, 4e-6, 6e-6))
     assert (scaled.context, scaled.context_rows) == (64, 8)
+
+
+def test_a_step_whose_verification_was_not_timed_tells_of_the_rest_only():
+    """Such as one that was longer than any edge, or one that verified nothing."""
+    table = CostTable(SAMPLES, LIMITS)
+    before = table.verify_s(8).copy()
+    for outcome in (outcome_of(16, 0.0), outcome_of(2 * LIMITS.token_edges[-1], 0.5)):
+        assert table.observe(plan_of(8), outcome, 0.01) == 0.0, "nothing was predicted"
+    np.testing.assert_array_equal(table.verify_s(8), before)
+    assert table.served.verify_s == 0.0

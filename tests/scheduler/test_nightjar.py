@@ -1,17 +1,20 @@
 """Nightjar and the contextual bandits: their arithmetic by hand, and the mends of the published algorithm."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.base import Feedback
+from adaserve_jax.scheduler.controllers.base import ArmReport, Feedback
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.linear import SAMPLING_WIDTH, UCB_WIDTH, LinearSampling, LinUcb
 from adaserve_jax.scheduler.controllers.nightjar import (
     BINGREEDY,
     MEMORY_STEPS,
     MIN_DWELL,
+    TRIAL_ROWS,
     TRIAL_STEPS,
     V1,
     V2,
@@ -155,6 +158,22 @@ class TestSchedule:
 
 
 class TestBucket:
+    @pytest.mark.parametrize(("rows", "given_up_at"), [(8, TRIAL_STEPS), (1, TRIAL_ROWS), (3, 6)])
+    def test_an_arm_on_trial_is_given_up_once_it_was_seen_enough_and_is_worse(self, rows, given_up_at):
+        """The best arm takes 20 ms a token; 30 ms are worse, 10 ms are not. Enough are 4 steps and 16 rows of them."""
+        for step_s, gives_up in ((0.03, True), (0.01, False)):
+            bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), rows)
+            bucket.begin_trial(1)
+            told = [bucket.on_trial(rows, step_s, rows) for _ in range(20)]
+            assert told == [gives_up and step >= given_up_at for step in range(1, 21)]
+
+    def test_a_trial_is_judged_by_its_own_steps(self):
+        bucket = Bucket(np.array([0.02, 0.02]), np.array([1.0, 1.0]), 8)
+        for _ in range(TRIAL_STEPS):
+            bucket.on_trial(8, 0.03, 8)
+        bucket.begin_trial(1)
+        assert not any(bucket.on_trial(8, 0.03, 8) for _ in range(TRIAL_STEPS - 1))
+
     def test_what_is_not_seen_again_gives_way_to_the_prediction(self):
         bucket = Bucket(np.array([0.1, 0.1]), np.array([1.0, 2.0]), rows=4)
         predicted = bucket.latency_s.copy()
@@ -258,6 +277,21 @@ class TestNightjar:
     def test_v1_draws_anew_in_each_step_of_an_exploring_bin(self):
         assert len(set(run(nightjar(V1), [4] * 300)[20:46])) > 1
 
+    def test_regret_is_the_time_beyond_what_the_best_arm_would_have_taken(self):
+        """Arms of 10, 20, 20 and 40 ms a token: the last one's 30 ms would have been 7.5 with the first."""
+        controller = nightjar()
+        bucket = controller._bucket(4)
+        for arm, expected in ((3, 0.0225), (1, 0.0225 + 0.015), (0, 0.0375)):
+            bucket.row_s, bucket.tokens = np.array([1.0, 2.0, 2.0, 4.0]), np.full(4, 100.0)
+            controller._playing = bucket, arm
+            controller.learn(step_of(arm, 4, 8, 0.03))
+            assert controller.arms().regret_s == pytest.approx(expected)
+
+    def test_sizes_of_batch_share_statistics_up_to_the_next_power_of_two(self):
+        controller = nightjar(max_requests=6)
+        buckets = [controller._bucket(rows) for rows in range(1, 7)]
+        assert [buckets.index(bucket) + 1 for bucket in buckets] == [1, 2, 3, 3, 5, 5]
+
     def test_a_plan_that_is_forgotten_changes_nothing(self):
         once, twice = nightjar(seed=5), nightjar(seed=5)
         for rows in [4, 4, 2, 4, 8, 4] * 20:
@@ -359,3 +393,24 @@ def test_controllers_are_told_what_a_step_brought():
     np.testing.assert_allclose([feedback.step_s for feedback in told], seconds)
     kept = sum(len(text) for text in harness.text.values())
     assert sum(feedback.decoded for feedback in told) >= kept - len(load)
+
+
+def test_a_profiled_table_of_switching_costs_goes_before_the_computed_one():
+    """Measured in any order; (1, 8) was measured above (16, 8), which is no less then."""
+    limits = limits_of()
+    measured = {(16, 1): 0.004, (1, 1): 0.001, (16, 8): 0.005, (1, 8): 0.02}
+    table = SwitchTable.of(CostTable(replace(SAMPLES, switch_s=measured), limits), limits)
+    assert [table.switch_s(*at) for at in [(1, 1), (2, 1), (1, 2), (2, 2), (99, 99)]] == [0.001, 0.004] + 3 * [0.02]
+
+
+@pytest.mark.parametrize("kind", ["nightjar", "linucb"])
+def test_a_step_that_nobody_decided_teaches_nothing(kind):
+    limits = limits_of(max_depth=3)
+    controller = nightjar() if kind == "nightjar" else LinUcb(limits, costs_of_chains(limits))
+    controller.learn(step_of(2, 4, 9))
+    assert controller.arms() == ArmReport()
+    depth = controller.decide(load_of(4)).depth
+    controller.learn(step_of(depth, 4, 4 + depth))
+    told = controller.arms()
+    controller.learn(step_of(depth, 4, 400))
+    assert controller.arms() == told, "what was decided once is learned from once"

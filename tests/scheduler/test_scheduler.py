@@ -354,3 +354,12 @@ def test_asking_how_things_are_changes_nothing():
     totals = scheduler.totals
     assert totals is scheduler._stats
     assert (totals.running, totals.waiting, totals.pages_used) == (1, 0, 1)
+
+
+def test_pages_smaller_than_a_draft_are_taken_several_at_a_time():
+    """A draft of 4 tokens reaches over pages of one token, and two rows ask for theirs together."""
+    load = [request_of(name, tokens=30, prompt=5) for name in "abc"]
+    run = Run.of(limits_of(page_size=1, num_pages=512, max_context=64), policy="spec:4")
+    run.serve(load)
+    assert run.text == {request.request_id: expected_text(request, 64)[0] for request in load}
+    assert run.steps < 30, "drafts were of use"

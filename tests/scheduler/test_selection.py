@@ -170,6 +170,23 @@ def test_equal_share_fills_level_by_level():
     assert counts == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [2, 2, 1], [3, 2, 2], [3, 2, 3]]
 
 
+@pytest.mark.parametrize(("order", "expected"), [("slowest-first", [1, 0]), ("fastest-first", [0, 1])])
+def test_who_is_served_first_has_the_last_node(order, expected):
+    """One node is left for two requests, of which the first needs more."""
+    path_prob, need = np.array([[0.9, 0.8], [0.9, 0.8]]), np.array([2.5, 1.5])
+    assert selection.slo_phase(path_prob, need, budget=3, order=order).tolist() == expected
+
+
+def test_an_equal_rest_is_shared_level_by_level_beyond_what_was_taken():
+    """The first request has one of three already; the second has two to give, and takes part from its first on."""
+    ranked = selection.Ranked(
+        np.arange(6).reshape(2, 3), np.array([[0.9, 0.8, 0.7], [0.5, 0.3, 0.0]]), np.zeros((2, 3))
+    )
+    taken = np.array([1, 0])
+    counts = [selection.equal_rest(ranked, taken, left).sum(axis=1).tolist() for left in (-1, 0, 1, 2, 3, 4, 9)]
+    assert counts == [[1, 0], [1, 0], [2, 0], [2, 1], [3, 1], [3, 2], [3, 2]]
+
+
 def test_nodes_of_vanishing_probability_stay_connected():
     chain = [(1e-30, 1, -1), (1e-60, 2, 0), (1e-90, 3, 1)]
     trees = trees_of([chain], np.array([0]), [1.0], 4)

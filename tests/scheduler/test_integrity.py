@@ -1,0 +1,115 @@
+"""The checks that every other test of the scheduler leans on see what they are there to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from adaserve_jax.errors import IntegrityError
+from tests.scheduler.harness import Run, limits_of, request_of
+
+
+def hold_a_page_less(run: Run) -> None:
+    run.scheduler._batch.running[0].num_pages -= 1
+
+
+def lose_a_slot(run: Run) -> None:
+    run.scheduler._batch.table._free.pop()
+
+
+def swap_two_requests(run: Run) -> None:
+    run.scheduler._batch._slots[:2] = run.scheduler._batch._slots[1::-1].copy()
+
+
+def name_a_page_beyond(run: Run) -> None:
+    state = run.scheduler._batch.running[0]
+    run.scheduler._batch.table.page_table[state.slot, state.num_pages] = 1
+
+
+def count_apart(run: Run) -> None:
+    state = run.scheduler._batch.running[0]
+    state.counts = state.counts.copy()
+
+
+def compute_more_than_there_is(run: Run) -> None:
+    state = run.scheduler._batch.running[0]
+    state.draft_computed = state.num_tokens + 1
+
+
+def compute_beyond_the_pages(run: Run) -> None:
+    state = run.scheduler._batch.running[0]
+    state.num_computed = state.num_pages * 8 + 1
+    state.num_tokens = state.num_computed + 1
+
+
+def forget_who_asked(run: Run) -> None:
+    run.scheduler._requests.popitem()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (hold_a_page_less, "counts other holders of pages than the requests that run"),
+        (lose_a_slot, "a slot is held twice or lost"),
+        (swap_two_requests, "name each other differently"),
+        (name_a_page_beyond, "request 'a' has page ids beyond its pages"),
+        (count_apart, "request 'a' looks at counts or tokens of its own while it runs"),
+        (compute_more_than_there_is, "request 'a' counts more computed tokens than it has"),
+        (compute_beyond_the_pages, "request 'a' has KV beyond its pages"),
+        (forget_who_asked, "a request is neither running nor waiting, or both"),
+    ],
+)
+def test_damage_is_told(damage: Callable[[Run], None], message: str) -> None:
+    run = Run.of(limits_of(), policy="ar", prefix_cache=False)
+    for name in "abc":
+        run.add(request_of(name))
+    run.step()
+    run.scheduler.check_integrity()
+    damage(run)
+    with pytest.raises(IntegrityError, match=message):
+        run.scheduler.check_integrity()
+
+
+def test_a_whole_page_that_was_not_entered_is_told() -> None:
+    run = Run.of(limits_of(), policy="ar")
+    run.add(request_of("a", prompt=30))
+    run.step()
+    batch = run.scheduler._batch
+    assert batch.prefixes is not None
+    batch.prefixes._due[0, batch.running[0].slot] = 8
+    with pytest.raises(IntegrityError, match="whole pages of request 'a' were not entered"):
+        run.scheduler.check_integrity()
+
+
+def test_rows_of_a_step_in_flight_keep_their_places_when_one_is_aborted() -> None:
+    run = Run.of(limits_of(), policy="ar")
+    for name in "abc":
+        run.add(request_of(name))
+    plan = run.scheduler.plan(0.0)
+    assert plan is not None and run.scheduler.request_ids(plan) == ["a", "b", "c"]
+    run.scheduler.abort("b")
+    assert run.scheduler.request_ids(plan) == ["a", "", "c"]
+
+
+def test_slots_that_were_given_back_are_told_once() -> None:
+    run = Run.of(limits_of(), policy="ar")
+    for name in "abc":
+        run.add(request_of(name))
+    run.step()
+    slots = {state.request.request_id: state.slot for state in run.scheduler._batch.running}
+    run.scheduler.abort("c")
+    run.scheduler.abort("a")
+    np.testing.assert_array_equal(run.scheduler.take_released(), sorted([slots["a"], slots["c"]]))
+    assert run.scheduler.take_released().size == 0
+
+
+class TestSpareSeconds:
+    def test_without_requests_there_is_all_the_time(self) -> None:
+        assert Run.of(limits_of(), policy="ar").scheduler.spare_s(0.0) == np.inf
+
+    def test_while_anybody_waits_there_is_none(self) -> None:
+        run = Run.of(limits_of(), policy="ar")
+        run.add(request_of("a"))
+        assert run.scheduler.spare_s(0.0) == 0.0

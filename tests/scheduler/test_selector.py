@@ -1,0 +1,30 @@
+"""What the selector leaves out: rows that do not speculate, nodes without room, nodes beyond the budget."""
+
+import numpy as np
+import pytest
+
+from adaserve_jax.scheduler.selector import _within_reach
+from adaserve_jax.types import CandidateTrees
+from tests.scheduler.harness import Run, limits_of, request_of
+
+
+def test_rows_that_do_not_speculate_and_depths_without_room_have_no_candidates():
+    """A node of depth d is emitted beside d other tokens: with 2 left, depth 1 is the deepest."""
+    parent = np.broadcast_to(np.array([-1, 0, 1], np.int32), (3, 3))
+    candidates = CandidateTrees(np.zeros((3, 3), np.int32), parent, np.zeros((3, 3), np.float32), np.array([1, 2, 3]))
+    kept = _within_reach(candidates, np.array([9, 9, 2]), np.array([True, False, True]))
+    assert np.isfinite(kept.log_f).sum(axis=1).tolist() == [3, 0, 1]
+
+
+@pytest.mark.parametrize("policy", ["tetris:4", "specinfer"])
+def test_roots_are_charged_to_the_budget_of_rules_without_needs(policy):
+    run = Run.of(limits_of(max_tree_tokens=12), policy=policy)
+    for name in "abcdef":
+        run.add(request_of(name, tokens=40))
+    full = 0
+    while run.scheduler.has_work:
+        plan, trees = run.step()
+        if plan.num_decode:
+            assert trees.num_nodes <= plan.budget
+            full += trees.num_nodes == plan.budget
+    assert full > 3, "the budget is what holds them back"
