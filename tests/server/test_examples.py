@@ -13,9 +13,9 @@ import pytest
 
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
+from tests.docs.blocks import DOCUMENTS, SHELL, blocks
 
 EXAMPLES = ROOT / "examples"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN_URL = "http://127.0.0.1:8000"
 PAGE = (EXAMPLES / "chat.html").read_text()
 
@@ -54,8 +54,8 @@ USE_OF_PAGE = """
 
 def curl_commands() -> list[str]:
     """The commands of the documents' shell blocks that begin with curl: to the next command, comment or empty line."""
-    blocks = [block for path in DOCUMENTS for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)]
-    found = [one for block in blocks for one in re.findall(r"^curl .*?(?=\n(?:curl |#|\n)|\n\Z)", block, re.M | re.S)]
+    shown = [block for path in DOCUMENTS for block in blocks(path, *SHELL)]
+    found = [one for block in shown for one in re.findall(r"^curl .*?(?=\n(?:curl |#|\n)|\n\Z)", block, re.M | re.S)]
     return [command for command in found if SHOWN_URL in command]
 
 
