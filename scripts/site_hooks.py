@@ -1,7 +1,7 @@
 """What mkdocs asks while `make site` builds: pages that live outside docs/, links to them, and GitHub's anchors.
 
-Documents stay as GitHub shows them. The site takes some from elsewhere in the repository, turns links to those into links
-between pages, and leaves of links to files that are no pages their text.
+Documents stay as GitHub shows them. The site takes some from elsewhere in the repository, turns links to those into
+links between pages, and leaves of links to files that are no pages their text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def page_of(path: str) -> str | None:
 
 
 def relinked(markdown: str, page: str) -> str:
-    """`markdown` of a page with its links as the site has them. A link to what does not exist stays, for mkdocs to name."""
+    """`markdown` of a page with links as the site has them; one to what does not exist stays, for mkdocs to name."""
     here = posixpath.dirname(home_of(page))
 
     def relink(link: re.Match[str]) -> str:

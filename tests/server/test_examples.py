@@ -11,9 +11,11 @@ import subprocess
 
 import pytest
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.docs.blocks import DOCUMENTS, SHELL, blocks
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
 EXAMPLES = ROOT / "examples"
 SHOWN_URL = "http://127.0.0.1:8000"
@@ -60,14 +62,18 @@ def curl_commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def keyed(start_server):
-    with start_server(ServerSettings(api_key="secret")) as made:
+def keyed(serve_engine):
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", drafts=("code=models/code",)))
+    engine.start()
+    settings = ServerSettings(api_key="secret", served_model_name="demo")
+    with serve_engine(engine, ByteTokenizer(), settings) as made:
         yield made
+    engine.close()
 
 
 @pytest.mark.parametrize("command", curl_commands(), ids=lambda command: re.sub(r"\W+", " ", command)[-50:])
 def test_the_curl_commands_of_the_documents(keyed, command):
-    """Against a server with a key, which every command may carry."""
+    """Against a server with the embedded pair's name, a draft called code, and a key, which every command may carry."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     wrapped = 'curl() { command curl -sS --fail-with-body -H "Authorization: Bearer secret" "$@"; }\n'
