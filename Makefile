@@ -8,7 +8,7 @@ ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
 
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs clean
+.PHONY: help serve test test-slow coverage mutation lint type format bench-host bench-exactness bench-throughput demo-pair dist docs site clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -23,9 +23,14 @@ $(STAMP).serve: pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[server]'
 	@touch $@
 
+$(STAMP).docs: pyproject.toml | $(BIN)/python
+	@echo "installing with what builds the documentation"
+	@$(PIP) --editable '.[server,docs]'
+	@touch $@ $(STAMP).serve
+
 $(STAMP).test: pyproject.toml | $(BIN)/python
 	@echo "installing with test tools (some minutes the first time: torch is large)"
-	@$(PIP) --editable '.[server,star,cluster,dev,torch]'
+	@$(PIP) --editable '.[server,star,cluster,dev,docs,torch]'
 	@touch $@ $(STAMP).serve
 
 serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1:8000 (ARGS="--port 9000" adds options)
@@ -78,8 +83,8 @@ demo-pair: $(STAMP).test ## train the embedded pair again (an hour or more): ARG
 docs: $(STAMP).test ## write what documents have from the code and from benchmarks/results
 	@$(BIN)/python scripts/readme_table.py
 	@$(BIN)/python scripts/results_table.py
-	@for kind in html md; do \
-		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/bench-110m-cpu.$$kind \
+	@for file in bench-110m-cpu-page.html bench-110m-cpu.md; do \
+		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
 		--title "Policies on a grown 110M target, on a CPU"; done
 	@$(BIN)/python scripts/options_table.py
 	@$(BIN)/python scripts/policies_table.py
@@ -88,5 +93,8 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@$(BIN)/python -m adaserve_jax.cli.config_reference > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
 	@$(BIN)/python -m adaserve_jax.cli.http_reference > docs/http-fields.md.new && mv docs/http-fields.md.new docs/http-fields.md
 
+site: $(STAMP).docs ## build the documentation as pages that open from a disk: site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
+
 clean: ## remove what was installed, built and cached here
-	rm -rf $(VENV) build dist .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -202,7 +202,8 @@ def _is_named_folder(draft: object) -> bool:
 FIELD_HELP: dict[str, str] = {
     "target": "checkpoint folder of the target model, or 'demo' for the embedded pair",
     "draft": "checkpoint folder of the draft model, 'demo', or none for no speculation",
-    "policy": "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the table)",
+    "policy": "scheduling policy by name: adaserve, adaserve-paper, spec:<k>, ar and others (README has the table), or "
+    "one of a file: FILE.py or FILE.py:NAME",
     "deterministic": "pin every target step to one bucket, so that outputs are bit-identical whatever the load",
     "max_requests": "most requests that run at once; 0: auto by device",
     "max_context": "most tokens of one request, prompt and output; 0: what the models support",

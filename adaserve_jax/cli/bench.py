@@ -63,8 +63,8 @@ def bench(
     policies: Annotated[
         str,
         typer.Option(
-            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name; with "
-            "--url: what the server's policy is called",
+            help="policies to compare, separated by commas, files (FILE.py) among them; ladder, orders or halves: all "
+            "ablations of that name; with --url: what the server's policy is called",
         ),
     ] = POLICIES,
     rates: Annotated[

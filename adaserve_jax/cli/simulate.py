@@ -37,7 +37,8 @@ def simulate(
     policies: Annotated[
         str,
         typer.Option(
-            help="policies to compare, separated by commas; ladder, orders or halves: all ablations of that name"
+            help="policies to compare, separated by commas, files (FILE.py) among them; ladder, orders or halves: all "
+            "ablations of that name"
         ),
     ],
     out: Annotated[Path, typer.Option(help="folder for rows, requests and samples, which are appended to")],

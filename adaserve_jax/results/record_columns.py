@@ -78,8 +78,8 @@ class RecordColumns:
         values |= {name: int(at[name]) for name in COUNTS}
         values |= {name: None if at[name] == UNKNOWN else bool(at[name]) for name in OUTCOMES}
         return RequestRecord(
-            run_id="", policy="", rate_rps=0.0, request_id="", slo_class=self.classes[at["slo_class"]],
-            status=STATUSES[at["status"]], error_code=None, token_offsets_s=(), **values,
+            run_id="", policy="", rate_rps=0.0, request_id="", slo_class=self.classes[int(at["slo_class"])],
+            status=STATUSES[int(at["status"])], error_code=None, token_offsets_s=(), **values,
         )  # fmt: skip
 
 

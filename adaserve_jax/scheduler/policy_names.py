@@ -1,4 +1,4 @@
-"""From names to policies: those of POLICIES, ablations, and names that stand for several."""
+"""From names to policies: those of POLICIES, ablations, files, and names that stand for several."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.ablations import ABLATIONS, HALVES, LADDER, ORDERS
 from adaserve_jax.scheduler.policies import POLICIES, Policy
+from adaserve_jax.scheduler.policy_files import names_a_file, policy_from_file
 
 GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
 """Names that commands take in place of several."""
@@ -26,16 +27,18 @@ def policy_of(config: EngineConfig) -> Policy:
 def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
     """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
 
-    Raises ConfigError for an unknown name, or one that needs a draft, or a deeper one.
+    Raises ConfigError for an unknown name, one that needs a draft, or a deeper one, and for a file as
+    `policy_from_file` does.
     """
     family, colon, parameter = name.partition(":")
-    whole = POLICIES.get(name) or ABLATIONS.get(name)
-    if not colon and whole is not None:
+    whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)
+    if whole is not None and f"{family}:<k>" not in POLICIES:
         if whole.needs_draft and not max_depth:
             raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
         return whole, 0
     if not colon or f"{family}:<k>" not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; known policies are {', '.join((*POLICIES, *ABLATIONS))}")
+        known = ", ".join((*POLICIES, *ABLATIONS))
+        raise ConfigError(f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME")
     if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
         raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
     depth = int(parameter)

@@ -11,11 +11,13 @@ import subprocess
 
 import pytest
 
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
+from tests.docs.blocks import DOCUMENTS, SHELL, blocks
+from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
 EXAMPLES = ROOT / "examples"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN_URL = "http://127.0.0.1:8000"
 PAGE = (EXAMPLES / "chat.html").read_text()
 
@@ -54,20 +56,24 @@ USE_OF_PAGE = """
 
 def curl_commands() -> list[str]:
     """The commands of the documents' shell blocks that begin with curl: to the next command, comment or empty line."""
-    blocks = [block for path in DOCUMENTS for block in re.findall(r"```sh\n(.*?)```", path.read_text(), re.DOTALL)]
-    found = [one for block in blocks for one in re.findall(r"^curl .*?(?=\n(?:curl |#|\n)|\n\Z)", block, re.M | re.S)]
+    shown = [block for path in DOCUMENTS for block in blocks(path, *SHELL)]
+    found = [one for block in shown for one in re.findall(r"^curl .*?(?=\n(?:curl |#|\n)|\n\Z)", block, re.M | re.S)]
     return [command for command in found if SHOWN_URL in command]
 
 
 @pytest.fixture(scope="module")
-def keyed(start_server):
-    with start_server(ServerSettings(api_key="secret")) as made:
+def keyed(serve_engine):
+    engine = ScriptedEngine(EngineConfig(target="models/scripted", drafts=("code=models/code",)))
+    engine.start()
+    settings = ServerSettings(api_key="secret", served_model_name="demo")
+    with serve_engine(engine, ByteTokenizer(), settings) as made:
         yield made
+    engine.close()
 
 
 @pytest.mark.parametrize("command", curl_commands(), ids=lambda command: re.sub(r"\W+", " ", command)[-50:])
 def test_the_curl_commands_of_the_documents(keyed, command):
-    """Against a server with a key, which every command may carry."""
+    """Against a server with the embedded pair's name, a draft called code, and a key, which every command may carry."""
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     wrapped = 'curl() { command curl -sS --fail-with-body -H "Authorization: Bearer secret" "$@"; }\n'

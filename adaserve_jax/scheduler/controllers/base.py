@@ -7,8 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.types import Limits
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,16 @@ class Decision:
     budget: int
     prefill_tokens: int
     feed_draft: bool
+
+    def check(self, limits: Limits, num_decode: int) -> None:
+        """Raise ConfigError for what no step can run: a controller's own mistake, which nothing later would name."""
+        if 0 <= self.depth <= limits.max_depth and self.width <= limits.max_width and self.budget >= num_decode:
+            return
+        raise ConfigError(
+            f"a policy's controller must decide a depth of 0 to {limits.max_depth}, a width of at most "
+            f"{limits.max_width} and a budget of at least {num_decode}, one token for each row, got "
+            f"depth {self.depth}, width {self.width}, budget {self.budget}; mend its decide()"
+        )
 
 
 @dataclass(frozen=True)

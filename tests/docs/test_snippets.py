@@ -1,0 +1,109 @@
+"""What the how-tos tell to type does what they say: a policy in a file, Python, configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import adaserve_jax
+from adaserve_jax.cli import app as cli_app
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.llm import LLM
+from adaserve_jax.server.config_file import read_config
+from adaserve_jax.types import SLO, SamplingParams
+from tests.conftest import ROOT
+from tests.docs.blocks import blocks, commands
+
+HOWTO = ROOT / "docs" / "howto"
+POLICY = HOWTO / "write-a-policy.md"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+
+
+def run(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a command of the documents prints; it must succeed."""
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(cli_app.app, words)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_path, monkeypatch):
+    (code,) = blocks(POLICY, "python")
+    assert len(code.splitlines()) <= 40
+    (tmp_path / "just_enough.py").write_text(code)
+    simulate, report = [words for words in commands(POLICY, "adaserve") if words[0] in ("simulate", "report")]
+    few = ["40" if before == "--requests" else word for before, word in zip(["", *simulate], simulate, strict=False)]
+    run(few, tmp_path, monkeypatch)
+    rows = [json.loads(line) for line in (tmp_path / "compared" / "results.jsonl").read_text().splitlines()]
+    everybody = {row["policy"]: row for row in rows if row["slo_class"] == "all"}
+    assert set(everybody) == {"ar", "adaserve", "just_enough.py"}
+    assert {row["requests"] for row in everybody.values()} == {40}
+    drafted = {name: row["drafted_tokens"] for name, row in everybody.items()}
+    assert drafted["ar"] == 0 < drafted["just_enough.py"] < drafted["adaserve"]
+    assert "just_enough.py" in run(report, tmp_path, monkeypatch)
+
+
+class Kept(LLM):
+    """Over an engine that others use too."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/quickstart.md"])
+def test_the_python_of_the_first_pages(document, demo_engine, monkeypatch, capsys):
+    """As it stands, on the shared engine in the place of the one that it makes."""
+
+    def make(target: str = "demo", draft: str | None = "demo", policy: str = "adaserve") -> LLM:
+        assert EngineConfig(target, draft, policy) == EngineConfig()
+        return Kept.over(demo_engine)
+
+    monkeypatch.setattr(adaserve_jax, "LLM", make)
+    (code,) = blocks(ROOT / document, "python")
+    names: dict = {}
+    exec(compile(code, document, "exec"), names)
+    outs = names["outs"]
+    assert all(out.text and out.finish_reason in ("length", "stop") and out.metrics.tpot_s > 0 for out in outs)
+    assert outs[0].metrics.slo_met is not None
+    if document != "README.md":
+        assert capsys.readouterr().out.count("\n") >= len(outs) == 2
+
+
+def test_an_engine_that_runs_changes_to_the_policy_of_the_file(demo_engine, tmp_path):
+    (code,) = blocks(POLICY, "python")
+    (tmp_path / "just_enough.py").write_text(code)
+    llm = Kept.over(demo_engine)
+    llm.set_policy(str(tmp_path / "just_enough.py"))
+    try:
+        (out,) = llm.generate(["def add(a, b):"], SamplingParams(max_tokens=12, ignore_eos=True), slo=SLO(tpot_ms=40))
+    finally:
+        llm.set_policy("adaserve")
+    assert len(out.token_ids) == 12
+
+
+def test_the_classes_of_the_howto_are_a_configuration(tmp_path):
+    (text,) = blocks(HOWTO / "choose-slo-classes.md", "toml")
+    (tmp_path / "adaserve.toml").write_text(text)
+    classes = read_config(str(tmp_path / "adaserve.toml")).server.class_table()
+    assert {name: each.tpot_ms for name, each in classes.items()} == {
+        "interactive": 40, "chat": 80, "batch": None, "default": 200,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_comparison_of_the_quick_start(tmp_path, monkeypatch):
+    """Its bench as it stands, and both reports."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; `make test` installs it")
+    for words in commands(QUICKSTART, "adaserve"):
+        if words[0] in ("bench", "report"):
+            run(words, tmp_path, monkeypatch)
+    assert (tmp_path / "first.html").stat().st_size > 10_000
+
+
+def test_examples_that_the_documents_name_are_there():
+    named = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    assert {name for name in named if f"examples/{name}" in text} == named

@@ -1,0 +1,146 @@
+"""Policies from files: which one a name means, that they decide like those of the package, and what wrong files say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policy_names import expand, find_policy
+from tests.scheduler.harness import Run, expected_text, limits_of, request_of
+
+HEAD = """
+from __future__ import annotations
+from dataclasses import dataclass
+from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
+from adaserve_jax.scheduler.controllers.fixed import FixedController, fill
+from adaserve_jax.scheduler.policies import Parts, Policy
+from adaserve_jax.types import Limits
+"""
+ONE = (
+    HEAD
+    + """
+@dataclass
+class Halving(Controller):
+    limits: Limits
+
+    def decide(self, load: Load) -> Decision:
+        depth = self.limits.max_depth // max(load.num_decode, 1)
+        return fill(self.limits, load, depth=depth, width=min(depth, 1))
+
+halving = Policy("deepest alone, half as deep for each more", lambda parts: Halving(parts.limits), selector="equal")
+"""
+)
+TWO = (
+    HEAD
+    + """
+def off(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 0)
+
+def chain(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 2)
+
+plain = Policy("no speculation", off, selector="equal", uses_draft=False)
+chains = Policy("chains of 2", chain, selector="equal", needs_draft=True)
+"""
+)
+
+FILLED = "fill(self.limits, load, depth=depth, width=min(depth, 1))"
+
+
+def written(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_file_with_one_policy_needs_no_name(tmp_path, monkeypatch):
+    path = written(tmp_path, ONE)
+    policy, parameter = find_policy(path, 4)
+    assert policy.about.startswith("deepest alone") and parameter == 0
+    assert find_policy(f"{path}:halving", 4)[0].about == policy.about
+    monkeypatch.chdir(tmp_path)
+    assert find_policy("mine.py", 4)[0].about == policy.about
+
+
+def test_of_several_one_is_named(tmp_path):
+    path = written(tmp_path, TWO)
+    assert find_policy(f"{path}:plain", 0)[0].about == "no speculation"
+    assert find_policy(f"{path}:chains", 4)[0].about == "chains of 2"
+    with pytest.raises(ConfigError, match=f"mine.py holds 2 policies; name one of {path}:plain, {path}:chains"):
+        find_policy(path, 4)
+    with pytest.raises(ConfigError, match=r"mine.py has no policy 'trees'; it has \S+:plain, \S+:chains"):
+        find_policy(f"{path}:trees", 4)
+    with pytest.raises(ConfigError, match="chains needs a draft, but there is none"):
+        find_policy(f"{path}:chains", 0)
+
+
+def test_an_edited_file_is_read_again(tmp_path):
+    path = written(tmp_path, TWO)
+    assert find_policy(f"{path}:plain", 4)[0].about == "no speculation"
+    written(tmp_path, TWO.replace("no speculation", "none at all"))
+    assert find_policy(f"{path}:plain", 4)[0].about == "none at all"
+
+
+def test_it_stands_beside_names_of_the_package(tmp_path):
+    path = written(tmp_path, ONE)
+    assert expand(("halves", path))[-2:] == ("adaserve", path)
+    assert find_policy("spec:2", 4)[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "holds no Policy; it must assign one at module level: NAME = Policy"),
+        ("x = 1\ny = x / 0\n", r"mine.py fails in line 2: ZeroDivisionError: division by zero"),
+        ("def f(:\n", r"mine.py fails: SyntaxError: .*line 1"),
+        (
+            "import nothing_of_this_name\n",
+            "fails in line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'",
+        ),
+        (HEAD + "p = Policy('no controller')\n", "fails in line 8: TypeError: .* missing 2 required .*'controller'"),
+    ],
+)
+def test_wrong_files_say_what_is_wrong(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        find_policy(written(tmp_path, text), 4)
+
+
+def test_a_file_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        find_policy("gone.py:mine", 4)
+    assert f"there is no file gone.py in {tmp_path}; give the path of a Python file" in str(caught.value)
+
+
+def test_the_scheduler_runs_it(tmp_path):
+    """One request alone drafts 4 deep, two of them 2, and the text is that of plain decoding."""
+    limits = limits_of()
+    for rows, depth in ((1, 4), (2, 2)):
+        run = Run.of(limits, policy=written(tmp_path, ONE))
+        asked = [request_of(f"r{row}") for row in range(rows)]
+        for request in asked:
+            run.add(request)
+        plans = []
+        while run.scheduler.has_work:
+            plans.append(run.step()[0])
+        # the first step computes the prompts; towards the end rows leave one by one
+        assert plans[1].draft.depth == depth
+        assert [run.text[request.request_id] for request in asked] == [
+            expected_text(request, limits.max_context)[0] for request in asked
+        ]
+
+
+@pytest.mark.parametrize(("decided", "got"), [
+    ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, budget 8"),
+    ("Decision(-1, 1, 8, 0, True)", "got depth -1"),
+    ("Decision(2, 9, 8, 0, True)", "got depth 2, width 9"),
+    ("Decision(2, 1, 0, 0, True)", "got depth 2, width 1, budget 0"),
+])  # fmt: skip
+def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
+    text = ONE.replace(FILLED, f"{decided} if load.num_decode else {FILLED}")
+    run = Run.of(limits_of(), policy=written(tmp_path, text))
+    run.add(request_of("r"))
+    run.step()
+    with pytest.raises(ConfigError, match=f"must decide a depth of 0 to 4.* one token for each row, {got}.*mend its"):
+        run.step()
