@@ -20,7 +20,8 @@ from adaserve_jax.star.session import Session
 RATE = 0.1
 """Weight of a new measurement in its moving average."""
 FADE = 0.998
-"""What is left of the measured delay after each guess that was not worth it, or nothing would be measured again."""
+"""What is left, after each guess that was not worth it, of the measured delay, and of how much less than a search hits
+saved: or nothing would be measured again."""
 
 
 class Worth:
@@ -46,6 +47,7 @@ class Worth:
         if chance * saved_s >= batches * self.delay_s:
             return True
         self.delay_s *= FADE
+        self.saved_s += (self.search_s - self.saved_s) * (1.0 - FADE)
         return False
 
     def searched(self, seconds: float) -> None:

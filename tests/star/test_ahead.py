@@ -355,6 +355,22 @@ def test_what_would_not_pay_is_tried_again_later():
     assert refused == 1955
 
 
+def test_a_first_hit_that_saves_nothing_is_not_the_last():
+    """Beside 4 ms: once 10 * (1 - 0.998**n) is no less than 4 * 0.998**n."""
+    worth = Worth()
+    worth.searched(0.010)
+    worth.asked(0.0, rows=4, hits=1, share=1.0)
+    assert worth.saved_s == 0.0
+    worth.delay_s, refused = 0.004, 0
+    while not worth.pays(1.0, 1):
+        refused += 1
+    assert refused == 169
+    assert worth.saved_s == pytest.approx(0.010 * (1 - FADE**refused))
+    for _ in range(3000):
+        worth.pays(0.0, 1)
+    assert worth.saved_s < worth.search_s, "not beyond a search"
+
+
 def test_what_a_batch_ahead_delays_is_seen_from_when_drafts_come():
     """One second of work ahead, of which a Draft that came in its middle waits the rest."""
     service, _ = asked_once()
