@@ -121,9 +121,10 @@ class DraftCore:
 
     # ---- the device ----
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now: float, *, ahead: bool = True) -> Batch | None:
         """What to run now; None when nothing can. Each is given back once, to `done` or `failed`. What is given up for
-        lack of time is answered by `given_up`."""
+        lack of time is answered by `given_up`. ahead: whether it may be work ahead; not while more waits to be
+        received."""
         ready = [session for session in self._registry.busy.values() if not session.flying]
         for session in ready:
             if session.asked is not None and self._dispatcher.is_late(session, now):
@@ -134,7 +135,7 @@ class DraftCore:
         batch = self._dispatcher.next([session for session in ready if session.key in self._registry.busy], now)
         if batch is not None:
             self._flying |= {row.key: self._registry.busy[row.key] for row in batch.rows}
-        elif self._ahead is not None and all(session.flying for session in self._registry.busy.values()):
+        elif ahead and self._ahead is not None and all(session.flying for session in self._registry.busy.values()):
             batch, sessions = self._ahead.next(now)
             self._flying |= sessions
         self.stats.evicted = self._keeper.evicted
