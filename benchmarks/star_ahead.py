@@ -112,6 +112,8 @@ class Replay:
         self._batch: Batch | None = None
         self._events: list[tuple[float, int, _Target | None]] = []
         self._added = 0
+        self._heard: list[tuple[float, _Target]] = []
+        """While a batch is on the device, when each came."""
         self.tokens, self.end_s, self.busy_s, self.ahead_s = 0, 0.0, 0.0, 0.0
         self._targets = {str(number): _Target(str(number)) for number in range(n)}
 
@@ -136,8 +138,10 @@ class Replay:
             now, _, target = heapq.heappop(self._events)
             if target is None:
                 self._landed(now)
+            elif self._batch is None:
+                self._ask(target, now, now)
             else:
-                self._ask(target, now)
+                self._heard.append((now, target))
             if self._batch is None and (not self._events or self._events[0][0] > now):
                 self._begin(now)
         return self
@@ -159,16 +163,19 @@ class Replay:
         else:
             self.busy_s += now - batch.started_s
         self._hear(self.core.done(batch, self._search(batch), now), now)
+        heard, self._heard = self._heard, []
+        for came_s, target in heard:
+            self._ask(target, came_s, now)
 
-    def _ask(self, target: _Target, now: float) -> None:
-        """A Draft for what the text has now; first the next text, where this one is over."""
+    def _ask(self, target: _Target, came_s: float, now: float) -> None:
+        """A Draft for what the text has now, taken in now; first the next text, where this one is over."""
         frame: list[FromTarget] = []
         before = target.place
         if target.text < 0 or target.place + self._depth + 1 > self._token.shape[1]:
             frame += [Close(target.session)] if target.session else []
             target.text = next(self._left, -1)
             if target.text < 0:
-                self.core.receive(target.name, frame, now)
+                self.core.receive(target.name, frame, came_s)
                 return
             text = self._texts[target.text]
             target.session, target.place, target.round = target.session + 1, 0, 0
@@ -181,14 +188,14 @@ class Replay:
             target.place += taken
             self.tokens += taken
         if target.place + self._depth + 1 > self._token.shape[1]:
-            self._ask(target, now)
+            self._ask(target, came_s, now)
             return
         target.round += 1
         text = self._texts[target.text]
         new = np.array(text.output[before : target.place], np.int32)
         base = len(text.prompt) + before
         frame.append(Draft(target.session, 1, target.round, base, new, self._depth, 1, True, math.inf, FOREVER_S))
-        answers = self.core.receive(target.name, frame, now)
+        answers = self.core.receive(target.name, frame, came_s)
         self._hear([(target.name, answers)], now)
 
     def _taken(self, target: _Target) -> int:

@@ -24,19 +24,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from star_runs import MAX_CONTEXT, MAX_FEED, MAX_ROWS, Run, Targets, targets_at
 from star_service import Service, service
-from star_table1 import (
-    MAX_CONTEXT,
-    MAX_FEED,
-    MAX_ROWS,
-    NEW_TOKENS,
-    TEMPERATURE,
-    TEXTS,
-    Run,
-    Targets,
-    targets_at,
-)
-from star_targets import Shape, Text
+from star_table1 import NEW_TOKENS, TEMPERATURE, TEXTS
+from star_targets import Shape, Text, run_target
 
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
@@ -80,7 +71,7 @@ class AheadRow:
     wait_off_s: float
     wait_on_s: float
     ahead_load: float
-    others_share: float
+    others_share: float | None
 
 
 def row_of(turns: Sequence[Turn], n: int, depth: int) -> AheadRow:
@@ -102,7 +93,7 @@ def row_of(turns: Sequence[Turn], n: int, depth: int) -> AheadRow:
         ahead["ahead_hits"] / ahead["rounds"], ahead["ahead_trees"] / ahead["rounds"],
         ahead["ahead_hits"] / max(ahead["ahead_trees"], 1.0), median(0, "wait_s"), median(1, "wait_s"),
         ahead["ahead_seconds"] / ahead["loop_seconds"],
-        max((turn.run.others_share for turn in these if turn.run.others_share is not None), default=float("nan")),
+        max((turn.run.others_share for turn in these if turn.run.others_share is not None), default=None),
     )  # fmt: skip
 
 
@@ -122,7 +113,10 @@ def measure(
     for depth in DEPTHS:
         with ExitStack() as held:
             shape = Shape(depth, 1, verify_s)
-            there = {kind: held.enter_context(targets_at(at, most, texts, shape)) for kind, at in services.items()}
+            there = {
+                kind: held.enter_context(targets_at(at, most, run_target, texts, shape))
+                for kind, at in services.items()
+            }
             for number in range(rounds):
                 for n in range(1, most + 1):
                     pair = []

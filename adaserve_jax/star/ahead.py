@@ -20,7 +20,8 @@ from adaserve_jax.star.session import Session
 RATE = 0.1
 """Weight of a new measurement in its moving average."""
 FADE = 0.998
-"""What is left of the measured delay after each guess that was not worth it, or nothing would be measured again."""
+"""What is left, after each guess that was not worth it, of the measured delay, and of how much less than a search hits
+saved: or nothing would be measured again."""
 
 
 class Worth:
@@ -37,8 +38,6 @@ class Worth:
         self._searches = self._hits = self._batches = 0
         self._span = 0.0, 0.0
         self._delayed_s: float | None = None
-        self._runs = False
-        self._came_s: list[float] = []  # of the frames that came while it ran
 
     def pays(self, chance: float, batches: int) -> bool:
         """Whether to go on with a guess of that chance, which takes so many batches more."""
@@ -46,6 +45,7 @@ class Worth:
         if chance * saved_s >= batches * self.delay_s:
             return True
         self.delay_s *= FADE
+        self.saved_s += (self.search_s - self.saved_s) * (1.0 - FADE)
         return False
 
     def searched(self, seconds: float) -> None:
@@ -53,26 +53,18 @@ class Worth:
         self._searches += 1
         self.search_s += (seconds - self.search_s) * max(RATE, 1.0 / self._searches)
 
-    def began(self) -> None:
-        """A batch ahead begins."""
-        self._runs = True
-
     def ran(self, started_s: float, ended_s: float) -> None:
-        """A batch ahead ran. What it delayed was heard of meanwhile, or is afterwards, until the next one has run."""
+        """A batch ahead ran. What it delayed is heard of afterwards, until the next one has run."""
         if self._delayed_s is not None:
             self._batches += 1
             self.delay_s += (self._delayed_s - self.delay_s) * max(RATE, 1.0 / self._batches)
-        self._span, self._runs = (started_s, ended_s), False
-        self._delayed_s = sum(ended_s - came_s for came_s in self._came_s)
-        self._came_s = []
+        self._span, self._delayed_s = (started_s, ended_s), 0.0
 
     def asked(self, came_s: float, rows: int, hits: int, share: float) -> None:
         """A frame with so many Drafts came, of which so many had trees made ahead; share: of a batch of them all that
         the others need."""
         started_s, ended_s = self._span
-        if rows and self._runs:
-            self._came_s.append(came_s)
-        elif rows and started_s <= came_s < ended_s and self._delayed_s is not None:
+        if rows and started_s <= came_s < ended_s and self._delayed_s is not None:
             self._delayed_s += ended_s - came_s
         if hits:
             self._hits += 1
@@ -125,16 +117,13 @@ class Ahead:
         self._open.pop(session.key, None)
 
     def take(self, session: Session) -> Found | None:
-        """The tree of the Draft that waits, if it was made ahead; a guess that is none for it is dropped."""
+        """The tree of the Draft that waits, if it was made ahead; its guess, if there is one, is over."""
         guess, asked = session.guess, session.asked
         assert asked is not None
         if guess is None:
             return None
-        fits = guess.fits(asked.draft)
-        if fits and guess.found is None and self._flying.get(session.key) is guess:
-            return None  # it comes
         session.guess = None
-        if fits and guess.found is not None:
+        if guess.found is not None and guess.fits(asked.draft):
             self._stats.ahead_hits += 1
             return guess.found
         self._stats.ahead_misses += guess.found is not None
@@ -185,7 +174,6 @@ class Ahead:
                 break
         if not rows:
             return None, sessions
-        self.worth.began()
         return Batch(tuple(rows), depth, kind.width, kind.calibrated, now, ahead=True), sessions
 
     def landed(self, row: BatchRow, session: Session, found: Found | None) -> None:

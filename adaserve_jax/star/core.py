@@ -3,11 +3,12 @@
 `DraftCore` is pure and deterministic: no thread, no clock, no jax, no gRPC. Who owns one calls it from one thread at a
 time: `receive` for what targets say, `next_batch` and `done` around each batch of the device, `expire` now and then.
 Every method takes `now`, seconds of one clock that never goes back; only what is received may have come before the
-latest batch ended.
+latest batch ended. Frames may also be received while a batch is on the device, and are then of no use to work ahead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -60,6 +61,7 @@ class DraftCore:
             limits, quotas or Quotas(), self._keeper, room.capacity, self.stats, admission, self._ahead
         )
         self._flying: dict[int, Session] = {}  # by key
+        self._free_s = -math.inf  # since when the device has had no batch
         self._given_up: dict[str, list[FromService]] = {}
 
     # ---- what is going on ----
@@ -91,12 +93,13 @@ class DraftCore:
     # ---- what targets say ----
 
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
-        """Take one frame of a target in; returns what to answer at once. Never raises: what makes no sense ends its own
-        session."""
+        """Take one frame of a target in, which came at `now`; returns what to answer at once. Never raises: what makes
+        no sense ends its own session."""
         answers = self._registry.receive(target_id, messages, now)
         waiting = self._registry.newly_asked()
         if self._ahead is not None:
-            trees = [tree for session in waiting if (tree := self._made_ahead(session, now)) is not None]
+            told_s = max(now, self._free_s)  # what came during a batch is taken in after it
+            trees = [tree for session in waiting if (tree := self._made_ahead(session, told_s)) is not None]
             self._ahead.asked(waiting, len(trees), now)
             answers += trees
         return answers
@@ -118,9 +121,10 @@ class DraftCore:
 
     # ---- the device ----
 
-    def next_batch(self, now: float) -> Batch | None:
+    def next_batch(self, now: float, *, ahead: bool = True) -> Batch | None:
         """What to run now; None when nothing can. Each is given back once, to `done` or `failed`. What is given up for
-        lack of time is answered by `given_up`."""
+        lack of time is answered by `given_up`. ahead: whether it may be work ahead; not while more waits to be
+        received."""
         ready = [session for session in self._registry.busy.values() if not session.flying]
         for session in ready:
             if session.asked is not None and self._dispatcher.is_late(session, now):
@@ -131,7 +135,7 @@ class DraftCore:
         batch = self._dispatcher.next([session for session in ready if session.key in self._registry.busy], now)
         if batch is not None:
             self._flying |= {row.key: self._registry.busy[row.key] for row in batch.rows}
-        elif self._ahead is not None and all(session.flying for session in self._registry.busy.values()):
+        elif ahead and self._ahead is not None and all(session.flying for session in self._registry.busy.values()):
             batch, sessions = self._ahead.next(now)
             self._flying |= sessions
         self.stats.evicted = self._keeper.evicted
@@ -147,17 +151,14 @@ class DraftCore:
         `LocalDrafter` gives them; None where none was searched."""
         answers: dict[str, list[FromService]] = {}
         nodes = [_NOTHING] * len(batch.rows) if trees is None else _found(batch, trees)
-        for (row, session), found in zip(self._land(batch), nodes, strict=True):
+        for (row, session), found in zip(self._land(batch, now), nodes, strict=True):
             if self._ahead is not None and batch.ahead:
                 self._ahead.landed(row, session, found)
             if session.closed:
                 continue
             session.fed(row.start, row.tokens)
             self.stats.fed_tokens += len(row.tokens)
-            if batch.ahead:
-                if session.asked is not None and (tree := self._made_ahead(session, now)) is not None:
-                    answers.setdefault(row.target_id, []).append(tree)
-            elif row.depth:
+            if row.depth and not batch.ahead:
                 self.stats.rounds += 1
                 self._answer(batch, row, session, found, now, answers)
             self._registry.note(session)
@@ -177,7 +178,7 @@ class DraftCore:
         """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of its
         sessions is answered an empty one; the tokens are fed again when they speak."""
         answers: dict[str, list[FromService]] = {}
-        for row, session in self._land(batch):
+        for row, session in self._land(batch, now):
             if self._ahead is not None and batch.ahead:
                 self._ahead.landed(row, session, None)
             if session.closed:
@@ -189,9 +190,10 @@ class DraftCore:
             self._registry.note(session)
         return list(answers.items())
 
-    def _land(self, batch: Batch) -> list[tuple[BatchRow, Session]]:
+    def _land(self, batch: Batch, now: float) -> list[tuple[BatchRow, Session]]:
         """The batch is off the device: its rows and their sessions."""
         self.stats.batches += 1
+        self._free_s = now
         landed = [(row, self._flying.pop(row.key)) for row in batch.rows]
         for _, session in landed:
             self._keeper.landed(session)

@@ -53,7 +53,7 @@ def read_drafts(said: Sequence[pb.Draft], caps: Caps) -> list[Draft | WireError]
             is_sound and session and base <= LARGEST and depth <= caps.depth and give_up_s >= 0 and due_s == due_s
             and (width or not depth) and width <= caps.width and end - start <= caps.tokens
         ):  # fmt: skip
-            own = tokens[start:end]
+            own = tokens if end - start == len(tokens) else tokens[start:end].copy()  # it outlives the frame
             read.append(Draft(session, m.epoch, m.round, base, own, depth, width, m.calibrated, due_s, give_up_s))
         else:
             read.append(_wrong_draft(m, caps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ PLACES = 20
 def scripts():
     with (
         imported("results_star", folder=ROOT / "scripts") as tables,
-        imported("star_targets", "star_ahead") as made,
+        imported("star_targets", "star_service", "star_runs", "star_ahead", "star_ahead_paced") as made,
     ):
         yield {**tables, **made}
 
@@ -72,3 +73,59 @@ def test_the_page_shows_what_was_written(scripts, tmp_path, monkeypatch):
     table, said = tables(path)
     assert f"| 1 | 1 | {20 / 0.22:.1f} | {20 / 0.184:.1f} | {0.22 / 0.184:.3f} | 90% |" in table
     assert "1: 1.196 to 1.196" in said and "t_v = 15.0 ms" in said and "aaaaaaaaaaaa." in said
+
+
+def paced_turns(scripts, tokens: dict[bool, list[int]]) -> list:
+    """Turns of 10 s of one target at depth 2, by whether it is drafted ahead for; 100 rounds each, of which 40 hit."""
+    made, service = scripts["star_ahead_paced"], scripts["star_service"]
+    counts = service.Counts(10.0, 9.0, 1.0, 1.0, 100.0, 100.0, 0.5, 100.0)
+    hit = dict.fromkeys(made.COUNTERS, 0.0) | {"rounds": 100.0, "loop_seconds": 10.0}
+    hit |= {"ahead_hits": 40.0, "ahead_trees": 80.0, "ahead_seconds": 2.0}
+    return [
+        made.Turn(is_ahead, 2, scripts["star_runs"].Run(
+            1, True, number, 10.0, counts, scripts["star_targets"].Tally(tokens=count), 0.1 * number
+        ), hit)
+        for is_ahead, counted in tokens.items() for number, count in enumerate(counted)
+    ]  # fmt: skip
+
+
+def test_a_row_is_the_median_of_pairs(scripts):
+    """Ratios within rounds: 1.1, 1.5 and 0.9."""
+    turns = paced_turns(scripts, {False: [100, 200, 300], True: [110, 300, 270]})
+    row = scripts["star_ahead_paced"].row_of(turns, 1, 2)
+    assert (row.n, row.depth, row.off_tokens_s, row.on_tokens_s) == (1, 2, 20.0, 27.0)
+    assert (row.low, row.ratio, row.high) == pytest.approx((0.9, 1.1, 1.5))
+    assert (row.off_rounds_s, row.on_rounds_s, row.ratio_rounds) == pytest.approx((10.0, 10.0, 1.0))
+    assert (row.hits, row.made, row.hit_of_made, row.ahead_load) == pytest.approx((0.4, 0.8, 0.5, 0.2))
+    assert (row.wait_off_s, row.wait_on_s, row.others_share) == pytest.approx((0.005, 0.005, 0.2))
+
+
+def test_every_pair_is_measured_in_turns(scripts, monkeypatch):
+    """Both services have the same processes of paced targets, and the other one goes first in every other round."""
+    made, asked, ran = scripts["star_ahead_paced"], [], []
+
+    class Targets:
+        def run(self, at, count, seconds, **of):
+            ran.append((at.pid, count, of["round"]))
+            return paced_turns(scripts, {True: [100]})[0].run
+
+    @contextmanager
+    def targets_at(at, count, run, *args):
+        asked.append((at.pid, count, run.__name__, args))
+        yield Targets()
+
+    class Service:
+        def __init__(self, pid):
+            self.pid = pid
+
+        def read(self):
+            return dict.fromkeys(made.COUNTERS, 7.0)
+
+    monkeypatch.setattr(made, "targets_at", targets_at)
+    monkeypatch.setattr(made, "DEPTHS", (2,))
+    services = {False: Service(10), True: Service(11)}
+    turns = made.measure(services, ["text"], 0.015, rounds=2, seconds=1.0, most=1)
+    assert asked == [(pid, 1, "run_target", (["text"], made.Shape(2, 1, 0.015))) for pid in (10, 11)]
+    assert ran == [(11, 1, 0), (10, 1, 0), (10, 1, 1), (11, 1, 1)]
+    assert [turn.is_ahead for turn in turns] == [True, False, False, True]
+    assert {value for turn in turns for value in turn.ahead.values()} == {0.0}

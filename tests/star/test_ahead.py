@@ -185,15 +185,32 @@ def test_a_shape_that_can_be_cut_is_a_hit_and_another_is_not():
         assert service.core.stats.ahead_misses == (not is_hit)
 
 
-def test_what_comes_while_its_tree_is_made_is_answered_when_it_is():
+def test_what_came_while_its_tree_was_made_has_waited_until_it_was():
+    """It came at 1.1 and is taken in when the batch has landed, at 1.25; the next round begins then."""
+    service, said = asked_once()
+    service.work_ahead(1)
+    batch = service.core.next_batch(1.0)
+    assert batch is not None and batch.ahead
+    assert service.core.done(batch, service.device.run(batch), 1.25) == []
+    (tree,) = service.core.receive("a", [draft(1, 0, 1, 3, said)], 1.1)
+    assert isinstance(tree, Tree) and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+    assert (tree.queue_s, tree.service_s) == (pytest.approx(0.15), 0.0)
+    stats = service.core.stats
+    assert stats.ahead_hits == 1 and stats.queue_s == pytest.approx(0.15)
+    (session,) = service.core._registry._targets["a"].sessions.values()
+    assert session.answered_s == 1.25
+
+
+def test_what_is_taken_in_while_its_tree_is_made_is_searched_after_it():
     service, said = asked_once()
     service.work_ahead(1)
     batch = service.core.next_batch(0.0)
     assert batch is not None and batch.ahead
     assert service.say("a", draft(1, 0, 1, 3, said)) == [] and service.core.next_batch(0.0) is None
-    ((target_id, (tree,)),) = service.core.done(batch, service.device.run(batch), 0.25)
-    assert target_id == "a" and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
-    assert (tree.queue_s, tree.service_s) == (0.25, 0.0) and service.core.stats.ahead_hits == 1
+    assert service.core.done(batch, service.device.run(batch), 0.25) == []
+    rows, (tree,) = service.run()
+    assert rows == [("a", 1, 1)] and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+    assert service.core.stats.ahead_hits == service.core.stats.ahead_trees == 0
 
 
 def test_said_again_it_is_answered_again():
@@ -223,6 +240,21 @@ def test_a_batch_ahead_that_fails_costs_nothing_but_itself():
     service.say("a", draft(1, 0, 1, 3, said))
     rows, (tree,) = service.run()
     assert rows == [("a", 1, 3)] and columns_of(tree) == toy_columns([*TEXT, *said], PLAIN, 2, 2, True)
+
+
+def test_a_batch_ahead_that_fails_has_delayed_nobody_and_later_ones_are_measured():
+    service, said = asked_once()
+    worth = service.core._ahead.worth  # type: ignore[union-attr]
+    batch, before = service.core.next_batch(0.0), vars(worth).copy()
+    assert batch is not None and batch.ahead
+    service.core.failed(batch, 0.5)
+    service.now = 0.5
+    assert service.core.receive("a", [draft(1, 0, 1, 3, said)], 0.25) == [] and vars(worth) == before
+    service.run()
+    worth.ran(1.0, 2.0)
+    service.core.receive("a", [draft(1, 0, 2, 6, [9])], 1.75)
+    worth.ran(5.0, 6.0)
+    assert worth.delay_s == 0.25, "of the only one that ran before"
 
 
 def test_a_target_that_cuts_its_trees_is_drafted_ahead_for_where_it_cuts():
@@ -344,15 +376,30 @@ def test_what_would_not_pay_is_tried_again_later():
     """Half a second against 10 ms: once 0.5 * 0.998**n is no more than that."""
     worth = Worth()
     worth.searched(0.010)
-    for start in range(2):
-        worth.began()
-        worth.asked(float(start), rows=1, hits=0, share=0.0)
-        worth.ran(start, start + 0.5)
+    worth.ran(0.0, 0.5)
+    worth.asked(0.0, rows=1, hits=0, share=0.0)
+    worth.ran(1.0, 1.5)
     assert worth.delay_s == 0.5
     refused = 0
     while not worth.pays(1.0, 1):
         refused += 1
     assert refused == 1955
+
+
+def test_a_first_hit_that_saves_nothing_is_not_the_last():
+    """Beside 4 ms: once 10 * (1 - 0.998**n) is no less than 4 * 0.998**n."""
+    worth = Worth()
+    worth.searched(0.010)
+    worth.asked(0.0, rows=4, hits=1, share=1.0)
+    assert worth.saved_s == 0.0
+    worth.delay_s, refused = 0.004, 0
+    while not worth.pays(1.0, 1):
+        refused += 1
+    assert refused == 169
+    assert worth.saved_s == pytest.approx(0.010 * (1 - FADE**refused))
+    for _ in range(3000):
+        worth.pays(0.0, 1)
+    assert worth.saved_s < worth.search_s, "not beyond a search"
 
 
 def test_what_a_batch_ahead_delays_is_seen_from_when_drafts_come():

@@ -70,6 +70,17 @@ def test_what_is_sent_is_what_is_received():
     assert wire.read_target_frame(b"") == [] == wire.read_service_frame(b"")
 
 
+def test_a_draft_keeps_nothing_of_its_frame_alive():
+    """A session keeps its last Draft, of which the frame may have had hundreds, and one of them long."""
+    long = dataclasses.replace(DRAFT, session=9, tokens=np.arange(5000, dtype=np.int32))
+    none = dataclasses.replace(DRAFT, tokens=ints())
+    for frame in ([DRAFT], [DRAFT, long, none, DRAFT], [none, long], [none]):
+        read = wire.read_target_frame(wire.target_frame(frame))
+        for sent, each in zip(frame, read, strict=True):
+            same(sent, each)
+            assert isinstance(each, Draft) and each.tokens.base is None
+
+
 def test_numpy_numbers_are_sent_as_numbers():
     """As a mirror of rows has them."""
     odd = dataclasses.replace(
