@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import grpc
 import numpy as np
 from rich.console import Console
 
@@ -34,7 +35,6 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.channel import GrpcTransport
 from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.grpc_direct import grpc
 from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.messages import Draft, FromService, Hello, Open, Tree
 from adaserve_jax.star.remote import RemoteDrafter

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import grpc
+
 from adaserve_jax.certificates import read_file
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.grpc_direct import grpc
 from adaserve_jax.star.messages import FromTarget, Refused
 from adaserve_jax.star.transport import Lost, Received
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, WireError, in_frames, read_service_frame, target_frame

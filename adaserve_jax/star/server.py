@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import grpc
+
 from adaserve_jax.certificates import read_file
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.grpc_direct import grpc
 from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import FromService, Refused
 from adaserve_jax.star.security import AUTHORIZATION, Audit, Tokens, check_secured
