@@ -50,7 +50,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         "adaserve_jax/__init__.py": "",
         "adaserve_jax/signs.py": 'def sign(x):\n    if x < 0:\n        return "-"\n    return "+"\n',
         "tests/test_signs.py": "from adaserve_jax.signs import sign\n\ndef test_sign():\n    assert sign(-1) == '-'\n",
-        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
+        "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = ["-p", "no:schemathesis"]\n',
     }
     for name, text in files.items():
         (tmp_path / "project" / name).parent.mkdir(parents=True, exist_ok=True)
