@@ -60,8 +60,9 @@ def run_bench(
     rows of a point are written last, so that a point with rows is there whole. Ctrl-C while a point is driven ends the
     run after writing what the point has, marked invalid; at other times it is passed on. close: whether the engine is
     closed at the end. use: of a folder that holds rows. about: settings beside the plan's that a resumed run must have
-    too. policy_files: hashes of the files that policies are from, which must be the same too. Relative targets of a resumed run are multiples of the baseline latency that its rows have. Raises ConfigError:
-    among others, a resumed run would go on with another commit, machine, device or model, or at another speed.
+    too. policy_files: hashes of the files that policies are from, which must be the same too. Relative targets of a
+    resumed run are multiples of the baseline latency that its rows have. Raises ConfigError: among others, a resumed
+    run would go on with another commit, machine, device or model, or at another speed, or a policy's file was edited.
     """
     watch = watch or Watch()
     loads = load_all(plan, workload)

@@ -276,7 +276,9 @@ def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_po
     assert rows[0].plan_hash == rows[1].plan_hash != rows[2].plan_hash
     found = measured([RunFolder.load(out)])
     assert found.whos == ("ar", *(f"{mine}@{each[:12]}" for each in hashes))
-    assert {who: len(group.points) for (who, _), group in found.groups.items()} == dict(zip(found.whos, (2, 1, 1), strict=True))
+    assert {who: len(group.points) for (who, _), group in found.groups.items()} == dict(
+        zip(found.whos, (2, 1, 1), strict=True)
+    )
 
 
 def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path) -> None:
