@@ -20,12 +20,12 @@ $(BIN)/python:
 
 $(STAMP).serve: pyproject.toml | $(BIN)/python
 	@echo "installing (a minute or two the first time)"
-	@$(PIP) --editable '.[server]'
+	@$(PIP) --editable '.[server,plot]'
 	@touch $@
 
 $(STAMP).docs: pyproject.toml | $(BIN)/python
 	@echo "installing with what builds the documentation"
-	@$(PIP) --editable '.[server,docs]'
+	@$(PIP) --editable '.[server,plot,docs]'
 	@touch $@ $(STAMP).serve
 
 $(STAMP).test: pyproject.toml | $(BIN)/python

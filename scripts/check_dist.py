@@ -15,7 +15,11 @@ import time
 import urllib.request
 from pathlib import Path
 
+INSTALL_S = 1800.0
+COMMAND_S = 900.0
 READY_S = 600.0
+ANSWER_S = 120.0
+"""Nothing takes as long, on a slow machine with a slow index: what hangs is ended and said."""
 
 
 def main() -> None:
@@ -28,14 +32,18 @@ def main() -> None:
 
 
 def check(package: Path, folder: Path) -> None:
-    """Raises CalledProcessError or AssertionError for what does not work. folder: empty, outside the checkout."""
-    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
-    subprocess.run([folder / "venv/bin/pip", "install", "--quiet", f"{package}[server]"], check=True)
+    """Raises CalledProcessError, TimeoutExpired or AssertionError for what does not work. folder: empty, outside the
+    checkout."""
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=INSTALL_S)
+    install = [folder / "venv/bin/pip", "install", "--quiet", f"{package}[server]"]
+    subprocess.run(install, check=True, timeout=INSTALL_S)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(*words: str | Path, program: str = "adaserve") -> str:
         command = [folder / "venv/bin" / program, *words]
-        done = subprocess.run(command, cwd=folder, env=environment, check=True, text=True, stdout=subprocess.PIPE)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, check=True, text=True, stdout=subprocess.PIPE, timeout=COMMAND_S
+        )
         return done.stdout
 
     where = run("-c", "import adaserve_jax; print(adaserve_jax.__file__)", program="python").strip()
@@ -59,15 +67,18 @@ def serve(folder: Path, environment: dict[str, str]) -> None:
         body = {"prompt": "def add(a, b):", "max_tokens": 8, "slo_tpot_ms": 1000}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             metrics = json.load(answer)["metrics"]
         assert metrics["slo"]["tpot_target_ms"] == 1000, metrics
         for page in ("/metrics", "/dashboard", "/docs", "/openapi.json"):
-            with urllib.request.urlopen(f"{url}{page}") as answer:
+            with urllib.request.urlopen(f"{url}{page}", timeout=ANSWER_S) as answer:
                 assert answer.status == 200 and answer.read()
     finally:
         server.terminate()
-        assert server.wait(60) == 0, "the server did not end by itself"
+        try:
+            assert server.wait(ANSWER_S) == 0, "the server did not end by itself"
+        finally:
+            server.kill()
 
 
 def ready_url(log: Path, server: subprocess.Popen[bytes]) -> str:
@@ -77,7 +88,7 @@ def ready_url(log: Path, server: subprocess.Popen[bytes]) -> str:
         urls = [word.rstrip(".,;") for word in log.read_text().split() if word.startswith("http://")]
         if urls:
             try:
-                with urllib.request.urlopen(f"{urls[0]}/ready"):
+                with urllib.request.urlopen(f"{urls[0]}/ready", timeout=ANSWER_S):
                     return urls[0]
             except OSError:
                 pass

@@ -1,7 +1,7 @@
 """Writes the measured table of README.md, between its bench markers, from committed results; no number is typed.
 
 Each folder benchmarks/results/bench-* is that of one run of `adaserve bench`, whose report is in docs/results. Of its
-rates every other one is shown. Imports no jax.
+rates every other one is shown, and it says so. Imports no jax.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 
 ROOT = Path(__file__).resolve().parent.parent
+GROWN = "grown-"
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 HEADER = (
     "| policy | requests/s | attainment (TPOT and TTFT) | TPOT only | goodput, tokens/s | throughput, tokens/s "
@@ -28,6 +29,13 @@ def percent(share: float | None) -> str:
 
 def number(value: float | None, digits: int = 1, scale: float = 1.0) -> str:
     return "-" if value is None else f"{scale * value:.{digits}f}"
+
+
+def grown(rows: list[ResultRow]) -> str:
+    """The shell command that makes their target, where it is called as one that was grown; else nothing."""
+    target = rows[0].target
+    size = target.removeprefix(GROWN)
+    return "" if size == target else f"`{shlex.join(['adaserve', 'grow', target, '--params', size])}` and "
 
 
 def command(rows: list[ResultRow]) -> str:
@@ -55,8 +63,9 @@ def conditions(row: ResultRow) -> str:
     )
 
 
-def table(rows: list[ResultRow]) -> str:
-    """Command, conditions and one line per policy and every other rate; rows of single SLO classes are left out.
+def table(name: str, rows: list[ResultRow]) -> str:
+    """Commands, conditions and one line per policy and every other rate, by rate and in the order of the command's
+    policies; rows of single SLO classes are left out. name: of the folder, and of its report.
 
     Raises ValueError for a row in which the client, not the engine, was measured.
     """
@@ -64,24 +73,32 @@ def table(rows: list[ResultRow]) -> str:
     for row in rows:
         if not row.valid:
             raise ValueError(f"{row.policy} at {row.rate_rps:g}/s is invalid ({row.invalid_reason}); measure again")
-    shown = sorted({row.rate_rps for row in rows})[::2]
+    rates = sorted({row.rate_rps for row in rows})
+    shown = rates[::2]
+    policies = list(dict.fromkeys(row.policy for row in rows))
     lines = [
         f"| `{row.policy}` | {row.rate_rps:g} | {percent(row.attainment)} | {percent(row.attainment_tpot)} "
         f"| {number(row.goodput_tps)} | {number(row.throughput_tps)} | {number(row.mean_accepted, 2)} "
         f"| {number(row.tpot_p50_s, scale=1e3)} / {number(row.tpot_p99_s, scale=1e3)} |"
-        for row in sorted(rows, key=lambda row: row.rate_rps)
+        for row in sorted(rows, key=lambda row: (row.rate_rps, policies.index(row.policy)))
         if row.rate_rps in shown
     ]
-    return "\n".join([f"Measured with `{command(rows)}`:", "", HEADER, *lines, "", conditions(rows[0])])
+    which = "" if len(shown) == len(rates) else "Every other of its rates is shown; "
+    report = f"[{'all of it' if which else 'All of it'}](docs/results/{name}.md), with intervals and by class."
+    head = f"Measured with {grown(rows)}`{command(rows)}`:"
+    return "\n".join([head, "", HEADER, *lines, "", f"{which}{report} {conditions(rows[0])}"])
 
 
-def with_tables(readme: str, results: list[list[ResultRow]]) -> str:
-    """`readme` with what stands between the markers replaced. Raises ValueError when a marker is missing."""
+def with_tables(readme: str, results: dict[str, list[ResultRow]]) -> str:
+    """`readme` with what stands between the markers replaced. results: rows by the folder's name.
+
+    Raises ValueError when a marker is missing.
+    """
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README.md must hold {BEGIN} and {END}, in this order")
-    return "\n".join([f"{before}{BEGIN}", *(table(rows) for rows in results), f"{END}{after}"])
+    return "\n".join([f"{before}{BEGIN}", *(table(name, rows) for name, rows in results.items()), f"{END}{after}"])
 
 
 def main() -> int:
@@ -91,7 +108,7 @@ def main() -> int:
     path = ROOT / "README.md"
     files = sorted((ROOT / "benchmarks" / "results").glob("bench-*/results.jsonl"))
     old = path.read_text()
-    new = with_tables(old, [read_rows(file, ResultRow) for file in files])
+    new = with_tables(old, {file.parent.name: read_rows(file, ResultRow) for file in files})
     if arguments.check:
         if new != old:
             print("README.md does not show benchmarks/results; run `make docs`", file=sys.stderr)

@@ -87,8 +87,8 @@ def check_folder(out: Path, use: FolderUse) -> None:
         return
     if use == "new":
         raise ConfigError(
-            f"{out} holds the rows of another run; give another --out, or --resume to go on with that run, or --append "
-            "to add this one"
+            f"{out} holds the rows of another run; give another --out, or --append to add this one, or, to go on with "
+            "a run of `adaserve bench`, its own options and --resume"
         )
     if use == "resume" and not (out / PLAN).exists():
         raise ConfigError(f"cannot resume {out}: it has rows but no {PLAN}; run without --resume into another folder")

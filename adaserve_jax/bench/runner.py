@@ -36,6 +36,7 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
+from adaserve_jax.scheduler.policy_files import file_hashes
 from adaserve_jax.types import SLO
 
 WARMUP_TOKENS = 16
@@ -51,6 +52,7 @@ INTERRUPTED = "interrupted"
 def run_bench(
     plan: BenchPlan, workload: Workload, open_engine: OpenEngine, out: Path, watch: Watch | None = None, *,
     close: bool = True, use: FolderUse = "append", about: Mapping[str, Any] | None = None,
+    policy_files: Mapping[str, str] | None = None,
 ) -> list[ResultRow]:  # fmt: skip
     """Measure every point of `plan`; returns all rows, first those of points that were there when it was resumed.
 
@@ -58,12 +60,15 @@ def run_bench(
     rows of a point are written last, so that a point with rows is there whole. Ctrl-C while a point is driven ends the
     run after writing what the point has, marked invalid; at other times it is passed on. close: whether the engine is
     closed at the end. use: of a folder that holds rows. about: settings beside the plan's that a resumed run must have
-    too. Relative targets of a resumed run are multiples of the baseline latency that its rows have. Raises ConfigError:
-    among others, a resumed run would go on with another commit, machine, device or model, or at another speed.
+    too. policy_files: hashes of the files that policies are from, which must be the same too. Relative targets of a
+    resumed run are multiples of the baseline latency that its rows have. Raises ConfigError: among others, a resumed
+    run would go on with another commit, machine, device or model, or at another speed, or a policy's file was edited.
     """
     watch = watch or Watch()
     loads = load_all(plan, workload)
     settings = {**plan.settings(), "workload": workload.name, "workload_hash": workload.sha256, **(about or {})}
+    if policy_files:
+        settings["policy_files"] = dict(policy_files)
     begun = begin_folder(out, settings, use)
     rows = list(begun.rows)
     todo = [point for point in plan.points if point.name not in begun.done]
@@ -78,7 +83,8 @@ def run_bench(
         check_alike(out, begun, _served_with(engine))
         check_baseline(out, begun, engine.about.baseline_s)
         drop_unfinished(out, begun)
-        bench = _Bench(plan, loads, engine, _provenance(plan, begun, workload, engine, about), watch, begun.baseline_s)
+        provenance = _provenance(plan, begun, workload, engine, about)
+        bench = _Bench(plan, loads, engine, provenance, watch, begun.baseline_s, policy_files or {})
         for point in todo:
             watch.begins(point)
             measured = bench.measure(point)
@@ -129,10 +135,12 @@ class _Bench:
     watch: Watch
     held_baseline_s: float | None
     """Of a resumed run: what its relative targets are multiples of, whatever the engine measured now."""
+    policy_files: Mapping[str, str]
 
     def measure(self, point: Point) -> _Measured:
         """Warm up, drive, and sum up."""
         loaded = self.loads[point.load]
+        self._check_file(point.policy)
         self.engine.set_policy(point.policy)
         due = [Due(arrival.due_s, self.engine.prepare(self._ask(point, number, arrival)))
                for number, arrival in enumerate(loaded.schedule.arrivals)]  # fmt: skip
@@ -151,6 +159,14 @@ class _Bench:
         samples = sampler.samples(run_id=run_id, point=point.name, start_s=loop.start_s)
         acceptance = self._recorded(point, loaded) if self.plan.record else []
         return _Measured(loop, rows, records, samples, acceptance)
+
+    def _check_file(self, policy: str) -> None:
+        """A file is read anew for each point: rows of one run are of one version of it."""
+        if policy in self.policy_files and file_hashes([policy])[policy] != self.policy_files[policy]:
+            raise ConfigError(
+                f"the file of policy {policy} is not the one that the run began with; put that back and --resume, or "
+                "measure all anew in another --out"
+            )
 
     def _recorded(self, point: Point, loaded: Loaded) -> list[AcceptanceRecord]:
         """What was noted since the last call; only while the engine is idle."""
@@ -215,6 +231,7 @@ class _Bench:
             slo_scale=load.slo_scale,
             burstiness=loaded.burstiness,
             token_source=self.engine.token_source,
+            policy_hash=self.policy_files.get(point.policy, ""),
         )
 
 

@@ -18,6 +18,7 @@ from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.record_columns import RecordColumns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
+from adaserve_jax.scheduler.policy_files import file_hashes
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ def trace_tags(traces: Sequence[Trace], varied: Sequence[Varied]) -> list[str]:
 
 
 def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -> str:
-    """Of all that is to be simulated: the same for the same plan, machine and traces."""
-    described = repr((plan, machine, [(trace.name, trace.sha256) for trace in traces]))
+    """Of all that is to be simulated: the same for the same plan, files of policies, machine and traces."""
+    files = sorted(file_hashes(plan.policies).items())
+    described = repr((plan, files, machine, [(trace.name, trace.sha256) for trace in traces]))
     return hashlib.sha256(described.encode()).hexdigest()
 
 
@@ -82,6 +84,7 @@ def result_rows(
         wall_s=wall_s, compiles_after_ready=0, client_late_max_s=0.0, client_late_p99_s=0.0, valid=True,
         invalid_reason=None, replicas=replicas, router=plan.router if replicas > 1 else None, label=label,
         point=point, urgent_share=varied.urgent_share, slo_scale=varied.slo_scale,
+        policy_hash=file_hashes([policy]).get(policy, ""),
     )  # fmt: skip
     summaries = summarize(records, wall_s=wall_s)
     return [ResultRow.join(provenance, conditions, summary) for summary in summaries]

@@ -41,6 +41,7 @@ from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import OPTION_HELP, LearnOptions
 from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.scheduler.policy_files import file_hashes
 from adaserve_jax.scheduler.policy_names import expand, policy_of
 
 POLICIES = "ar,spec:4,adaserve"
@@ -148,9 +149,11 @@ def bench(
         remote.check_unused()
         config = with_drafter(with_learning(config, learn_options), drafter_options)
         engine, about = _Lazy(lambda: _open(config, given)), _about(config)
+        policy_files = file_hashes(given.policies)
     else:
         _check_for_url(given, config, learn_options, drafter_options)
         engine, about = _Lazy(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
+        policy_files = {}
     rows, interrupted = [], False
     try:
         with closing(engine):
@@ -161,7 +164,9 @@ def bench(
                 plan = replace(plan, rates=_auto_rates(folder, use, requests, engine))
             with bench_bar(plan) as bar:
                 rows = bar.rows
-                run_bench(plan, requests, engine, folder, bar, close=False, use=use, about=about)
+                run_bench(
+                    plan, requests, engine, folder, bar, close=False, use=use, about=about, policy_files=policy_files
+                )
     except KeyboardInterrupt:
         interrupted = True
     _finish(rows, folder, interrupted=interrupted)

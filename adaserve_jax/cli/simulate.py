@@ -15,6 +15,7 @@ from adaserve_jax.bench.machines import load_machine, packaged_machines
 from adaserve_jax.bench.mixing import parse_lengths, with_lengths
 from adaserve_jax.bench.readers import AUTO
 from adaserve_jax.bench.reshaping import Shape, reshape
+from adaserve_jax.bench.resuming import check_folder
 from adaserve_jax.bench.routers import ROUTERS, find_router
 from adaserve_jax.bench.simulation import Simulated, SimulationPlan
 from adaserve_jax.bench.simulation_points import simulate_all
@@ -41,7 +42,7 @@ def simulate(
             "ablations of that name"
         ),
     ],
-    out: Annotated[Path, typer.Option(help="folder for rows, requests and samples, which are appended to")],
+    out: Annotated[Path, typer.Option(help="folder for rows, requests and samples")],
     traces: Annotated[
         list[Path] | None, typer.Argument(help="files of requests with their lengths, plain or .gz")
     ] = None,
@@ -116,6 +117,7 @@ def simulate(
         ),
     ] = True,
     save_traces: Annotated[bool, typer.Option(help="also write the traces as simulated to the folder")] = False,
+    append: Annotated[bool, typer.Option(help="add the rows to what --out holds")] = False,
 ) -> None:
     """Compare policies on traces, with the scheduler that serves, on one replica or several. Columns: docs/metrics.md.
 
@@ -158,6 +160,7 @@ def simulate(
         raise ConfigError("nothing to simulate: give trace files, or --fluctuating for a generated trace")
     reshaped = [reshape(trace, shape, seed) for trace, shape in pairs]
     varied = [Varied.of(trace, shape, simulated.baseline_s) for trace, shape in pairs]
+    check_folder(out, "append" if append else "new")
     make_folder(out)
     if save_traces:
         for number, trace in enumerate(reshaped):

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.engine.by_name import GRPC_TRANSPORT, load
+from adaserve_jax.engine.by_name import grpc_transport
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.timing import decode_plan, draft_plan
@@ -87,7 +87,7 @@ def check_packages() -> None:
 
 def check_files(config: DrafterConfig) -> None:
     """Raise ConfigError where a file that `config` names cannot be used, before minutes of compiling."""
-    load(GRPC_TRANSPORT)(config.addresses[0], config)
+    grpc_transport()(config.addresses[0], config)
 
 
 def connect_drafter(
@@ -109,7 +109,7 @@ def build(config: DrafterConfig, chances: ChanceTable, hello: Hello, max_rows: i
     """The drafter; its connections begin. `check_packages` has found what it needs."""
     from adaserve_jax.star.remote import RemoteDrafter
 
-    connects = load(GRPC_TRANSPORT)
+    connects = grpc_transport()
     transports = [connects(address, config) for address in config.addresses]
     return RemoteDrafter(transports, config, hello=hello, table=chances, max_rows=max_rows, vocabulary=vocab_size)
 

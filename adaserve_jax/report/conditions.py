@@ -17,6 +17,7 @@ BASELINE_TOLERANCE = 0.05
 """Baselines within this share of each other are the same: they are measured anew by each run."""
 SETTINGS = "hash of the engine's settings"
 NOT_NOTED = "not noted"
+NO_FILE = "none"
 _TOLD: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("workload", lambda r: f"{r.workload} (sha256 {r.workload_hash[:HASH_LETTERS]})"),
     ("machine", lambda r: r.machine),
@@ -43,6 +44,7 @@ _BESIDE: tuple[tuple[str, Callable[[ResultRow], str]], ...] = (
     ("number of KV pages of the draft's memory", lambda r: _noted(r.extension_pages)),
     ("option elastic", lambda r: _noted(r.elastic)),
     (SETTINGS, lambda r: r.engine_hash[:HASH_LETTERS] or NOT_NOTED),
+    ("policy's file", lambda r: _file(r.policy, r.policy_hash)),
 )
 MOST_VALUES = 4
 INEXACT_TOKENS = {
@@ -62,12 +64,14 @@ def condition_line(points: Sequence[Point]) -> str:
 def point_facts(point: Point) -> tuple[tuple[str, str], ...]:
     """What one point holds for, and whether it does."""
     valid = "yes" if point.row.valid else f"no: {point.row.invalid_reason or 'not said why'}"
-    return (*((name, told(point.row)) for name, told in (*_TOLD, *_BESIDE)), ("valid", valid))
+    told = [(name, held) for name, value in (*_TOLD, *_BESIDE) if (held := value(point.row)) != NO_FILE]
+    return (*told, ("valid", valid))
 
 
 def facts(measured: Measured) -> tuple[tuple[str, str], ...]:
     points = measured.points
-    told = [(name, held) for name, value in (*_TOLD, *_BESIDE) if (held := _values(points, value)) != NOT_NOTED]
+    every = [(name, _values(points, value)) for name, value in (*_TOLD, *_BESIDE)]
+    told = [(name, held) for name, held in every if held not in (NOT_NOTED, NO_FILE)]
     valid = measured.valid
     requests = sum(point.row.requests for point in valid)
     targeted = sum(point.row.requests_with_slo for point in valid)
@@ -172,6 +176,10 @@ def _values(points: Sequence[Point], told: Callable[[ResultRow], str]) -> str:
     values = list(dict.fromkeys(told(point.row) for point in points))
     more = len(values) - MOST_VALUES
     return " / ".join(values[:MOST_VALUES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _file(policy: str, policy_hash: str) -> str:
+    return f"{policy} (sha256 {policy_hash[:HASH_LETTERS]})" if policy_hash else NO_FILE
 
 
 def _model(name: str, parameters: int | None) -> str:

@@ -117,7 +117,8 @@ def measured(folders: Sequence[RunFolder], beside: Sequence[RunFolder] = ()) -> 
     """The points of all folders. beside: other folders, whose names theirs must differ from. Raises ConfigError: none
     has a row."""
     known = (*folders, *beside)
-    points = _named(_loads_apart([point for folder in folders for point in _points(folder, _label(folder, known))]))
+    points = [point for folder in folders for point in _points(folder, _label(folder, known))]
+    points = _named(_loads_apart(_files_apart(points)))
     if not points:
         named = ", ".join(str(folder.path) for folder in folders)
         raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
@@ -240,6 +241,19 @@ def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
         if all(other[-length:] != parts[-length:] for other in others):
             return "/".join(parts[-length:])
     return str(folder.path)
+
+
+def _files_apart(points: Sequence[Point]) -> list[Point]:
+    """With the hash of the policy's file where several versions of one were measured."""
+    files: dict[str, set[str]] = defaultdict(set)
+    for point in points:
+        files[point.served_by].add(point.row.policy_hash)
+    return [
+        replace(point, served_by=f"{point.served_by}@{point.row.policy_hash[:HASH_LETTERS] or 'not noted'}")
+        if len(files[point.served_by]) > 1
+        else point
+        for point in points
+    ]
 
 
 def _loads_apart(points: Sequence[Point]) -> list[Point]:

@@ -51,7 +51,8 @@ class Provenance:
 class Conditions:
     """What was varied, and whether the client kept up. slo_class "all" is the row over every class.
 
-    point: readable name of one measured setting and repeat, unique in its run and the same after a resume.
+    point: readable name of one measured setting and repeat, unique in its run and the same after a resume. policy_hash,
+    hex: of the file that the policy is from; empty: it is one of the package.
     """
 
     policy: str
@@ -74,6 +75,7 @@ class Conditions:
     slo_scale: float | None = field(default=None, kw_only=True)
     burstiness: float | None = field(default=None, kw_only=True)
     token_source: str = field(default="engine", kw_only=True)
+    policy_hash: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)

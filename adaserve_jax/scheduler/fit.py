@@ -12,14 +12,15 @@ def check_not_empty(prompt_tokens: int) -> None:
         raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
 
 
-def check_prompt(prompt_tokens: int, max_context: int) -> None:
-    """Raise RequestError unless a prompt has a token, and leaves room for one in the context."""
+def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") -> None:
+    """Raise RequestError unless a prompt has a token, and leaves room for one in the context. param: the field that the
+    prompt is of."""
     check_not_empty(prompt_tokens)
     if prompt_tokens >= max_context:
         raise RequestError(
             f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "
             "shorten it",
-            param="prompt",
+            param=param,
             code="context_length_exceeded",
         )
 

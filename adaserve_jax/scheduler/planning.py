@@ -125,7 +125,7 @@ class Planner:
             draft_resident=self._draft_is_here,
         )
         decision = self._controller.decide(load)
-        decision.check(self._limits, load.num_decode)
+        decision.check(self._limits, load)
         chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
         self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
         slots = decode

@@ -155,14 +155,7 @@ def _inner(hint: Any) -> Any:
 
 
 def _word(value: object) -> str:
-    words: dict[type, str] = {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-    }
-    return words.get(type(value), "a table" if isinstance(value, dict) else f"a {type(value).__name__}")
+    return _WORDS.get(type(value), "a table" if isinstance(value, dict) else f"a {type(value).__name__}")
 
 
 def _elsewhere(key: str, kind: type) -> str:

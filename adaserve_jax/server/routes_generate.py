@@ -19,7 +19,7 @@ from adaserve_jax.server.observers import Origin
 from adaserve_jax.server.pieces import Pieces
 from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
 from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
-from adaserve_jax.server.sampling_fields import fit, sampling_of
+from adaserve_jax.server.sampling_fields import sampling_of, within_context
 from adaserve_jax.server.state import Reservation, ServerState, TextCodec
 from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, EventWriter, UsageReports, collect
 from adaserve_jax.server.targets import Targets, targets_of
@@ -156,7 +156,7 @@ async def begin(state: ServerState, body: CompletionBody | ChatBody, origin: Ori
             GenerateRequest(
                 uuid.uuid4().hex,
                 ids,
-                fit(body, sampling, len(ids), info.max_context),
+                within_context(body, sampling, len(ids), info.max_context),
                 targets.slo,
                 priority=targets.priority,
                 slo_class=targets.slo_class,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.errors import RequestError
-from adaserve_jax.scheduler.fit import check_not_empty
+from adaserve_jax.scheduler.fit import check_prompt
 from adaserve_jax.server.errors import invalid
 from adaserve_jax.server.protocol import ChatBody, CompletionBody, GenerationBody, ResponseFormat
 from adaserve_jax.types import SamplingParams
@@ -117,25 +117,27 @@ def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
     return body.max_tokens, "max_tokens"
 
 
-def fit(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_context: int) -> SamplingParams:
+def within_context(
+    body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_context: int
+) -> SamplingParams:
     """Sampling parameters whose max_tokens fits behind the prompt.
 
     A limit that the body asks for must fit; the default (16 for completions, all there is for chat) is cut to fit,
     as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
-    check_not_empty(prompt_tokens)
+    is_chat = isinstance(body, ChatBody)
+    check_prompt(prompt_tokens, max_context, "messages" if is_chat else "prompt")
     room = max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
         asked, name = sampling.min_tokens, "min_tokens"
-    if room < 1 or (asked is not None and asked > room):
-        wanted = f" and {name} {asked}" if asked is not None and room >= 1 else ""
+    if asked is not None and asked > room:
         raise RequestError(
-            f"the model's context holds {max_context} tokens, got a prompt of {prompt_tokens}{wanted}; "
-            f"{'lower ' + name if wanted else 'shorten the prompt'}",
-            param=name if wanted else "messages" if isinstance(body, ChatBody) else "prompt",
+            f"the model's context holds {max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
+            f"lower {name}",
+            param=name,
             code="context_length_exceeded",
         )
     if asked is not None:
         return sampling
-    return replace(sampling, max_tokens=room if isinstance(body, ChatBody) else min(sampling.max_tokens, room))
+    return replace(sampling, max_tokens=room if is_chat else min(sampling.max_tokens, room))

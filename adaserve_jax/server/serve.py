@@ -15,7 +15,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.by_name import LOCAL_ENGINE, load
+from adaserve_jax.engine.by_name import local_engine
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.engine.supervision import SupervisedEngine
@@ -48,7 +48,7 @@ def run(
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
-        client: EngineClient = load(LOCAL_ENGINE)(engine_config, bar.update)
+        client: EngineClient = local_engine()(engine_config, bar.update)
     else:
         client = SupervisedEngine(
             lambda on_death: ProcessEngine(engine_config, bar.update, on_death=on_death),

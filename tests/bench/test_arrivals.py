@@ -138,7 +138,7 @@ def test_one_request_is_a_trace_too(tmp_path: Path):
         ({"rate": None}, "workload packaged says no times of arrival"),
         ({"text": "trace"}, "workload packaged says no times of arrival"),
         ({"text": "gamma:cv=2", "rate": None}, "arrivals gamma:cv=2 need rates as numbers"),
-        ({"text": "peaks:maths=3"}, "peaks: workload packaged has no class 'maths'; it has chat, code, summary"),
+        ({"text": "peaks:maths=3"}, "arrivals: peaks: workload packaged has no class 'maths'; it has chat"),
         ({"text": "peaks:chat=60"}, "peaks: chat peaks after the run's 50 s; make it longer"),
         ({"text": "sine:period=1e-6,swing=0.5"}, "a rate that changes within 1e-06 s is too fine for a run of 50 s"),
     ],

@@ -28,6 +28,7 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import Act, Asked, FakeServer, chunk, event, stream, token
+from tests.waiting import PATIENCE_S, wait_until
 
 OVERLOADED = b'{"error": {"message": "busy", "code": "overloaded"}}'
 CHAT = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -78,7 +79,7 @@ SCRIPTS: dict[str, Sequence[Act]] = {
     "continue first": [b"HTTP/1.1 100 Continue\r\n\r\n", *fake.plain(2)],
     "bad chunk": [fake.STREAM, b"zz\r\n", "close"],
     "endless head": [b"HTTP/1.1 200 OK\r\n", *[b"x-%d: %s\r\n" % (i, b"y" * 4000) for i in range(40)], "silence"],
-    "endless": [fake.STREAM, *[act for _ in range(400) for act in (chunk(token("z")), 0.01)]],
+    "endless": [fake.STREAM, *[chunk(token("z")), 0.01] * 100_000],
 }  # fmt: skip
 
 
@@ -106,9 +107,11 @@ def item(prompt: str | None, slo: SLO | None = None, **more) -> WorkloadItem:
     return WorkloadItem(prompt, messages, more.get("max_tokens", 8), "chat", slo or SLO(), 0.0, None, None)
 
 
-def due(engine: UrlEngine, *prompts: str | None, gap_s: float = 0.0, slo: SLO | None = None) -> list[Due]:
+def due(
+    engine: UrlEngine, *prompts: str | None, gap_s: float = 0.0, slo: SLO | None = None, first_s: float = 0.0
+) -> list[Due]:  # fmt: skip
     asks = [Ask(f"r{i}", item(p, slo), 11, slo or SLO(), "salt", 8) for i, p in enumerate(prompts)]
-    return [Due(i * gap_s, engine.prepare(ask)) for i, ask in enumerate(asks)]
+    return [Due(first_s + i * gap_s, engine.prepare(ask)) for i, ask in enumerate(asks)]
 
 
 def drive(engine: UrlEngine, *prompts: str | None, drain_s: float = 5.0, slo: SLO | None = None) -> list[RequestRecord]:
@@ -210,14 +213,10 @@ def test_targets_are_judged_by_the_clients_clock(engine):
 
 def test_what_is_left_at_the_cut_off_is_unfinished_and_its_connection_closed(server, engine):
     before = server.closed_by_client
-    began = time.monotonic()
     records = drive(engine, "endless", "plain", "silent", drain_s=0.2)
-    assert time.monotonic() - began < 2.0
     assert [r.status for r in records] == ["unfinished", "finished", "unfinished"]
-    assert 2 <= records[0].output_tokens < 200 and records[0].slo_met is None
-    while server.closed_by_client < before + 2:
-        assert time.monotonic() - began < 5.0
-        time.sleep(0.01)
+    assert records[0].output_tokens < 100_000 and records[0].slo_met is None
+    wait_until(lambda: server.closed_by_client >= before + 2)
 
 
 def test_requests_are_sent_when_they_are_due_whatever_the_server_does(server, engine):
@@ -245,11 +244,9 @@ def test_idle_connections_that_the_server_closes_are_opened_again_before_they_ar
     with FakeServer(script) as server:
         engine = UrlEngine(UrlSettings(server.url, baseline_s=0.01, spare_connections=3))
         drive(engine, "plain")
-        number, end = server.connections, time.monotonic() + 5
+        number = server.connections
         server.close_idle()
-        while server.connections < number + 3:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_until(lambda: server.connections >= number + 3)
         drive(engine, "plain")
         assert not any("new connection" in note for note in engine.notes)
         engine.close()
@@ -269,18 +266,18 @@ def test_ctrl_c_cuts_off_and_says_so(engine):
 
     def interrupt() -> None:
         """Once the drive is under way: while garbage is collected before it, some libraries would swallow it."""
-        begun.wait(5)
+        begun.wait(PATIENCE_S)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     try:
         threading.Thread(target=interrupt).start()
-        asks = due(engine, *["endless"] * 60, gap_s=0.05)
-        loop = engine.drive(asks, drain_s=5.0, on_progress=lambda _: begun.set())
+        asks = due(engine, *["endless"] * 3) + due(engine, "endless", first_s=PATIENCE_S)
+        loop = engine.drive(asks, drain_s=PATIENCE_S, on_progress=lambda _: begun.set())
     finally:
         signal.signal(signal.SIGINT, before)
-    assert loop.interrupted and 1 <= len(loop.probes) < 60 and loop.wall_s < 3.0
+    assert loop.interrupted and 1 <= len(loop.probes) <= 3, "what was not sent yet is not of the run"
     assert {p.outcome[0] for p in loop.probes} == {"unfinished"}  # type: ignore[attr-defined]
     assert not engine.drive(due(engine, "plain"), drain_s=5.0).interrupted
 

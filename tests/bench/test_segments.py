@@ -68,5 +68,5 @@ def test_drawn_requests_come_once_each_at_the_rate() -> None:
     assert other.sha256 != drawn.sha256 and other.requests != drawn.requests
     assert [r.prompt_tokens for r in at_once(trace, count=5, seed=3).requests] != [1, 2, 3, 4, 5]
     assert {r.due_s for r in at_once(trace, count=5, seed=3).requests} == {0.0}
-    with pytest.raises(ConfigError, match="fewer than the 2001 wanted"):
+    with pytest.raises(ConfigError, match=r"requests, fewer than the 2001 wanted"):
         poisson_arrivals(trace, rate_rps=4.0, count=2001, seed=0)

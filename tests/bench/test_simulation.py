@@ -1,6 +1,7 @@
 """`adaserve simulate` and what it stands on: machines, traces, and runs of the real scheduler on a virtual clock."""
 
 import gzip
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +252,33 @@ def test_the_command_repeated_writes_the_same_but_for_when_it_ran(tmp_path: Path
             for folder in folders
         )
         assert one == other and len(one) == 4
+
+
+def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_policys_file_apart(
+    tmp_path: Path,
+) -> None:
+    path, out, mine = write_trace(tmp_path, count=4), tmp_path / "out", tmp_path / "mine.py"
+    text = (
+        "from adaserve_jax.scheduler.controllers.fixed import FixedController\n"
+        "from adaserve_jax.scheduler.policies import Policy\n"
+        "chains = Policy('chains', lambda parts: FixedController(parts.limits, {depth}, 1), selector='equal')\n"
+    )
+    arguments = ["simulate", str(path), "--policies", f"ar,{mine}", "--out", str(out)]
+    mine.write_text(text.format(depth=1))
+    app(arguments, standalone_mode=False)
+    mine.write_text(text.format(depth=3))
+    with pytest.raises(ConfigError, match="out holds the rows of another run; give another --out, or --append to add"):
+        app(arguments, standalone_mode=False)
+    app([*arguments, "--append"], standalone_mode=False)
+    hashes = [hashlib.sha256(text.format(depth=depth).encode()).hexdigest() for depth in (1, 3)]
+    rows = rows_of(out)
+    assert [row.policy_hash for row in rows] == ["", hashes[0], "", hashes[1]]
+    assert rows[0].plan_hash == rows[1].plan_hash != rows[2].plan_hash
+    found = measured([RunFolder.load(out)])
+    assert found.whos == ("ar", *(f"{mine}@{each[:12]}" for each in hashes))
+    assert {who: len(group.points) for (who, _), group in found.groups.items()} == dict(
+        zip(found.whos, (2, 1, 1), strict=True)
+    )
 
 
 def test_the_command_makes_a_fluctuating_trace_and_takes_recorded_acceptance(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_missing_empty_and_binary_files(tmp_path: Path):
     with pytest.raises(ConfigError, match="holds no request"):
         load_workload(tmp_path / "w.jsonl")
     (tmp_path / "w.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="must be UTF-8"):
+    with pytest.raises(ConfigError, match="must be UTF-8 text: "):
         load_workload(tmp_path / "w.jsonl")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -17,6 +18,7 @@ from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.report.points import measured
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
@@ -205,7 +207,7 @@ def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsy
     arguments = ("--policies", "ar", *QUICK[2:], "--out", "o")
     assert bench(*arguments) == 0
     assert bench(*arguments) == 2
-    assert "o holds the rows of another run; give another --out, or --resume" in " ".join(
+    assert "o holds the rows of another run; give another --out, or --append" in " ".join(
         capsys.readouterr().err.split()
     )
     assert bench(*arguments, "--append") == 0
@@ -224,3 +226,38 @@ def test_a_command_that_is_shown_has_no_keys(monkeypatch):
         "adaserve", "bench", "--url", "http://h", "--header", "Authorization: ...", "--header=X-Key: ...", "--out", "o",
         "--resume",
     ]  # fmt: skip
+
+
+POLICY = """
+from adaserve_jax.scheduler.controllers.fixed import FixedController
+from adaserve_jax.scheduler.policies import Policy
+
+mine = Policy("no speculation", lambda parts: FixedController(parts.limits, 0), selector="equal", uses_draft=False)
+"""
+
+
+def test_versions_of_a_policys_file_are_told_apart_and_not_mixed(bench, tmp_path: Path, capsys):
+    arguments = ("--policies", "ar,mine.py", *QUICK[2:], "--out", "o")
+    texts = (POLICY, POLICY + "# edited\n")
+    one, other = (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+    (tmp_path / "mine.py").write_text(texts[0])
+    assert bench(*arguments) == 0
+    (tmp_path / "mine.py").write_text(texts[1])
+    assert bench(*arguments, "--resume") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"cannot resume o: policy_files was {{'mine.py': '{one}'}}, is {{'mine.py': '{other}'}}; give the" in told
+    assert bench(*arguments, "--append") == 0
+    folder = RunFolder.load(tmp_path / "o")
+    assert {(row.policy, row.policy_hash) for row in folder.rows} == {
+        ("ar", ""), ("mine.py", one), ("mine.py", other),
+    }  # fmt: skip
+    assert measured([folder]).whos == ("ar", f"mine.py@{one[:12]}", f"mine.py@{other[:12]}")
+
+
+def test_a_policys_file_that_is_edited_meanwhile_ends_the_run(bench, tmp_path: Path, capsys):
+    (tmp_path / "mine.py").write_text(POLICY)
+    bench.on_submit = lambda request: (tmp_path / "mine.py").write_text(POLICY + "# edited\n")
+    assert bench("--policies", "ar,mine.py", *QUICK[2:], "--out", "o") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the file of policy mine.py is not the one that the run began with; put that back and --resume" in told
+    assert {row.policy for row in RunFolder.load(tmp_path / "o").rows} == {"ar"}

@@ -125,7 +125,7 @@ def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
     low_rank = Trainer(low_rank_programs, params)
     snapshot = low_rank.snapshot()
     Snapshot(snapshot.draft, 4, snapshot.arrays).save(tmp_path / "rank", 1, {})
-    with pytest.raises(CheckpointError, match="with learn_lora_rank 4, which is now 2; set it back"):
+    with pytest.raises(CheckpointError, match="it was written with learn_lora_rank 4, which is now 2; set it back"):
         low_rank.load(tmp_path / "rank")
     name = next(iter(snapshot.arrays))
     Snapshot(snapshot.draft, 2, snapshot.arrays | {name: snapshot.arrays[name][1:]}).save(tmp_path / "shape", 1, {})

@@ -192,7 +192,7 @@ def test_a_state_that_does_not_fit_is_told_and_changes_nothing(embedding: np.nda
         ({}, "cannot be read"),
         (state | {"version": 9}, "of version 1 and of this draft's embedding; got version 9"),
         (state | {"embedding": "00"}, "topics are learned anew"),
-        (state | {"topics": 3}, "cannot be read"),
+        (state | {"topics": 3}, "kept topics cannot be read"),
         (changed(mean=[1.0]), "a mean of 128 finite numbers"),
         (changed(mean=[float("nan")] * 128), "finite numbers"),
         (changed(near=float("inf")), "finite numbers"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from adaserve_jax.cli import app as cli_app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import LLM
 from adaserve_jax.server.config_file import read_config
+from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO, SamplingParams
 from tests.conftest import ROOT
 from tests.docs.blocks import blocks, commands
@@ -37,7 +39,7 @@ def test_the_policy_is_a_file_of_at_most_40_lines_that_one_command_compares(tmp_
     simulate, report = [words for words in commands(POLICY, "adaserve") if words[0] in ("simulate", "report")]
     few = ["40" if before == "--requests" else word for before, word in zip(["", *simulate], simulate, strict=False)]
     run(few, tmp_path, monkeypatch)
-    rows = [json.loads(line) for line in (tmp_path / "compared" / "results.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "just-enough" / "results.jsonl").read_text().splitlines()]
     everybody = {row["policy"]: row for row in rows if row["slo_class"] == "all"}
     assert set(everybody) == {"ar", "adaserve", "just_enough.py"}
     assert {row["requests"] for row in everybody.values()} == {40}
@@ -91,6 +93,18 @@ def test_the_classes_of_the_howto_are_a_configuration(tmp_path):
     assert {name: each.tpot_ms for name, each in classes.items()} == {
         "interactive": 40, "chat": 80, "batch": None, "default": 200,
     }  # fmt: skip
+    (option,) = re.findall(r"`--slo-classes (\S+)`", (HOWTO / "choose-slo-classes.md").read_text())
+    same = ServerSettings(slo_classes=tuple(option.split(","))).class_table()
+    assert {name: (each.tpot_ms, each.ttft_ms) for name, each in same.items()} == {
+        name: (each.tpot_ms, each.ttft_ms) for name, each in classes.items()
+    }
+
+
+def test_make_serve_installs_what_the_quick_start_does():
+    """The rest of that page, reports with figures among it, is for both."""
+    (said,) = re.findall(r"pip install '\.\[([a-z,]+)\]'", QUICKSTART.read_text())
+    recipe = (ROOT / "Makefile").read_text().partition("\n$(STAMP).serve: ")[2].partition("\n\n")[0]
+    assert f"'.[{said}]'" in recipe
 
 
 @pytest.mark.slow

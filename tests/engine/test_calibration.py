@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
     broken.write_text("{")
     for options, kind, message in (
         ({"calibration": str(broken)}, CheckpointError, r"learned\.json: cannot read the acceptance table"),
-        ({"calibration": str(tmp_path / "none" / "learned.json")}, ConfigError, "cannot write into .*none"),
+        ({"calibration": str(tmp_path / "none" / "learned.json")}, ConfigError, "calibration: cannot write into"),
         ({"calibration": str(broken), "draft": None, "policy": "ar"}, ConfigError, "about a draft, but there is none"),
     ):
         with pytest.raises(kind, match=message):

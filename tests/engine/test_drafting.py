@@ -391,7 +391,7 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
 
 def test_what_is_missing_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^drafter needs grpc, .*: pip install 'adaserve-jax\[star\]'$"):
+    with pytest.raises(ConfigError, match=r"^drafter needs grpc, which is missing: pip install 'adaserve-jax\[star\]'"):
         LLM(drafter=DRAFTER)
 
     def find(name: str) -> object:

@@ -121,7 +121,7 @@ def test_what_is_knowable_is_refused_at_once(engine):
     with pytest.raises(RequestError, match="room for one token in a context of 512, got 600") as caught:
         engine.submit(request("long", "x" * 600), Collected())
     assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-    with pytest.raises(RequestError, match="at least one token"):
+    with pytest.raises(RequestError, match="prompt must have at least one token, got none"):
         engine.submit(request("empty", ""), Collected())
     sink = Collected()
     engine.submit(request("twice", "slow x", max_tokens=6), sink)

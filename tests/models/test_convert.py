@@ -81,7 +81,7 @@ def test_weights_that_do_not_fit_are_named(pair: tuple[Path, Path]) -> None:
 
 def test_misuse_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, out = pair
-    with pytest.raises(ConfigError, match="is converted already"):
+    with pytest.raises(ConfigError, match="is converted already; give the Hugging Face checkpoint that"):
         convert(out, tmp_path / "again")
     with pytest.raises(ConfigError, match="must be an empty or a new folder"):
         convert(source, out)

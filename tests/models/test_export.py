@@ -92,7 +92,8 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         export(params, source, source)
     with pytest.raises(ConfigError, match="dtype must be one of auto, f16, bf16, f32, got 'f8'"):
         export(params, source, tmp_path / "out", dtype="f8")
-    with pytest.raises(CheckpointError, match=r"weight norm has shape \[31\], expected \[32\] by .*of another model"):
+    expected = r"weight norm has shape \[31\], expected \[32\] by .*; these weights are of another model"
+    with pytest.raises(CheckpointError, match=expected):
         export(params | {"norm": jnp.ones(31)}, source, tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"weight more has shape \[1\], expected none by"):
         export(params | {"more": jnp.ones(1)}, source, tmp_path / "out")

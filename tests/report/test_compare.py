@@ -136,6 +136,14 @@ def test_settings_of_the_engine_that_differ_are_told_where_they_were_noted():
     assert texts[0] == "The number of KV pages differs: 64 now, not noted in then."
 
 
+def test_versions_of_a_policys_file_are_compared_and_said_to_differ():
+    now, then = ([point(requests(0), policy="mine.py", policy_hash=each * 32)] for each in ("ab", "cd"))
+    _, table, texts = compare(now, then)
+    expected = "The policy's file differs: mine.py (sha256 abababababab) now, mine.py (sha256 cdcdcdcdcdcd) in then."
+    assert texts[0] == expected and table is not None
+    assert not any("differs" in text for text in compare(now, now)[2])
+
+
 def test_the_violation_ratio_where_ours_are_none_is_more_than_a_number():
     _, table, _ = compare([point(requests(0))], [point(requests(20))])
     assert table.rows[0][-1].startswith("more than ") and float(table.rows[0][-1].split()[-1]) > 3

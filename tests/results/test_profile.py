@@ -144,7 +144,9 @@ def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
 
 
 def test_files_that_are_not_there_or_no_json_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"cannot read profile .*gone.json: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read profile .*gone.json: No such .*; make one with `adaserve profile`"
+    ):
         read_profile(tmp_path / "gone.json")
     (tmp_path / "p.json").write_text("{")
     with pytest.raises(ConfigError, match=r"p.json: invalid JSON"):

@@ -85,7 +85,7 @@ class TestSwitchTable:
         ("lags", "rows", "seconds", "message"),
         [
             ((1, 2), (1,), [[0.1]], r"must have 2 lags x 1 rows of seconds, at least one, got shape \(1, 1\)"),
-            ((2, 1), (1,), [[0.1], [0.2]], r"must rise, got \[2, 1\] and \[1\]"),
+            ((2, 1), (1,), [[0.1], [0.2]], r"lags and rows of the switching costs must rise, got \[2, 1\] and \[1\]"),
             ((1,), (1,), [[-0.1]], "at least 0 seconds, got -0.1"),
         ],
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policy_files import file_hashes
 from adaserve_jax.scheduler.policy_names import expand, find_policy
 from tests.scheduler.harness import Run, expected_text, limits_of, request_of
 
@@ -82,6 +85,36 @@ def test_an_edited_file_is_read_again(tmp_path):
     assert find_policy(f"{path}:plain", 4)[0].about == "none at all"
 
 
+def test_the_failing_line_of_a_relative_path_is_named(tmp_path, monkeypatch):
+    written(tmp_path, "x = 1\ny = x / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"policy file mine.py fails in line 2: ZeroDivisionError"):
+        find_policy("mine.py", 4)
+
+
+def test_files_of_one_name_are_modules_of_their_own_and_one_that_fails_leaves_none(tmp_path):
+    """A dataclass of each finds its own module's names, also after the other file was read."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    built = [find_policy(written(tmp_path / folder, ONE), 4)[0].controller for folder in ("a", "b")]
+    modules = [each.__module__ for each in built]
+    assert modules[0] != modules[1] and all(vars(sys.modules[each])["Halving"] for each in modules)
+    before = set(sys.modules)
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        find_policy(written(tmp_path, "1 / 0\n", "other.py"), 4)
+    assert set(sys.modules) == before
+
+
+def test_a_hash_tells_versions_of_a_file_apart(tmp_path):
+    path = written(tmp_path, TWO)
+    one = file_hashes(["adaserve", f"{path}:plain", "spec:2"])
+    assert one == {f"{path}:plain": hashlib.sha256(TWO.encode()).hexdigest()}
+    written(tmp_path, TWO + "# edited\n")
+    assert file_hashes([f"{path}:plain"]) != one
+    with pytest.raises(ConfigError, match="there is no file"):
+        file_hashes(["gone.py"])
+
+
 def test_it_stands_beside_names_of_the_package(tmp_path):
     path = written(tmp_path, ONE)
     assert expand(("halves", path))[-2:] == ("adaserve", path)
@@ -132,15 +165,34 @@ def test_the_scheduler_runs_it(tmp_path):
 
 
 @pytest.mark.parametrize(("decided", "got"), [
-    ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, budget 8"),
+    ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, budget 8, prefill_tokens 0"),
     ("Decision(-1, 1, 8, 0, True)", "got depth -1"),
     ("Decision(2, 9, 8, 0, True)", "got depth 2, width 9"),
+    ("Decision(2, 0, 8, 0, True)", "got depth 2, width 0"),
     ("Decision(2, 1, 0, 0, True)", "got depth 2, width 1, budget 0"),
+    ("Decision(1.5, 1, 8, 0, True)", "got depth 1.5"),
+    ("Decision(2, 1, 8 / 2, 0, True)", "got depth 2, width 1, budget 4.0"),
+    ("Decision(2, 1, 8, None, True)", "got depth 2, width 1, budget 8, prefill_tokens None"),
+    ("Decision(2, 1, 8, -1, True)", "got depth 2, width 1, budget 8, prefill_tokens -1"),
 ])  # fmt: skip
 def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
     text = ONE.replace(FILLED, f"{decided} if load.num_decode else {FILLED}")
     run = Run.of(limits_of(), policy=written(tmp_path, text))
     run.add(request_of("r"))
     run.step()
-    with pytest.raises(ConfigError, match=f"must decide a depth of 0 to 4.* one token for each row, {got}.*mend its"):
+    expected = f"must decide, in integers, a depth of 0 to 4.* one token for each row.* of at least 0, {got}.*mend its"
+    with pytest.raises(ConfigError, match=expected):
         run.step()
+
+
+def test_prompts_alone_must_get_a_token(tmp_path):
+    """Else no step would ever do anything; integers of NumPy are integers."""
+    text = ONE.replace(FILLED, "Decision(0, 0, 0, 0, False)")
+    run = Run.of(limits_of(), policy=written(tmp_path, text))
+    run.add(request_of("r"))
+    with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, budget 0, prefill_toke"):
+        run.step()
+    numpy = ONE.replace(FILLED, "Decision(np.int64(0), 0, len(load.need_rate), np.int32(8), False)")
+    run = Run.of(limits_of(), policy=written(tmp_path, numpy + "import numpy as np\n", "integers.py"))
+    run.add(request_of("r"))
+    run.step()

@@ -246,7 +246,7 @@ def test_lower_priority_is_preempted_first():
             "context_length_exceeded",
             r"cache of 240 tokens, got 200 \+",
         ),
-        (request_of("taken"), "request_id", "invalid_request", "'taken' is in use"),
+        (request_of("taken"), "request_id", "invalid_request", "request id 'taken' is in use; choose another"),
     ],
 )
 def test_requests_that_can_never_be_served(request_, param, code, text):
@@ -269,7 +269,7 @@ def test_full_queue():
     scheduler = scheduler_of(max_waiting=2)
     scheduler.add(request_of("a"))
     scheduler.add(request_of("b"))
-    with pytest.raises(QueueFullError, match="2 requests wait already"):
+    with pytest.raises(QueueFullError, match="2 requests wait already; retry later or raise max_waiting"):
         scheduler.add(request_of("c"))
 
 

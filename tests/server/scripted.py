@@ -4,8 +4,8 @@ The engine answers with its prompt's bytes over and over, `STRIDE` tokens a step
 character. A prompt that starts with a word below does something else:
 "refuse": submit raises RequestError; "full": QueueFullError; "bug": ZeroDivisionError; "late-refuse", "late-full": the
 same errors after submit has returned; "fail": an error after one step; "die": the process ends (thread mode: the engine
-is dead); "slow": 50 ms a step. Where JSON was asked for, the answer is the object in the prompt. Log probabilities are
-those of `logprob_of`.
+is dead); "slow": 50 ms a step; "held": no step until the file that `GATE` names is there. Where JSON was asked for, the
+answer is the object in the prompt. Log probabilities are those of `logprob_of`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
@@ -29,6 +30,8 @@ CONTEXT = 512
 BASELINE_S = 0.010
 CACHED = 2
 """Tokens of its prompt that the first choice says it found in the prefix cache; each one after it says one more."""
+GATE = "SCRIPTED_GATE"
+"""Variable of the environment."""
 REFUSALS = {
     "refuse": RequestError("the engine cannot serve this", param="prompt", code="invalid_value"),
     "full": QueueFullError("the queue is full"),
@@ -194,6 +197,8 @@ class ScriptedEngine:
     def step(self, choice: Choice) -> None:
         now = time.monotonic()
         if now < choice.due_s or choice not in self.active:
+            return
+        if choice.word == "held" and not Path(os.environ[GATE]).exists():
             return
         if choice.word == "slow":
             choice.due_s = now + 0.05

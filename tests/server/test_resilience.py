@@ -9,6 +9,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,7 +21,7 @@ from adaserve_jax.engine.supervision import SupervisedEngine
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.server.conftest import Running, serving
-from tests.server.scripted import ByteTokenizer
+from tests.server.scripted import GATE, ByteTokenizer
 from tests.server.test_operations import code_of
 from tests.server.test_serve import Program
 from tests.waiting import PATIENCE_S, wait_until
@@ -176,12 +177,14 @@ def test_a_server_drains_while_its_engine_starts_again():
         )
 
 
-def test_a_stop_under_load_loses_nothing():
-    """Every stream and body in flight at SIGTERM is whole."""
-    with Program() as program, ThreadPoolExecutor(24) as pool:
+def test_a_stop_under_load_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every stream and body in flight at SIGTERM is whole. None can end before all run and the server drains."""
+    gate = tmp_path / "open"
+    monkeypatch.setenv(GATE, str(gate))
+    with Program(timeout=PATIENCE_S) as program, ThreadPoolExecutor(24) as pool:
         wait_until(lambda: program.status("/ready") == 200)
         bodies = [
-            {"prompt": f"slow {i:02d} ", "max_tokens": 60 + i, "stream": i % 2 == 0, "n": 1 + i % 2} for i in range(24)
+            {"prompt": f"held {i:02d} ", "max_tokens": 60 + i, "stream": i % 2 == 0, "n": 1 + i % 2} for i in range(24)
         ]
         with program.client(24) as http:
             answers = [pool.submit(http.post, "/v1/completions", json=body) for body in bodies]
@@ -189,8 +192,10 @@ def test_a_stop_under_load_loses_nothing():
                 lambda: f"adaserve_requests_running {sum(b['n'] for b in bodies)}.0" in http.get("/metrics").text
             )
             program.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: program.status("/ready") == 503)
+            gate.touch()
             for body, answer in zip(bodies, answers, strict=True):
-                assert texts(answer.result(10), body["stream"]) == [expected(body)] * body["n"]
+                assert texts(answer.result(PATIENCE_S), body["stream"]) == [expected(body)] * body["n"]
         code, _, err = program.end()
     assert code == 0, err
 

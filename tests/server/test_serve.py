@@ -24,7 +24,7 @@ from adaserve_jax.server.draining import ABORT_GRACE_S
 from adaserve_jax.server.serve import example, listen, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.warm_up import WarmUpBar
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = """
@@ -59,7 +59,7 @@ class Program:
 
     def client(self, connections: int = 10) -> httpx.Client:
         limits = httpx.Limits(max_connections=connections + 1)
-        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10, limits=limits)
+        return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE_S, limits=limits)
 
     def __enter__(self) -> Program:
         return self
@@ -75,7 +75,7 @@ class Program:
         except httpx.TransportError:
             return None
 
-    def end(self, seconds: float = 10.0) -> tuple[int, str, str]:
+    def end(self, seconds: float = PATIENCE_S) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 

@@ -75,7 +75,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         ({"greedy.table": [[[0.5, 1.5, 0.2]]]}, r"section 'greedy' must hold increasing edges .* in \[0, 1\]"),
         ({"greedy.table": [[[0.5, 0.6]]]}, r"got shapes \(2,\) and \(1, 1, 2\)"),
         ({"greedy.edges": ["a", "b"]}, "section 'greedy' must hold numeric"),
-        ({"greedy.learned": {"prior": 1}}, "'learned' of section 'greedy' must hold numeric .*'outcomes'"),
+        ({"greedy.learned": {"prior": 1}}, "of section 'greedy' must hold numeric 'prior', 'outcomes' and 'accepted'"),
         ({"coupled.learned.outcomes": [[[1.0, 2.0]]]}, r"of the table's shape \(3, 2, 4\), got .* delete the file"),
         ({"coupled.learned.accepted": "more"}, "'learned' of section 'coupled' must count from 0 to 'outcomes'"),
     ],

@@ -56,14 +56,24 @@ class Decision:
     prefill_tokens: int
     feed_draft: bool
 
-    def check(self, limits: Limits, num_decode: int) -> None:
+    def check(self, limits: Limits, load: Load) -> None:
         """Raise ConfigError for what no step can run: a controller's own mistake, which nothing later would name."""
-        if 0 <= self.depth <= limits.max_depth and self.width <= limits.max_width and self.budget >= num_decode:
+        rows = load.num_decode
+        least_prefill = 1 if load.num_prefill and not rows else 0
+        decided = (self.depth, self.width, self.budget, self.prefill_tokens)
+        if (
+            all(isinstance(value, int | np.integer) for value in decided)
+            and 0 <= self.depth <= limits.max_depth
+            and min(self.depth, 1) <= self.width <= limits.max_width
+            and self.budget >= rows
+            and self.prefill_tokens >= least_prefill
+        ):
             return
         raise ConfigError(
-            f"a policy's controller must decide a depth of 0 to {limits.max_depth}, a width of at most "
-            f"{limits.max_width} and a budget of at least {num_decode}, one token for each row, got "
-            f"depth {self.depth}, width {self.width}, budget {self.budget}; mend its decide()"
+            f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}, a width of 1 to "
+            f"{limits.max_width} (0 only at depth 0), a budget of at least {rows}, one token for each row, and "
+            f"prefill_tokens of at least {least_prefill}, got depth {self.depth}, width {self.width}, budget "
+            f"{self.budget}, prefill_tokens {self.prefill_tokens}; mend its decide()"
         )
 
 
