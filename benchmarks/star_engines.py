@@ -83,6 +83,7 @@ class _Loop:
         self._texts = itertools.cycle([*texts[first:], *texts[:first]])
         self._runs, self._ends = threading.Event(), threading.Event()
         self._ended, self._same = 0, 0
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -94,7 +95,9 @@ class _Loop:
             self._runs.clear()
 
     def tally(self) -> Engines:
-        """Since the engine is ready."""
+        """Since the engine is ready. Raises what ended the loop."""
+        if self._error is not None:
+            raise self._error
         stats = self._llm.stats()
         steps, drafter = stats.scheduler, stats.drafter
         drafted, round_s = (steps.spec_steps, steps.draft_s) if drafter is None else (drafter.rounds, drafter.round_s)
@@ -109,6 +112,12 @@ class _Loop:
         self._thread.join(30)
 
     def _serve(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            self._error = error
+
+    def _follow(self) -> None:
         for text in self._texts:
             self._runs.wait()
             if self._ends.is_set():

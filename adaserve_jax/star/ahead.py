@@ -108,7 +108,6 @@ class Ahead:
         if guess is None:
             return
         self.drop(session)
-        self._stats.ahead_misses += guess.found is not None and session.guess is not guess
         if follows and guess.path.depth:
             session.target.ends.saw(guess.path, session.text[before:])
 
@@ -120,14 +119,12 @@ class Ahead:
         """The tree of the Draft that waits, if it was made ahead; its guess, if there is one, is over."""
         guess, asked = session.guess, session.asked
         assert asked is not None
-        if guess is None:
+        if guess is None or guess.found is None or not guess.fits(asked.draft):
+            session.drop_guess()
             return None
         session.guess = None
-        if guess.found is not None and guess.fits(asked.draft):
-            self._stats.ahead_hits += 1
-            return guess.found
-        self._stats.ahead_misses += guess.found is not None
-        return None
+        self._stats.ahead_hits += 1
+        return guess.found
 
     def asked(self, sessions: Iterable[Session], hits: int, came_s: float) -> None:
         """A frame asked for trees: those that wait, beside the hits."""

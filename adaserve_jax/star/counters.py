@@ -14,7 +14,8 @@ class CoreStats:
     ready in time; failed: Drafts whose batch failed; leases_ended: sessions, with those that went for others' sake;
     evicted: times that a session's KV went for another's; queue_s: seconds that answered Drafts waited for the device,
     summed. ahead_trees: searched before they were asked for; ahead_hits: of these, what answered a Draft; ahead_misses:
-    what was made for another text or another shape than its session then asked for."""
+    what will answer none: its session asked for another text or shape, was opened anew, lost its room, or ended. Others
+    still may."""
 
     batches: int = 0
     rounds: int = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from adaserve_jax.star.company import Company, need_of
 from adaserve_jax.star.limits import DraftLimits, Expected
 from adaserve_jax.star.room import Keeper
 from adaserve_jax.star.session import Sampling, Session, Target
@@ -58,9 +59,9 @@ class Dispatcher:
 
     def __init__(self, limits: DraftLimits, keeper: Keeper, *, batching: bool, tie_s: float):
         self._max_feed = limits.max_feed
-        self._expected = Expected(limits)
         self._keeper = keeper
         self._max_rows = limits.max_rows if batching else 1
+        self._company = Company(Expected(limits), self._max_rows, limits.max_feed)
         self._tie_s = tie_s
         self._turn = 0
         self._fed_last = False
@@ -68,17 +69,16 @@ class Dispatcher:
     def is_late(self, session: Session, now: float) -> bool:
         """Whether its tree cannot be ready before its target gives up."""
         assert session.asked is not None
-        draft = session.asked.draft
-        return now + self._alone_s(session, draft.depth, draft.width) > session.asked.give_up_s
+        return now + self._company.alone_s(session) > session.asked.give_up_s
 
     def give_up(self, session: Session) -> None:
         """Its tree cannot be ready. Where that is for its own lag, not for others that come first, the lag goes on
         being fed among those that wait, so that a later Draft finds it there. The caller answers it."""
         asked = session.asked
         assert asked is not None
-        alone_s = self._alone_s(session, asked.draft.depth, asked.draft.width)
+        is_long = asked.received_s + self._company.alone_s(session) > asked.give_up_s
         session.feed = session.lag > 0
-        session.wanted_s = asked.deadline_s if session.feed and asked.received_s + alone_s > asked.give_up_s else None
+        session.wanted_s = asked.deadline_s if session.feed and is_long else None
 
     def next(self, sessions: Iterable[Session], now: float) -> Batch | None:
         """The next batch of those that have something to do (`asked`, or `feed`) and are not on the device."""
@@ -86,7 +86,7 @@ class Dispatcher:
         long: list[tuple[float, int, Session]] = []  # with their deadlines
         feeds: list[Session] = []
         for session in sessions:
-            if session.asked is not None and session.length - session.search_from <= self._max_feed:
+            if session.asked is not None and need_of(session) <= self._max_feed:
                 short.append(session)
             elif session.asked is not None:
                 long.append((session.asked.deadline_s, session.key, session))
@@ -107,13 +107,8 @@ class Dispatcher:
 
     def takes_s(self, waiting: Sequence[Session]) -> float:
         """What the Drafts that wait take in all: each alone, over the rows of a batch."""
-        drafts = [(session, session.asked.draft) for session in waiting if session.asked is not None]
-        return sum(self._alone_s(session, draft.depth, draft.width) for session, draft in drafts) / self._max_rows
-
-    def _alone_s(self, session: Session, depth: int, width: int) -> float:
-        """What its lag and its search take when nobody else is there."""
-        fed_s = self._expected.feed_s(session.length - session.search_from)
-        return fed_s + self._expected.search_s(1, depth, width)
+        alone_s = (self._company.alone_s(session) for session in waiting if session.asked is not None)
+        return sum(alone_s) / self._max_rows
 
     # ---- searches ----
 
@@ -141,44 +136,20 @@ class Dispatcher:
         return ordered
 
     def _search(self, ordered: Sequence[Session], now: float) -> Batch | None:
-        """The most urgent one that there is room for, and after it in order those that can go with it: as many as are
-        served no later together than one after another."""
-        rows: list[BatchRow] = []
-        chosen: list[Session] = []
-        alone_s, helps = 0.0, 1
-        left, give_up_s = self._max_feed, math.inf
-        depth, width, calibrated = 0, 0, True
-        for session in ordered:
-            assert session.asked is not None
-            draft = session.asked.draft
-            need = session.length - session.search_from
-            deepest, latest = max(depth, draft.depth), min(give_up_s, session.asked.give_up_s)
-            if need > left or (rows and (draft.width, bool(draft.calibrated)) != (width, calibrated)):
-                continue
-            if rows and now + self._takes_s(rows, need, deepest, width) > latest:
-                continue
-            if not self._keeper.reserve(session, session.length, by_force=not rows):
-                continue
-            depth, width, calibrated = deepest, draft.width, bool(draft.calibrated)
-            left, give_up_s = left - need, latest
-            alone_s += self._alone_s(session, draft.depth, width)
-            if self._takes_s(rows, need, deepest, width) <= alone_s:
-                helps = len(rows) + 1
-            rows.append(_row(session, session.search_from, need, draft.depth))
-            chosen.append(session)
-            if len(rows) == self._max_rows:
-                break
-        if not rows:
+        """The most urgent one that there is room for, with its company."""
+        chosen = self._company.choose(ordered, now, self._has_room)
+        drafts = [(session, session.asked.draft) for session in chosen if session.asked is not None]
+        if not drafts:
             return None
         self._fed_last = False
-        rows = rows[:helps]
-        for session in chosen[:helps]:
+        rows = tuple(_row(session, session.search_from, need_of(session), draft.depth) for session, draft in drafts)
+        for session in chosen:
             self._serve(session)
-        return Batch(tuple(rows), max(row.depth for row in rows), int(width), calibrated, now)
+        first = drafts[0][1]
+        return Batch(rows, max(row.depth for row in rows), int(first.width), bool(first.calibrated), now)
 
-    def _takes_s(self, rows: Sequence[BatchRow], need: int, depth: int, width: int) -> float:
-        tokens = sum(len(row.tokens) for row in rows) + need
-        return self._expected.feed_s(tokens) + self._expected.search_s(len(rows) + 1, depth, width)
+    def _has_room(self, session: Session, by_force: bool) -> bool:
+        return self._keeper.reserve(session, session.length, by_force=by_force)
 
     # ---- feeding ----
 

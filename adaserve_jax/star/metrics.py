@@ -65,7 +65,7 @@ class ServiceCollector(Collector):
             ("ahead_seconds", "Batches ahead; neither service nor idle.", worker.ahead_s),
             ("ahead_trees", "Trees made ahead.", core.ahead_trees),
             ("ahead_hits", "Trees made ahead that answered a draft.", core.ahead_hits),
-            ("ahead_misses", "Trees made ahead that the next draft did not ask for.", core.ahead_misses),
+            ("ahead_misses", "Trees made ahead that will answer none.", core.ahead_misses),
             ("fed_tokens", "Tokens fed into the draft's KV.", core.fed_tokens),
             ("frames", "Frames of targets.", worker.frames),
             ("stale", "Messages and trees of an epoch or round that is over.", core.stale),

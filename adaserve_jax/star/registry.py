@@ -153,7 +153,7 @@ class Registry:
             return refusal
         if target_id not in self._targets:
             allowance = Allowance(self._quotas.messages_per_s, self._quotas.messages_at_once, now)
-            self._targets[target_id] = Target(target_id, allowance)
+            self._targets[target_id] = Target(target_id, allowance, self._stats)
         self._targets[target_id].allowance.take(now)
         self._targets[target_id].here = True
         limits = self._limits
@@ -335,6 +335,7 @@ class Registry:
 
     def _end(self, session: Session) -> None:
         del session.target.sessions[session.number]
+        session.drop_guess()
         if self._ahead is not None:
             self._ahead.drop(session)
         self._keeper.close(session)

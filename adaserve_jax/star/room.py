@@ -76,7 +76,7 @@ class Keeper:
         if session is None:
             return False
         del self._ahead[session.key]
-        session.guess = None
+        session.drop_guess()
         self._room.shrink(session.key, session.length)
         return True
 

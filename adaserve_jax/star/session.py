@@ -10,6 +10,7 @@ from enum import Enum
 
 import numpy as np
 
+from adaserve_jax.star.counters import CoreStats
 from adaserve_jax.star.guess import Ends, Guess
 from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import Draft, Open, Tree
@@ -69,11 +70,12 @@ class Asked:
 
 class Target:
     """One target that said Hello. here: its stream stands. served: the turn in which it was served last.
-    ends: where its rounds end."""
+    ends: where its rounds end. stats: of the service."""
 
-    def __init__(self, target_id: str, allowance: Allowance):
+    def __init__(self, target_id: str, allowance: Allowance, stats: CoreStats):
         self.id = target_id
         self.allowance = allowance
+        self.stats = stats
         self.sessions: dict[int, Session] = {}
         self.here = True
         self.served = -1
@@ -142,7 +144,8 @@ class Session:
             same = sampling == self.sampling and np.array_equal(tokens[:both], self._tokens[:both])
             return Heard.DUPLICATE if same else Heard.CONFLICT
         self.epoch, self.sampling = epoch, sampling
-        self.asked = self.answered = self._last = self.wanted_s = self.guess = None
+        self.asked = self.answered = self._last = self.wanted_s = None
+        self.drop_guess()
         self._write(0, tokens)
         return Heard.TAKEN
 
@@ -193,9 +196,15 @@ class Session:
         self.computed = max(self.computed, guess.common(self.text))
         self.feed = self.computed < self.length
         if not guess.is_of(self.text):
-            self.guess = None
+            self.drop_guess()
 
     # ---- what is done ----
+
+    def drop_guess(self) -> None:
+        """Nothing is guessed any more; a tree that was made for it is a miss."""
+        if self.guess is not None and self.guess.found is not None:
+            self.target.stats.ahead_misses += 1
+        self.guess = None
 
     def fed(self, start: int, tokens: np.ndarray) -> None:
         """A batch wrote these tokens' KV from position `start` on; the text may have changed meanwhile."""
@@ -208,7 +217,8 @@ class Session:
     def unfed(self, start: int = 0) -> None:
         """Its KV from position `start` on is gone; it is fed anew when it speaks."""
         self.computed = min(self.computed, start)
-        self.feed, self.wanted_s, self.guess = False, None, None
+        self.feed, self.wanted_s = False, None
+        self.drop_guess()
 
 
 def same_draft(one: Draft, other: Draft) -> bool:

@@ -17,10 +17,11 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import RequestError
 from adaserve_jax.results.provenance import machine_name
 from adaserve_jax.stats import DrafterStats, StepStats
 from tests.bench.scripts import imported
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPTS = ("star_apart", "star_engines", "star_idle", "star_runs", "star_service", "star_targets", "star_table1")
 NAMES = ("reproduce", *(f"papers.{name}" for name in ("registry", "running", "star_claims", "star_reading")))
@@ -251,6 +252,19 @@ def test_a_whole_engine_goes_through_the_texts_until_it_is_told_to_pause(modules
     assert tally.same in (tally.texts * 2 // 3, tally.texts * 2 // 3 + 1)
     assert tally.tokens == llm.steps.generation_tokens
     assert (tally + tally - tally) == tally
+
+
+def test_a_request_that_fails_ends_the_measurement(modules) -> None:
+    text = modules["star_targets"].Text((1, 2), (3, 4, 5), 0, 0.7)
+    llm = Writer([text], wrong=1)
+    llm.stream = lambda prompt, sampling: iter([SimpleNamespace(token_ids=[], error="out of pages")])
+    loop = modules["star_engines"]._Loop(llm, [text], 0)
+    loop.run(True)
+    loop._thread.join(PATIENCE_S)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="a target's request failed: out of pages"):
+            loop.tally()
+    loop.end()
 
 
 def test_an_engine_asks_the_service_or_has_a_draft_of_its_own(modules, monkeypatch: pytest.MonkeyPatch) -> None:

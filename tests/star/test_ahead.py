@@ -221,6 +221,35 @@ def test_said_again_it_is_answered_again():
     assert service.core.stats.ahead_hits == 1 and service.core.stats.duplicates == 1
 
 
+def test_a_tree_that_will_answer_none_is_a_miss():
+    """Its session is opened anew, ends, loses its lease, or loses its room to a Draft; else it is still there."""
+
+    def made(**changes) -> Idle:
+        service, _ = asked_once(**changes)
+        service.work_ahead()
+        stats = service.core.stats
+        assert (stats.ahead_trees, stats.ahead_hits, stats.ahead_misses) == (1, 0, 0)
+        return service
+
+    def opens(service: Idle) -> None:
+        service.say("a", opened(1, 1, TEXT))
+
+    def ends(service: Idle) -> None:
+        service.say("a", close(1))
+
+    def expires(service: Idle) -> None:
+        service.core.expire(61.0)
+
+    def needs_room(service: Idle) -> None:
+        service.say("a", opened(2, 0, [7] * 5), draft(2, 0, 0, 5, []))
+        service.run()
+
+    for how in (opens, ends, expires, needs_room):
+        service = made(pages=3, max_context=12)
+        how(service)
+        assert service.core.stats.ahead_misses == 1, how.__name__
+
+
 def test_opened_anew_with_another_noise_nothing_made_ahead_counts():
     service, said = asked_once()
     service.work_ahead()

@@ -277,6 +277,9 @@ class DraftServiceMachine(RuleBasedStateMachine):
             assert session.computed <= session.length
             assert session.flying == (key in flying)
         assert {session.key for session in self.core._flying.values()} == set(flying)
+        ready = sum(session.guess is not None and session.guess.found is not None for session in sessions.values())
+        stats = self.core.stats
+        assert stats.ahead_hits + stats.ahead_misses + ready == stats.ahead_trees
 
     def teardown(self) -> None:
         if hasattr(self, "core"):

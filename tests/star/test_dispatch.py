@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from adaserve_jax.star.limits import Expected, Quotas
@@ -92,6 +93,112 @@ def test_a_deep_tree_does_not_make_shallow_ones_wait_for_it():
     service.say("b", draft(2, 0, 1, 4, [], depth=1))
     batch = service.core.next_batch(0.0)
     assert batch is not None and [(row.session, row.depth) for row in batch.rows] == [(1, 4)] and batch.depth == 4
+
+
+def asked_in_order(service: ToyService, *drafts: dict) -> None:
+    """Sessions 1, 2, .. of target a with one Draft each, in this order; their texts are fed but for the last token."""
+    waiting(service, *[("a", number) for number in range(1, len(drafts) + 1)])
+    drained(service)
+    for number, changes in enumerate(drafts, 1):
+        service.say("a", draft(number, 0, 1, 4, **({"tokens": [], "depth": 1, "due_s": number / 1e3} | changes)))
+
+
+def test_a_deep_tree_between_shallow_ones_is_passed_over():
+    """In a prefix it makes everybody slower: 40 + 10, 40 + 20 and 40 + 30 ms alone; 52, 72 and 72 together."""
+    service = ToyService(level_s={(1, 3): 0.010, (2, 3): 0.013, (4, 3): 0.018})
+    asked_in_order(service, {}, {"depth": 4}, {}, {})
+    batch = service.core.next_batch(0.0)
+    assert batch is not None and [(row.session, row.depth) for row in batch.rows] == [(1, 1), (3, 1), (4, 1)]
+    assert batch.depth == 1
+    service.core.done(batch, service.device.run(batch), 0.0)
+    assert drained(service) == [[("a", 2)]]
+
+
+def test_a_deep_tree_goes_with_others_where_they_are_enough():
+    """64 ms together, 70 one after another."""
+    service = ToyService(level_s={(1, 3): 0.010, (2, 3): 0.013, (4, 3): 0.016})
+    asked_in_order(service, {}, {"depth": 4}, {}, {})
+    assert [len(batch) for batch in drained(service)] == [4]
+
+
+def test_who_is_passed_over_makes_nobody_else_stay():
+    """Neither by when it gives up (55 ms; three rows would take it 72) nor by the tokens it needs."""
+    service = ToyService(level_s={(1, 3): 0.010, (2, 3): 0.013, (4, 3): 0.018})
+    asked_in_order(service, {}, {"depth": 4, "give_up_s": 0.055}, {}, {})
+    assert drained(service) == [[("a", 1), ("a", 3), ("a", 4)], [("a", 2)]]
+    service = ToyService(level_s={(1, 3): 0.010, (2, 3): 0.013, (4, 3): 0.018}, max_feed=8)
+    asked_in_order(service, {}, {"depth": 4, "tokens": [1] * 7}, {}, {})
+    assert drained(service) == [[("a", 1), ("a", 3), ("a", 4)], [("a", 2)]]
+
+
+def test_who_is_passed_over_takes_nobodys_room():
+    """Pages of 4 tokens: two for who waits, two for 3, who is idle."""
+    service = ToyService(pages=4, level_s={(1, 3): 0.010, (2, 3): 0.030})
+    service.say("a", opened(3, 0, [3] * 8), draft(3, 0, 0, 8, []))
+    service.run()
+    service.say("a", opened(1, 0, [1] * 4), opened(2, 0, [2] * 12))
+    service.say("a", draft(1, 0, 0, 4, [], due_s=0.1), draft(2, 0, 0, 12, [], due_s=0.2))
+    assert service.run()[0] == [("a", 1, 4)] and service.core.stats.evicted == 0
+    assert service.run()[0] == [("a", 2, 12)] and service.core.stats.evicted == 1
+
+
+def test_who_finds_no_room_leaves_the_place_to_others():
+    """Three pages that waiting ones hold: 4, who has none, does not go; 2 does, in a batch of two."""
+    service = ToyService(pages=3, max_rows=2)
+    asked_in_order(service, {"due_s": 0.1}, {"due_s": 0.3}, {"due_s": 0.4, "width": 3})
+    service.say("a", opened(4, 0, [4]), draft(4, 0, 0, 1, [], due_s=0.2, depth=1))
+    assert [row[:2] for row in service.run()[0]] == [("a", 1), ("a", 2)] and service.core.stats.evicted == 0
+
+
+def longest_prefix(shapes, takes_s, *, now: float, max_rows: int, max_feed: int) -> list[int]:
+    """Who goes with the first by the plain rule: the most that begin the order and are served no later together."""
+    taken, helps = [0], 1
+    for number in range(1, len(shapes)):
+        more = [*taken, number]
+        if (
+            len(taken) < max_rows
+            and sum(shapes[at][1] for at in more) <= max_feed
+            and now + takes_s([shapes[at] for at in more]) <= min(shapes[at][2] for at in more)
+        ):
+            taken = more
+            if takes_s([shapes[at] for at in more]) <= sum(takes_s([shapes[at]]) for at in more) + 1e-12:
+                helps = len(more)
+    return taken[:helps]
+
+
+def test_company_is_never_late_nor_slower_and_no_fewer_than_the_plain_rule_has():
+    """Any times, depths, lags and deadlines."""
+    rng, more, total = np.random.default_rng(0), 0, 0
+    for _ in range(300):
+        levels_s = np.cumsum(rng.uniform((6, 0, 0, 0), 14)) / 1e3
+        level_s = {(rows, 3): float(each) for rows, each in zip((1, 2, 4, 8), levels_s, strict=True)}
+        feeds_s = np.cumsum(rng.uniform(0, 9, 3)) / 1e3
+        feed_s = {edge: float(each) for edge, each in zip((4, 8, 16), feeds_s, strict=True)}
+        service = ToyService(level_s=level_s, catchup_s=feed_s, max_rows=int(rng.integers(2, 9)), max_feed=16)
+
+        def takes_s(shapes, level_s=level_s, feed_s=feed_s) -> float:
+            tokens, rows = sum(need for _, need, _ in shapes), len(shapes)
+            fed_s = feed_s[min(edge for edge in feed_s if edge >= tokens)]
+            return fed_s + max(depth for depth, _, _ in shapes) * level_s[min(key for key in level_s if key[0] >= rows)]
+
+        shapes = [(int(rng.integers(1, 5)), int(rng.integers(1, 5)), 0.0) for _ in range(8)]
+        shapes = [(depth, need, takes_s([(depth, need, 0)]) + float(rng.choice([0.01, 0.1, 9.0])))
+                  for depth, need, _ in shapes]  # fmt: skip
+        asked_in_order(service, *({"depth": depth, "tokens": [1] * need, "give_up_s": give_up_s, "due_s": number / 1e6}
+                                  for number, (depth, need, give_up_s) in enumerate(shapes)))  # fmt: skip
+        batch = service.core.next_batch(service.now)
+        assert batch is not None
+        chosen = [row.session - 1 for row in batch.rows]
+        group = [shapes[at] for at in chosen]
+        assert [len(row.tokens) for row in batch.rows] == [need for _, need, _ in group]
+        assert chosen == sorted(chosen) and chosen[0] == 0 and len(chosen) <= service.bounds.max_rows
+        if len(chosen) > 1:
+            assert takes_s(group) <= min(give_up_s for _, _, give_up_s in group)
+            assert takes_s(group) <= sum(takes_s([each]) for each in group) + 1e-12
+        plain = longest_prefix(shapes, takes_s, now=0.0, max_rows=service.bounds.max_rows, max_feed=16)
+        assert set(plain) <= set(chosen)
+        more, total = more + (len(chosen) > len(plain)), total + len(chosen)
+    assert more > 20 and total > 600, (more, total)
 
 
 def test_one_by_one_takes_one():

@@ -215,7 +215,7 @@ def test_the_same_name_with_other_credentials_is_another_target():
 class Failing(ToyDevice):
     """Batches fail by whether they are ahead, as long as `fails` says so; what they fed is lost."""
 
-    fails = (True,)
+    fails: tuple[bool, ...] = (True,)
 
     def run(self, batch):
         if batch.ahead in self.fails:
