@@ -49,7 +49,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class AheadRow:
+class PacedRow:
     """One number of targets at one depth. off, on: the service without and with it, medians over rounds. ratio,
     ratio_rounds: of tokens/s and of rounds/s, on over off, medians over pairs; low, high: of the first, the extremes.
     hits, made: trees that answered a round, and trees made ahead, of all rounds. wait: in the queue, of a Draft.
@@ -74,7 +74,7 @@ class AheadRow:
     others_share: float | None
 
 
-def row_of(turns: Sequence[Turn], n: int, depth: int) -> AheadRow:
+def row_of(turns: Sequence[Turn], n: int, depth: int) -> PacedRow:
     """What the turns of one number of targets and one depth say."""
     these = [turn for turn in turns if (turn.run.n, turn.depth) == (n, depth)]
     off, on = ([turn for turn in these if turn.is_ahead == is_ahead] for is_ahead in (False, True))
@@ -85,7 +85,7 @@ def row_of(turns: Sequence[Turn], n: int, depth: int) -> AheadRow:
     def median(side: int, name: str) -> float:
         return statistics.median(getattr(pair[side], name) for pair in pairs)
 
-    return AheadRow(
+    return PacedRow(
         n, depth, median(0, "throughput_tps"), median(1, "throughput_tps"), median(0, "rounds_per_s"),
         median(1, "rounds_per_s"), statistics.median(ratios),
         statistics.median(after.rounds_per_s / before.rounds_per_s for before, after in pairs),
