@@ -61,8 +61,8 @@ def ahead_tables(path: Path) -> list[str]:
         f"Times of tokens/s by number of targets: {spans}. Made with `{result['command']}`: {result['texts']} texts of "
         f"{result['target']} of {result['new_tokens']} tokens, temperature {result['temperature']:g}, and the demo's "
         f"draft; on a virtual clock with S(n) = {times} ms, t_v = {result['times']['verify_s'] * 1e3:.1f} ms and t_c = "
-        f"{result['times']['network_s'] * 1e3:.1f} ms as above (commit {result['times']['commit'][:12]}). Commit "
-        f"{result['commit'][:12]}."
+        f"{result['times']['network_s'] * 1e3:.1f} ms, as Table 1 had them at commit {result['times']['commit'][:12]}. "
+        f"Commit {result['commit'][:12]}."
     )
     return [table(head, rows), about]
 
