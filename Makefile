@@ -37,10 +37,10 @@ serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1
 	@$(BIN)/adaserve serve $(ARGS)
 
 test: $(STAMP).test ## run the suite (some minutes)
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
-	@$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
 	@$(BIN)/coverage erase

@@ -5,6 +5,7 @@ The environment is set at import, before any test module imports jax or transfor
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -25,6 +26,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+OPTIMISED = (
+    "runtime", "models", "pallas_kernels", "tree", "engine/test_attention.py", "engine/test_device_memory.py",
+    "engine/test_elastic_device.py", "engine/test_exactness.py", "engine/test_off_path.py", "bench/test_device_benchmark.py",
+    "bench/test_throughput_benchmark.py",
+)  # fmt: skip
+"""Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is made
+in two thirds of the time, without most of XLA's optimisations; `make test-slow` has them everywhere."""
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
@@ -63,6 +73,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reasons[marker]))
 
 
+@contextlib.contextmanager
+def optimised() -> Iterator[None]:
+    """What is compiled meanwhile, by this process, is made as users run it."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In the files that OPTIMISED names."""
+    path = request.path.relative_to(ROOT / "tests").as_posix()
+    with optimised() if path.startswith(OPTIMISED) else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_engine() -> Iterator[LocalEngine]:
     """The embedded pair in the thread mode; shared by all tests, so leave it idle and on `adaserve`."""
@@ -71,7 +100,8 @@ def demo_engine() -> Iterator[LocalEngine]:
     from tests.engines import DEMO
 
     engine = LocalEngine(EngineConfig(**DEMO))
-    engine.start()
+    with optimised():
+        engine.start()
     yield engine
     assert engine.stats().compiles_after_ready == 0
     engine.close()

@@ -142,6 +142,7 @@ class LocalCluster:
                 by_url = {target.url: self._keepers[target.member.name].replace for target in self._targets}
                 async for line in replace_in_turn(by_url, self.orders, drain_s=self.plan.target_grace_s):
                     yield line
+            self.write()  # who gave the order finds it done
 
     def state(self) -> dict[str, Any]:
         """For state.json: addresses, processes, phases; no secrets."""

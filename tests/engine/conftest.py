@@ -11,6 +11,7 @@ from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import llm, local
 from adaserve_jax.engine.local import LocalEngine
+from tests.conftest import optimised
 from tests.engine.simulated import Machine, Spelling
 from tests.engines import EXACT
 
@@ -42,6 +43,8 @@ def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
 @pytest.fixture(scope="session")
 def deterministic() -> Iterator[LLM]:
     """The embedded pair in deterministic mode; leave it idle, on any policy."""
-    with LLM(eq8_eq9=True, **EXACT) as llm:
+    with optimised():
+        made = LLM(eq8_eq9=True, **EXACT)
+    with made as llm:
         yield llm
         assert llm.stats().compiles_after_ready == 0

@@ -5,6 +5,7 @@ Writes logits.npz and report.json into the folder that it is given; with numbers
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from adaserve_jax.models.convert import convert
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.runtime.footprint import page_bytes, weight_bytes
 from adaserve_jax.runtime.model import DeviceModel
+from tests.conftest import optimised
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
@@ -31,6 +33,8 @@ CASES = {
     "demo_exact": ("demo", True, "none", (1, 4)),
 }  # fmt: skip
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
+OPTIMISED = ("norms", "converted", "demo_exact")
+"""Those whose programs are read, and whose bits are compared."""
 TEXT_WAYS = (1, 4)
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "presence_penalty": 1.0}, {"logprobs": 3})
@@ -75,7 +79,9 @@ def texts(ways: int) -> list[list[int]]:
         SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True, **asked)
         for seed, (temperature, asked) in enumerate(zip((0.0, 0.8, 1.2, 0.8), ASKED, strict=True))
     ]
-    with LLM(tp=ways, **ENGINE) as llm:
+    with optimised():
+        made = LLM(tp=ways, **ENGINE)
+    with made as llm:
         outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
         assert llm.stats().compiles_after_ready == 0
         assert llm.stats().scheduler.accepted_tokens > 0
@@ -108,7 +114,8 @@ def main(folder: Path) -> None:
     logits, held, ledger, hlo = {}, {}, {}, {}
     for case, (name, canonical, quantize, numbers) in CASES.items():
         for ways in numbers:
-            model = build(checkpoints[name], canonical, ways, quantize)
+            with optimised() if case in OPTIMISED else contextlib.nullcontext():
+                model = build(checkpoints[name], canonical, ways, quantize)
             key = f"{case}-{ways}"
             logits[key] = logits_of(model)
             held[key] = {"weights": bytes_by_device(model.params), "pools": bytes_by_device(model.pools)}

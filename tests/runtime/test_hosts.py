@@ -23,8 +23,8 @@ from adaserve_jax.runtime.follow import follow
 from adaserve_jax.runtime.packing import PackedStep
 from tests.conftest import ROOT
 from tests.engines import EXACT
+from tests.star.service_process import MAIN
 
-ADASERVE = Path(sys.executable).with_name("adaserve")
 LIMIT_S = 200
 
 
@@ -141,9 +141,14 @@ def test_two_processes_give_the_text_of_one() -> None:
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
         return subprocess.Popen(
-            [ADASERVE, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", MAIN, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     follower = start("follow", *together, "--process-id", "1")
