@@ -29,12 +29,12 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "runtime", "models", "pallas_kernels", "tree", "engine/test_attention.py", "engine/test_device_memory.py",
-    "engine/test_elastic_device.py", "engine/test_exactness.py", "engine/test_off_path.py", "bench/test_device_benchmark.py",
-    "bench/test_throughput_benchmark.py",
+    "runtime", "models", "pallas_kernels", "tree", "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
+    "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
+    "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
-"""Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is made
-in two thirds of the time, without most of XLA's optimisations; `make test-slow` has them everywhere."""
+"""Where the last bits of numbers count, or what a program looks like: code is made as users run it. Elsewhere it is
+made sooner, without most of XLA's optimisations; `make test-slow` has them everywhere."""
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")

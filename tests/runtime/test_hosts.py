@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from threading import Thread
 
 import numpy as np
@@ -141,15 +140,10 @@ def test_two_processes_give_the_text_of_one() -> None:
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
         return subprocess.Popen(
-            [sys.executable, "-c", MAIN, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+            [sys.executable, "-c", MAIN, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        )  # fmt: skip
 
     follower = start("follow", *together, "--process-id", "1")
     leader = start("generate", *prompt, *together)
