@@ -29,7 +29,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "runtime", "models", "pallas_kernels", "tree", "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
+    "runtime", "models", "pallas_kernels", "tree",
+    "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
 )  # fmt: skip
