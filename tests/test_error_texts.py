@@ -205,10 +205,10 @@ def test_clusters_on_ray_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_
     plan, folder = ClusterPlan(2, 1, RouterSettings()), RunFolder(tmp_path)
     with pytest.raises(ConfigError, match="placement must be one of SPREAD, PACK, STRICT_SPREAD, STRICT_PACK, got 'X'"):
         ray_cluster.RayCluster(plan, folder, own_address=False, placement="X")
-    monkeypatch.setattr(ray_cluster, "_find", lambda name: object() if name == "target-1" else None)
+    monkeypatch.setattr(ray_cluster, "find_actor", lambda name: object() if name == "target-1" else None)
     with pytest.raises(ConfigError, match=r"this Ray cluster already \(actor 'target-1'\); end it with"):
         ray_cluster.RayCluster(plan, folder, own_address=False, placement="PACK").start()
-    monkeypatch.setattr(ray_cluster, "_find", lambda name: None)
+    monkeypatch.setattr(ray_cluster, "find_actor", lambda name: None)
     monkeypatch.setattr(ray_cluster, "PLACE_LIMIT_S", -1.0)
     full = SimpleNamespace(wait=lambda _: False)
     monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: full)
@@ -262,14 +262,14 @@ def test_pictures_need_their_package(monkeypatch: pytest.MonkeyPatch):
 
 def test_ray_that_is_not_there_and_a_folder_of_others_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ray = pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
-    from adaserve_jax.cluster import ray_cluster, ray_members
+    from adaserve_jax.cluster import ray_members, ray_up
 
     def refuses(*_: object, **__: object) -> None:
         raise ConnectionError("nobody there")
 
     monkeypatch.setattr(ray, "init", refuses)
     with pytest.raises(ConfigError, match="address must be that of a running Ray cluster, got 'h:1': nobody there"):
-        ray_cluster.connect("h:1", 1)
+        ray_up.connect("h:1", 1)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: -1)
     with pytest.raises(ConfigError, match="is another user's, and logs cannot be written there"):
@@ -302,7 +302,8 @@ def test_structured_output_without_its_package_says_so(monkeypatch: pytest.Monke
     (None, "has no draft"), (object(), "asks a draft service, which has one draft"),
 ])  # fmt: skip
 def test_a_draft_that_no_request_can_choose_is_refused(drafting: object, has: str):
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _router=None, _drafting=drafting)
+    made = SimpleNamespace(router=None, drafting=drafting)
+    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _made=made)
     request = GenerateRequest("r", [1], SamplingParams(), SLO(), draft_tag="code")
     with pytest.raises(RequestError, match=f"draft_tag must be absent: this engine {has}; got 'code'"):
         LocalEngine._check(engine, request)

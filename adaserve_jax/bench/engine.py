@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from adaserve_jax.bench.open_loop import Due, LoopResult
 from adaserve_jax.bench.recording import AcceptanceRecorder
@@ -37,6 +37,10 @@ class EngineAbout:
     baseline_s: float
     max_prefill_tokens: int = 0
     policies: tuple[str, ...] | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """What all rows of a run have of it, and agree in, by column."""
+        return {name: value for name, value in vars(self).items() if name not in ("system", "baseline_s", "policies")}
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,6 @@ from adaserve_jax.scheduler.policy_files import file_hashes
 from adaserve_jax.types import SLO
 
 WARMUP_TOKENS = 16
-ABOUT_COLUMNS = (
-    "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic", "max_requests",
-    "max_context", "max_prefill_tokens",
-)  # fmt: skip
-"""What the rows have of an engine, by the same names; all rows of a run agree in them."""
 INTERRUPTED = "interrupted"
 """Reason of a point that Ctrl-C ended."""
 
@@ -80,7 +75,7 @@ def run_bench(
     engine = open_engine(todo[0].policy)
     try:
         _check_policies(plan.policies, engine)
-        check_alike(out, begun, _served_with(engine))
+        check_alike(out, begun, engine.about.columns())
         check_baseline(out, begun, engine.about.baseline_s)
         drop_unfinished(out, begun)
         provenance = _provenance(plan, begun, workload, engine, about)
@@ -256,12 +251,6 @@ def _here() -> dict[str, Any]:
     return {"commit": source_commit(), "package_version": adaserve_jax.__version__, "machine": machine_name()}
 
 
-def _served_with(engine: BenchEngine) -> dict[str, Any]:
-    """What a ready engine is, by column."""
-    about = engine.about
-    return {name: getattr(about, name) for name in ABOUT_COLUMNS}
-
-
 def _provenance(
     plan: BenchPlan, begun: Begun, workload: Workload, engine: BenchEngine, settings: Mapping[str, Any] | None
 ) -> Provenance:  # fmt: skip
@@ -270,7 +259,7 @@ def _provenance(
         run_id=begun.run_id,
         started_at=begun.started_at or datetime.now(UTC).isoformat(timespec="seconds"),
         **_here(),
-        **_served_with(engine),
+        **engine.about.columns(),
         baseline_s=engine.about.baseline_s if held_s is None else held_s,
         workload=workload.name,
         workload_hash=workload.sha256,

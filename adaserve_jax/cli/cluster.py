@@ -95,7 +95,7 @@ def up(
         if detach:
             _detach(folder)
         elif orchestrator == "ray":
-            from adaserve_jax.cluster.ray_cluster import run_up_on_ray
+            from adaserve_jax.cluster.ray_up import run_up_on_ray
 
             run_up_on_ray(plan, folder, address, placement)
         else:
@@ -194,7 +194,7 @@ def down(
 
     if address is not None:
         try:
-            from adaserve_jax.cluster.ray_cluster import down_on_ray
+            from adaserve_jax.cluster.ray_up import down_on_ray
         except ModuleNotFoundError as error:
             raise _needs(error) from error
         typer.echo(f"{down_on_ray(address)} actors were ended")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -24,6 +23,7 @@ from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_i
 from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.router_command import router_command
 from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.signals import stop_on_signals
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.serve import listen
 
@@ -169,17 +169,8 @@ class LocalCluster:
 
 async def up(plan: ClusterPlan, folder: RunFolder) -> None:
     """Run a cluster until SIGINT, SIGTERM or an order ends it. folder: opened. Raises ConfigError, MemberFailed."""
-    stop = asyncio.Event()
     cluster = LocalCluster(plan, folder)
-
-    def on_signal() -> None:
-        if stop.is_set():
-            cluster.kill()
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+    stop = stop_on_signals(cluster.kill)
     running = asyncio.ensure_future(cluster.run(stop))
     starting = asyncio.ensure_future(cluster.start())
     try:

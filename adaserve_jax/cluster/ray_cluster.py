@@ -1,15 +1,9 @@
-"""A cluster on Ray: a placement group, one named actor per process, and this program, which starts, orders and stops.
-
-The actors go on when this program dies, as long as their Ray cluster does: one that was started for them ends with it.
-"""
+"""A cluster on Ray: a placement group, one named actor per process, and what starts, orders and stops them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +12,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from adaserve_jax.cluster.asking import NoAnswer
-from adaserve_jax.cluster.control import OrderServer
 from adaserve_jax.cluster.plan import ClusterPlan, free_ports
 from adaserve_jax.cluster.ray_members import (
     NAMESPACE,
@@ -44,20 +37,6 @@ PLACE_LIMIT_S = 60.0
 LOOK_EVERY_S = 1.0
 STOP_LIMIT_S = 120.0
 """For the members of one kind to end in, where their own limits are not known, or less."""
-START_ENDS_S = 20.0
-"""That a start which is given up may take for that."""
-
-
-def connect(address: str | None, members: int) -> None:
-    """To a running Ray cluster, or to one that is started here with room for so many members. Raises ConfigError."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "configure_logging": False}
-    if address is None:
-        options |= {"num_cpus": members, "include_dashboard": False}
-    try:
-        ray.init(address, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"address must be that of a running Ray cluster, got {address!r}: {error}") from error
 
 
 class RayCluster:
@@ -86,7 +65,7 @@ class RayCluster:
         began = time.monotonic()
         plan, drafts = self.plan, [f"draft-{i}" for i in range(self.plan.drafts)]
         targets = [f"target-{i}" for i in range(plan.targets)]
-        taken = [name for name in (*drafts, *targets, "router") if _find(name) is not None]
+        taken = [name for name in (*drafts, *targets, "router") if find_actor(name) is not None]
         if taken:
             raise ConfigError(
                 f"a cluster runs on this Ray cluster already (actor {taken[0]!r}); end it with "
@@ -231,7 +210,7 @@ def _silent(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _find(name: str) -> Any:
+def find_actor(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -247,62 +226,3 @@ def stop_actors(actors: dict[str, Any], limit_s: float = STOP_LIMIT_S) -> None:
             ray.wait(stopping, num_returns=len(stopping), timeout=limit_s)
         for actor in chosen:
             ray.kill(actor)
-
-
-def run_up_on_ray(plan: ClusterPlan, folder: RunFolder, address: str | None, placement: str) -> None:
-    """Run a cluster until SIGINT, SIGTERM or an order ends it. Raises AdaServeError."""
-    folder.open()
-    connected = False
-    try:
-        connect(address, plan.targets + plan.drafts)
-        connected = True
-        asyncio.run(_run(RayCluster(plan, folder, own_address=address is not None, placement=placement), folder))
-    finally:
-        folder.close()
-        if connected:
-            ray.shutdown()
-
-
-async def _run(cluster: RayCluster, folder: RunFolder) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            loop.run_in_executor(None, cluster.kill)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
-    starting = asyncio.ensure_future(asyncio.to_thread(cluster.start))
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        async with OrderServer(folder.socket, cluster.restart, stop):
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                print(cluster.announcement(), flush=True)
-            while not stopping.done():
-                await asyncio.to_thread(cluster.write)
-                await asyncio.wait({stopping}, timeout=LOOK_EVERY_S)
-    finally:
-        stopping.cancel()
-        print("adaserve cluster: stops", file=sys.stderr, flush=True)
-        cluster.stopping.set()
-        await asyncio.wait({starting}, timeout=START_ENDS_S)
-        await asyncio.to_thread(cluster.stop)
-        await asyncio.gather(starting, return_exceptions=True)
-
-
-def down_on_ray(address: str) -> int:
-    """End a cluster whose `up` is gone; how many actors there were. Raises ConfigError."""
-    connect(address, 0)
-    try:
-        listed: Any = ray.util.list_named_actors(all_namespaces=True)
-        names = [each["name"] for each in listed if each["namespace"] == NAMESPACE]
-        stop_actors({name: actor for name in names if (actor := _find(name)) is not None})
-        with contextlib.suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(GROUP))
-        return len(names)
-    finally:
-        ray.shutdown()

@@ -42,10 +42,6 @@ class Grammars:
         self._cache = GrammarCache(self._vocabulary, max_schemas)
         self._texts: dict[str, _Text] = {}
 
-    @property
-    def num_prepared(self) -> int:
-        return len(self._cache)
-
     def prepare(self, schema: str) -> Future[Start]:
         return self._cache.prepare(schema)
 

@@ -20,11 +20,12 @@ from adaserve_jax.distill.keeping import Keeper, RecordFiles
 from adaserve_jax.distill.kept_file import Kept
 from adaserve_jax.distill.lengths import choose_length
 from adaserve_jax.distill.measuring import measure_pieces
+from adaserve_jax.distill.pieces import Pieces
 from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.records import Recorder
-from adaserve_jax.distill.schedule import Allowance, PieceTimes
+from adaserve_jax.distill.schedule import PieceTimes
 from adaserve_jax.distill.trainer import Trainer
-from adaserve_jax.distill.updates import DraftUpdates, Piece
+from adaserve_jax.distill.updates import DraftUpdates
 from adaserve_jax.distill.watching import Watcher
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.provenance import model_hash
@@ -65,14 +66,7 @@ class Learner:
         self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: Keeper | None = None
-        self._delay_s = config.learn_delay_ms / 1e3
-        self._times = PieceTimes({})
-        self._allowance = Allowance(config.learn_share)
-        self._run: Iterator[Piece] | None = None
-        self._running = 0
-        """Index of the draft whose `run` that is, or was."""
-        self._next: Piece | None = None
-        self._stats = LearningStats()
+        self._pieces = Pieces(self._drafts, config)
         self._drafted, self._accepted = (np.zeros(len(self._names), np.int64) for _ in range(2))
         self.failed = False
         """Whether learning has ended because something went wrong."""
@@ -94,7 +88,7 @@ class Learner:
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
-        self._times = PieceTimes(self._measured())
+        self._pieces.times = PieceTimes(self._measured())
         if config.learn_folder is not None:
             source = Source(target, config.learn_temperature)
             texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
@@ -114,8 +108,8 @@ class Learner:
 
         seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
         # it was within the delay when its length was chosen
-        seconds["accumulate"] = min(seconds["accumulate"], self._delay_s)
-        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > self._delay_s]
+        seconds["accumulate"] = min(seconds["accumulate"], self._pieces.longest_s)
+        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > self._pieces.longest_s]
         if long:
             _log.warning(
                 "learning waits for times without requests, since some of it takes longer than learn_delay_ms (%g): %s",
@@ -188,7 +182,7 @@ class Learner:
 
     def _work(self, spare_s: float | None) -> bool:
         started = self._clock()
-        self._allowance.pass_time(started, busy=spare_s is not None)
+        self._pieces.allowance.pass_time(started, busy=spare_s is not None)
         if self._keeper is not None:
             self._keeper.save_if_due()
         if spare_s is None:
@@ -196,23 +190,13 @@ class Learner:
         elif spare_s <= 0:
             return False
         copying = self._keeper is not None and self._keeper.is_copying
-        if copying or not self._executor.draft_resident or not self._find_work():
+        if copying or not self._executor.draft_resident:
             return False
-        kind = self._next
-        assert kind is not None and self._run is not None
-        if spare_s is not None and not self._fits(kind, spare_s):
+        kind = self._pieces.find(spare_s)
+        if kind is None:
             return False
-        self._next = next(self._run, None)
-        self._took(kind, self._clock() - started, delayed=spare_s is not None)
-        return True
-
-    def _fits(self, kind: Piece, spare_s: float) -> bool:
-        """Whether a piece may run although requests do."""
-        if not self._allowance.is_open:
-            return False
-        if self._times.expected_s(kind) > min(spare_s, self._delay_s):
-            self._times.refused(kind)
-            return False
+        self._pieces.run()
+        self._pieces.took(kind, self._clock() - started, delayed=spare_s is not None)
         return True
 
     @property
@@ -220,35 +204,12 @@ class Learner:
         """Whether there is nothing left to do while nothing runs."""
         if self.failed:
             return True
-        busy = self._watcher.is_waiting or self._next is not None or self.wakes_in_s == 0
-        return not (busy or any(draft.due for draft in self._drafts))
+        return not (self._watcher.is_waiting or self._pieces.is_due or self.wakes_in_s == 0)
 
     @property
     def wakes_in_s(self) -> float | None:
         """For how long that can be left so; None: until requests come."""
         return None if self.failed or self._keeper is None else self._keeper.wakes_in_s
-
-    def _find_work(self) -> bool:
-        """Whether a piece is next; looks after the drafts in turn."""
-        if self._next is not None:
-            return True
-        for offset in range(1, len(self._drafts) + 1):
-            index = (self._running + offset) % len(self._drafts)
-            if self._drafts[index].due:
-                self._run, self._running = self._drafts[index].run(), index
-                self._next = next(self._run, None)  # announces the first piece, and does nothing yet
-                return self._next is not None
-        return False
-
-    def _took(self, kind: Piece, seconds: float, *, delayed: bool) -> None:
-        self._times.took(kind, seconds)
-        stats = self._stats
-        stats.micro_steps += 1
-        stats.train_s += seconds
-        if delayed:
-            self._allowance.spend(seconds)
-            stats.delay_s += seconds
-            stats.delay_max_s = max(stats.delay_max_s, seconds)
 
     def _serve_as(self, draft: int) -> Callable[[Params], None]:
         def serve(params: Params) -> None:
@@ -263,7 +224,7 @@ class Learner:
     def stats(self) -> LearningStats:
         """As of now. Safe in any thread."""
         drafts = {draft.name: draft for draft in self._drafts}
-        stats = self._stats
+        pieces = self._pieces
         return LearningStats(
             version={name: draft.version for name, draft in drafts.items()},
             drafted_tokens=dict(zip(self._names, self._drafted.tolist(), strict=True)),
@@ -277,10 +238,10 @@ class Learner:
             records={name: len(draft.buffer) for name, draft in drafts.items()},
             held_out={name: draft.buffer.num_held_out for name, draft in drafts.items()},
             left_out=dict(self._watcher.left_out),
-            micro_steps=stats.micro_steps,
-            train_s=stats.train_s,
-            delay_s=stats.delay_s,
-            delay_max_s=stats.delay_max_s,
+            micro_steps=pieces.count,
+            train_s=pieces.train_s,
+            delay_s=pieces.delay_s,
+            delay_max_s=pieces.delay_max_s,
             target_tokens=self._watcher.rows_kept,
             lost=self._watcher.rows_lost,
         )  # fmt: skip
@@ -303,5 +264,5 @@ class Learner:
         except Exception:
             _log.exception("learning has stopped; the versions of drafts that serve now go on serving")
             self.failed = True
-            self._run, self._next = None, None
+            self._pieces.stop()
             self._watcher.stop("failed")

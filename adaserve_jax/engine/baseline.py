@@ -8,14 +8,14 @@ from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.core import EngineCore, TextCodec
+from adaserve_jax.engine.core import EngineCore, Spelling
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import CostSamples, Executor, SamplingParams
 
 BASELINE_TOKENS = 33
 
 
-def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: TextCodec) -> float:
+def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: Spelling) -> float:
     """Median seconds per token of one request through the whole step. config: without "auto"."""
     scheduler = build_scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
     core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=1.0)

@@ -31,7 +31,7 @@ SETTLE_S = 0.001
 """Between two questions whether the draft is there."""
 
 
-class TextCodec(Decodes, Spells, Protocol):
+class Spelling(Decodes, Spells, Protocol):
     """What is needed of a tokenizer."""
 
 
@@ -60,7 +60,7 @@ class EngineCore:
         self,
         executor: Executor,
         scheduler: Scheduler,
-        tokenizer: TextCodec,
+        tokenizer: Spelling,
         *,
         eos_ids: tuple[int, ...],
         baseline_s: float,

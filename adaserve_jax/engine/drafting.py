@@ -20,6 +20,7 @@ import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.engine.by_name import grpc_transport
+from adaserve_jax.engine.core import RemoteRows
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.timing import decode_plan, draft_plan
@@ -28,7 +29,7 @@ from adaserve_jax.star.cells import cells_hash
 from adaserve_jax.star.messages import Hello, Welcome
 from adaserve_jax.stats import DrafterStats
 from adaserve_jax.tree.chances import ChanceTable
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, StepPlan
+from adaserve_jax.types import CostSamples, Drafter, Limits
 
 CONNECT_S = 5.0
 """Seconds that the start waits for a first service to answer."""
@@ -42,20 +43,10 @@ GUESSED_WAY_S = 0.002
 _log = logging.getLogger(__name__)
 
 
-class ServiceDrafter(Protocol):
+class ServiceDrafter(Drafter, RemoteRows, Protocol):
     """What an engine needs of `star.remote.RemoteDrafter`."""
 
-    @property
-    def wait_s(self) -> float: ...
-
-    @property
-    def available(self) -> bool: ...
-
     def connect(self, timeout_s: float) -> Welcome | None: ...
-
-    def propose(self, plan: StepPlan) -> CandidateTrees: ...
-
-    def ended(self, slots: np.ndarray) -> None: ...
 
     def stats(self) -> DrafterStats: ...
 

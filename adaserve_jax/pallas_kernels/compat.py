@@ -12,20 +12,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["gpu_interpret", "gpu_load", "pl", "plgpu", "pltpu", "tpu_interpret", "tpu_races_found"]
+__all__ = ["gpu_interpret", "gpu_load", "pl", "plgpu", "pltpu", "tpu_interpret"]
 
 
 def tpu_interpret(detect_races: bool = False) -> Any:
     """The value of `interpret` that runs a TPU kernel on a CPU, with its memories, copies and semaphores simulated."""
     return pltpu.InterpretParams(detect_races=detect_races)
-
-
-def tpu_races_found() -> bool:
-    """Whether the last TPU kernel interpreted, which must have been with `detect_races`, had a data race."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # not public in jax 0.10 and 0.11
-
-    assert interpret_pallas_call.races is not None, "no TPU kernel has been interpreted"
-    return interpret_pallas_call.races.races_found
 
 
 def gpu_interpret(detect_races: bool = False) -> Any:

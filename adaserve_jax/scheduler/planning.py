@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.memory.residency import Residency
 from adaserve_jax.scheduler.batch import Batch
-from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
+from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.scheduler.queue import wait_ratio
 from adaserve_jax.scheduler.slo import need_rate
 from adaserve_jax.scheduler.state import RequestState
@@ -61,40 +60,17 @@ class PlannedStep:
 
 
 class Planner:
-    """Plans one step after another.
+    """Plans one step after another. draft: the draft's part of it. max_prefill: most prefill tokens of a step. horizon:
+    h, tokens."""
 
-    max_catchup: most tokens that the draft is fed in a step, or that a step waits for where the draft is remote, which
-    is fed any number of them while the target goes on. max_prefill: most prefill tokens of a step. horizon: h,
-    tokens. uses_draft: whether plans have one. calibrated: of the draft's f. calibrator: whose new chances plans carry.
-    residency: where the draft is; None: here, always. several_drafts: whether plans say which draft is each row's.
-    remote: whether a draft service drafts. max_catchup may be changed between steps.
-    """
-
-    def __init__(
-        self, batch: Batch, controller: Controller, *, max_catchup: int, max_prefill: int, horizon: int,
-        uses_draft: bool, calibrated: bool = True, calibrator: Calibrator | None = None,
-        residency: Residency | None = None, several_drafts: bool = False, remote: bool = False,
-    ):  # fmt: skip
+    def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
         self._batch = batch
         self._limits = batch.limits
         self._controller = controller
-        self.max_catchup = max_catchup
+        self._draft = draft
         self._max_prefill = max_prefill
         self._prefill_per_step = 0.0
         self._horizon = horizon
-        self._uses_draft = uses_draft
-        self._calibrated = calibrated
-        self._calibrator = calibrator
-        self._residency = residency
-        self._several_drafts = several_drafts
-        self._remote = remote
-        self.draft_is_away = False
-        """Whether nobody could draft now, where that is another's to say."""
-
-    @property
-    def _draft_is_here(self) -> bool:
-        here = self._residency is None or self._residency.draft_is_here
-        return here and not self.draft_is_away
 
     def plan(self, now: float, step: int) -> PlannedStep | None:
         """Admit, preempt, decide; None when nothing can run."""
@@ -105,24 +81,18 @@ class Planner:
             return None
         decode, prefill = self._rows()
         pace, remaining, lag = self._measure(decode, now)
-        # a row whose draft lags by more than one step can catch up decodes plainly until it has
-        drafts = self._uses_draft and self._draft_is_here
-        catching_up = (lag - 1) // self.max_catchup
-        if self._remote:
-            catching_up = np.minimum(catching_up, 1)
-        can_speculate = remaining > 1 + catching_up if drafts else np.zeros(len(lag), bool)
         waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
         load = Load(
             need_rate=pace.need_rate(now),
-            draft_lag=np.minimum(lag, self._limits.max_depth + 1) if self._remote else lag,
-            can_speculate=can_speculate,
+            draft_lag=self._draft.lag_in_step(lag),
+            can_speculate=self._draft.can_speculate(remaining, lag),
             num_prefill=len(prefill),
             prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
             wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
             ),
-            draft_resident=self._draft_is_here,
+            draft_resident=self._draft.is_here,
         )
         decision = self._controller.decide(load)
         decision.check(self._limits, load)
@@ -133,9 +103,8 @@ class Planner:
             slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
         scheduled_s = batch.table.first_scheduled_s[slots]
         batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
-        draft = self._plan_draft(decision, slots, load.can_speculate, lag, chunks) if drafts else None
-        if draft is not None and self._remote:
-            draft = replace(draft, due_s=pace.due_s(now))
+        due_s = pace.due_s(now) if self._draft.remote else None
+        draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
         plan = self._assemble(step, slots, chunks, draft, decision)
         return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
 
@@ -176,8 +145,8 @@ class Planner:
                 others = len(known) - len(rates)
             rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            drafts = self._draft_is_here
-            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, draft_resident=drafts):
+            here = self._draft.is_here
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, draft_resident=here):
                 return False
             rates, others = more, beside
             return True
@@ -203,68 +172,6 @@ class Planner:
             horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
         )
         return pace, remaining, num_tokens - table.draft_computed[decode]
-
-    def _plan_draft(
-        self, decision: Decision, slots: np.ndarray, can_speculate: np.ndarray, lag: np.ndarray, chunks: list[int]
-    ) -> DraftPlan | None:
-        """Who speculates and what the draft is fed: those that speculate, shortest lag first; then the lagging rows,
-        with half of what is left when prompts wait too; then the prefill chunks. lag: i64[num_decode]."""
-        if not (decision.depth or decision.feed_draft):
-            return None
-        num_decode = len(slots) - len(chunks)
-        counts = np.zeros(len(slots), np.int64)
-        speculates = np.zeros(num_decode, bool)
-        room = self.max_catchup
-        if decision.depth:
-            speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
-            np.multiply(lag, speculates, out=counts[:num_decode])
-            room -= int(counts.sum())
-        if self._remote:
-            room = len(slots) * self._limits.max_context
-        if decision.depth and np.count_nonzero(speculates) < num_decode:
-            lagging = room // 2 if chunks else room
-            behind = can_speculate & ~speculates & (lag > 1)
-            for index in behind.nonzero()[0].tolist():
-                counts[index] = min(int(lag[index]), lagging)
-                lagging -= int(counts[index])
-                room -= int(counts[index])
-        draft_ctx = self._batch.table.draft_computed[slots]
-        if decision.feed_draft and chunks:
-            behind = self._batch.table.num_computed[slots] - draft_ctx
-            for index, chunk in enumerate(chunks, num_decode):
-                counts[index] = min(int(behind[index]) + chunk, room)
-                room -= int(counts[index])
-        if not np.count_nonzero(counts):
-            return None
-        return DraftPlan(
-            depth=decision.depth if np.count_nonzero(speculates) else 0,
-            width=max(decision.width, 1),
-            catchup_tokens=self._batch.table.gather(slots, draft_ctx, counts),
-            catchup_counts=counts.astype(np.int32),
-            draft_ctx=draft_ctx.astype(np.int32),
-            speculates=speculates,
-            calibrated=self._calibrated,
-            chances=self._calibrator.unsent if self._calibrator is not None else None,
-            drafts=self._batch.table.draft[slots] if self._several_drafts else None,
-        )
-
-    def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
-        """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
-        speculates = can
-        if int(lag.sum()) > self.max_catchup:
-            order = np.argsort(np.where(speculates, lag, self.max_catchup + 1), kind="stable")
-            fits = speculates[order] & (np.cumsum(lag[order]) <= self.max_catchup)
-            speculates = np.zeros(len(lag), bool)
-            speculates[order] = fits
-        table = self._batch.table
-        # the deepest node that selection may take is emitted beside one more token
-        ends = np.minimum(table.num_tokens[slots] + depth, table.max_total[slots] - 1)
-        lacking = speculates & (ends > table.num_pages[slots] * self._limits.page_size)
-        if not np.count_nonzero(lacking):
-            return speculates
-        got = speculates.copy()
-        got[lacking] = self._batch.reserve(slots[lacking], ends[lacking])
-        return got
 
     def _assemble(
         self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -23,9 +21,11 @@ from adaserve_jax.scheduler.controllers.alone import Alone
 from adaserve_jax.scheduler.controllers.base import Controller
 from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
 from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
 from adaserve_jax.scheduler.fit import fit
+from adaserve_jax.scheduler.gauges import Gauges
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
@@ -79,10 +79,10 @@ class Scheduler:
         max_prefill = min(config.max_prefill_tokens or limits.max_tokens, limits.max_tokens)
         alone = Alone(limits, costs, self._acceptance)
         self._feasibility = Feasibility(limits, costs, self._controller, alone, max_prefill=max_prefill)
-        self._remote = config.drafter is not None
+        remote = config.drafter is not None
         self._batch = Batch(
             limits, self._policy.ordering, gives_up=self._policy.gives_up, prefix_cache=config.prefix_cache,
-            holds_draft=not self._remote,
+            holds_draft=not remote,
         )  # fmt: skip
         self._stats = StepStats(pages_total=limits.num_pages)
         self.swapping: Swapping | None = None
@@ -90,18 +90,21 @@ class Scheduler:
         if may_swap(self._policy.elastic, limits, config):
             worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
-        self._planner = Planner(
+        residency = None if self.swapping is None else self.swapping.residency
+        has_draft = limits.max_depth > 0 and not remote
+        self._gauges = Gauges(self._batch, self._controller, calibrator, has_draft=has_draft, residency=residency)
+        self._draft = DraftPlanner(
             self._batch,
-            self._controller,
             max_catchup=costs.max_catchup_tokens,
-            max_prefill=max_prefill,
-            horizon=objective.horizon,
-            uses_draft=self._policy.uses_draft and limits.max_depth > 0,
+            used=self._policy.uses_draft and limits.max_depth > 0,
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
-            residency=None if self.swapping is None else self.swapping.residency,
+            residency=residency,
             several_drafts=bool(config.drafts),
-            remote=self._remote,
+            remote=remote,
+        )
+        self._planner = Planner(
+            self._batch, self._controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
         self._selector = Selector(
             self._policy, limits, costs, objective,
@@ -147,41 +150,13 @@ class Scheduler:
     def totals(self) -> StepStats:
         """The totals themselves, for who asks often: the next step changes them. Gauges of requests, pages, the draft
         and the latest step are as of now; arms, calibration and the prefix cache are left out."""
-        for name, value in self._current().items():
-            setattr(self._stats, name, value)
+        self._gauges.write(self._stats)
         return self._stats
 
     @property
     def stats(self) -> StepStats:
         """A snapshot of the totals, with all gauges as of now. Changes nothing, so that any thread may ask."""
-        pool, prefixes = self._batch.pool, self._batch.prefixes
-        report = self._controller.arms()
-        return replace(
-            self._stats,
-            **self._current(),
-            pages_cached=pool.num_idle,
-            extension_cached=pool.extension_idle,
-            cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
-            cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
-            swaps=dict(self._stats.swaps),
-            swap_s=dict(self._stats.swap_s),
-            accepted_per_position=list(self._stats.accepted_per_position),
-            finished=dict(self._stats.finished),
-            arms=report.arms,
-            arm_regret_s=report.regret_s,
-            calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
-            calibration_error=self._calibrator.errors if self._calibrator is not None else {},
-        )
-
-    def _current(self) -> dict[str, Any]:
-        """What is not counted step by step."""
-        pool = self._batch.pool
-        extension_used = pool.extension_used
-        return {
-            "running": len(self._batch.running), "waiting": self.num_waiting, "preemptions": self._batch.preemptions,
-            "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
-            "extension_total": pool.num_pages - pool.base_pages, "draft_resident": self._draft_is_here,
-        }  # fmt: skip
+        return self._gauges.snapshot(self._stats)
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
         """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes. Raises
@@ -275,17 +250,17 @@ class Scheduler:
     @property
     def draft_is_away(self) -> bool:
         """Whether a draft service cannot be asked now, so that plans have no draft. Set between steps."""
-        return self._planner.draft_is_away
+        return self._draft.is_away
 
     @draft_is_away.setter
     def draft_is_away(self, away: bool) -> None:
-        self._planner.draft_is_away = away
+        self._draft.is_away = away
 
     def retime_draft(self, samples: CostSamples) -> None:
         """Plan by the draft's times in these samples from now on. Between steps."""
         self._cost.retime_draft(samples)
         self._controller.retimed(self._cost)
-        self._planner.max_catchup = self._cost.max_catchup_tokens
+        self._draft.max_catchup = self._cost.max_catchup_tokens
 
     def take_released(self) -> np.ndarray:
         """Slots whose requests run there no more, i32[n], since this was last asked."""
@@ -314,11 +289,6 @@ class Scheduler:
         if len(self._requests) != len(self._batch.running) + len(self._batch.queue):
             raise IntegrityError("a request is neither running nor waiting, or both")
 
-    @property
-    def _draft_is_here(self) -> bool:
-        here = self.swapping is None or self.swapping.residency.draft_is_here
-        return here and self._limits.max_depth > 0 and not self._remote
-
     def _learn(
         self, planned: PlannedStep, trees: DraftTrees, candidates: CandidateTrees, verified: Verified,
         outcome: StepOutcome, now: float,
@@ -336,7 +306,7 @@ class Scheduler:
                 self._calibrator.observe(candidates, trees, accepted, plan.sampling.temperature, edited)
         elif plan.num_decode and self._policy.uses_draft:
             self._acceptance.forget()
-            if self._remote:
+            if self._draft.remote:
                 self._cost.forget_draft()
         if plan.num_decode:
             step_s = now - planned.made_s

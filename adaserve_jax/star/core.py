@@ -21,6 +21,7 @@ from adaserve_jax.star.dispatch import Batch, BatchRow, Dispatcher
 from adaserve_jax.star.guess import Found
 from adaserve_jax.star.limits import DraftLimits, Expected, Quotas
 from adaserve_jax.star.messages import FromService, FromTarget, Tree
+from adaserve_jax.star.reception import Reception
 from adaserve_jax.star.registry import Registry
 from adaserve_jax.star.room import Keeper, Room
 from adaserve_jax.star.session import Session
@@ -57,9 +58,9 @@ class DraftCore:
         self._ahead = (
             Ahead(limits.max_feed, rows, longest, Expected(limits), self._keeper, self.stats) if ahead else None
         )
-        self._registry = Registry(
-            limits, quotas or Quotas(), self._keeper, room.capacity, self.stats, admission, self._ahead
-        )
+        quotas = quotas or Quotas()
+        self._registry = Registry(limits, quotas, self._keeper, self.stats, self._ahead)
+        self._reception = Reception(self._registry, limits, quotas, longest, self.stats, admission, self._ahead)
         self._flying: dict[int, Session] = {}  # by key
         self._free_s = -math.inf  # since when the device has had no batch
         self._given_up: dict[str, list[FromService]] = {}
@@ -95,7 +96,7 @@ class DraftCore:
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
         """Take one frame of a target in, which came at `now`; returns what to answer at once. Never raises: what makes
         no sense ends its own session."""
-        answers = self._registry.receive(target_id, messages, now)
+        answers = self._reception.receive(target_id, messages, now)
         waiting = self._registry.newly_asked()
         if self._ahead is not None:
             told_s = max(now, self._free_s)  # what came during a batch is taken in after it
@@ -107,7 +108,7 @@ class DraftCore:
     def gone(self, target_id: str, now: float) -> None:
         """Its stream has ended. What it waits for is dropped; its sessions stay until their leases end, for it to come
         back to."""
-        self._registry.gone(target_id)
+        self._reception.gone(target_id)
         self._registry.expire(now)
 
     def expire(self, now: float) -> int:
@@ -116,7 +117,7 @@ class DraftCore:
 
     def stop(self) -> Answers:
         """Nothing more is taken on: says so to all that are connected, and from now on to whoever comes."""
-        refusal = self._registry.stop()
+        refusal = self._reception.stop()
         return [(target_id, [refusal]) for target_id in self.targets]
 
     # ---- the device ----

@@ -13,9 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from adaserve_jax.star.counters import ROWS_EDGES
 from adaserve_jax.star.model import DraftModel
 from adaserve_jax.star.security import Audit
-from adaserve_jax.star.worker import ROWS_EDGES, Worker
+from adaserve_jax.star.worker import Worker
 
 PREFIX = "adaserve_draft_service_"
 

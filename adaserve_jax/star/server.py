@@ -22,6 +22,7 @@ from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import FromService, Refused
 from adaserve_jax.star.security import AUTHORIZATION, Audit, Tokens, check_secured
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
+from adaserve_jax.star.streams import Connection, Frame
 from adaserve_jax.star.wire import (
     MAX_FRAME_BYTES,
     METHOD,
@@ -31,7 +32,6 @@ from adaserve_jax.star.wire import (
     read_target_frame,
     service_frame,
 )
-from adaserve_jax.star.worker import Connection, Frame
 
 MOST_UNTAKEN = 64
 """Frames of one stream that may wait for the worker; then nothing more of it is read."""

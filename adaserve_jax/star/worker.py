@@ -10,15 +10,16 @@ import math
 import queue
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
 
 from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.counters import CoreStats
+from adaserve_jax.star.counters import ROWS_EDGES, BusyMeter, Snapshot, WorkerStats
 from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.messages import LOAD_EVERY_S, Close, FromService, FromTarget, Hello, Load, Refused
+from adaserve_jax.star.messages import Close, Hello, Load, Refused
+from adaserve_jax.star.streams import Connection, Frame, Streams, named
 from adaserve_jax.star.wire import WireError
 from adaserve_jax.types import CandidateTrees
 
@@ -31,86 +32,13 @@ MOST_FAILURES = 3
 """Of batches one after another, until the service ends; of batches ahead, until nothing is drafted ahead any more."""
 MOST_MESSAGES = 1024
 """Taken in between two batches, up to the end of their frame, so that a flood does not keep the device waiting."""
-ROWS_EDGES = (1, 2, 4, 8, 16, 32, 64)
 _log = logging.getLogger(__name__)
-Frame = Sequence[FromTarget | WireError]
-
-
-class Connection(Protocol):
-    """One stream of a target, as the worker sees it. identity: who its peer is, by token or certificate."""
-
-    @property
-    def identity(self) -> str: ...
-
-    def send(self, frame: Sequence[FromService]) -> None:
-        """Hand a frame over; returns at once, never raises, and drops it where the stream has ended."""
-        ...
-
-    def taken(self) -> None:
-        """One frame of it has been taken in."""
-        ...
-
-    def end(self) -> None:
-        """Send what was handed over, then end the stream. Safe to call twice."""
-        ...
 
 
 class Device(Protocol):
     """What runs batches (`star.model.DraftModel`)."""
 
     def run(self, batch: Batch) -> CandidateTrees | None: ...
-
-
-@dataclass
-class WorkerStats:
-    """What the loop saw since it began, beside `CoreStats`. loop_s: seconds that it runs; idle_s, service_s: those of
-    them without and with a batch on the device, the rest is its own work; searches, search_s: batches that searched,
-    and their seconds; rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: of
-    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target). ahead,
-    ahead_s: batches that nobody waited for, and their seconds, which are neither idle nor service."""
-
-    loop_s: float = 0.0
-    idle_s: float = 0.0
-    service_s: float = 0.0
-    searches: int = 0
-    search_s: float = 0.0
-    rows: Counter[float] = field(default_factory=Counter)
-    rows_searched: int = 0
-    frames: int = 0
-    nonsense: Counter[str] = field(default_factory=Counter)
-    ahead: int = 0
-    ahead_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Of a running service, as it was between two batches."""
-
-    load: Load
-    core: CoreStats
-    worker: WorkerStats
-    waiting: int
-    holding: int
-
-
-class BusyMeter:
-    """Which share of the last `window_s` seconds the device worked."""
-
-    def __init__(self, window_s: float, now: float) -> None:
-        self._window_s, self._since = window_s, now
-        self._batches: deque[tuple[float, float]] = deque()
-        self._sum_s = 0.0
-
-    def add(self, started_s: float, ended_s: float) -> None:
-        self._batches.append((ended_s, ended_s - started_s))
-        self._sum_s += ended_s - started_s
-
-    def share(self, now: float) -> float:
-        """In [0, 1]."""
-        while self._batches and self._batches[0][0] <= now - self._window_s:
-            self._sum_s -= self._batches.popleft()[1]
-        watched_s = min(self._window_s, now - self._since)
-        return min(1.0, max(0.0, self._sum_s) / watched_s) if watched_s > 0 else 0.0
 
 
 class Worker:
@@ -122,9 +50,7 @@ class Worker:
     ) -> None:  # fmt: skip
         self._core, self._device, self._on_death, self._clock = core, device, on_death, clock
         self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None, float] | None] = queue.SimpleQueue()
-        self._streams: dict[str, Connection] = {}  # by target
-        self._targets: dict[Connection, str] = {}
-        self._load_sent_s: dict[str, float] = {}
+        self._streams = Streams(self._load)
         self._stats = WorkerStats()
         self._stopping = False
         self._failures = {False: 0, True: 0}  # one after another, by whether they were ahead
@@ -183,7 +109,7 @@ class Worker:
         may_ahead = self._inbox.empty() and self._failures[True] < MOST_FAILURES
         batch = None if self._stopping else self._core.next_batch(now, ahead=may_ahead)
         for target_id, frame in self._core.given_up():
-            self._send(target_id, frame, now)
+            self._streams.send(target_id, frame, now)
         if batch is not None:
             self._serve(batch)
         elif not self._stopping:
@@ -203,7 +129,7 @@ class Worker:
         self._note(batch, now)
         answers = self._core.done(batch, found, now) if error is None else self._core.failed(batch, now)
         for target_id, frame in answers:
-            self._send(target_id, frame, now)
+            self._streams.send(target_id, frame, now)
         if error is None:
             self._failures[batch.ahead] = 0
             return
@@ -262,13 +188,13 @@ class Worker:
     def _heard(self, stream: Connection, frame: Frame, now: float) -> None:
         """now: when it came, which a batch may have made long ago; what waits, and until when, counts from then."""
         self._stats.frames += 1
-        target_id = self._targets.get(stream)
+        target_id = self._streams.target_of(stream)
         if target_id is None:
             target_id = self._greeted(stream, frame, now)
             if target_id is None:
                 return
         errors = [each for each in frame if isinstance(each, WireError)]
-        said = [_named(each, stream) for each in frame if not isinstance(each, WireError)]
+        said = [named(each, stream) for each in frame if not isinstance(each, WireError)]
         # What makes no sense ends its session, after what made sense before it; what names none is only counted.
         replies = self._core.receive(target_id, [*said, *(Close(each.session) for each in errors)], now)
         for error in errors:
@@ -277,7 +203,7 @@ class Worker:
             if error.session:
                 replies.append(Refused(error.code, str(error), error.session, error.epoch))
         if replies:
-            self._send(target_id, replies, now)
+            self._streams.send(target_id, replies, now)
         if any(isinstance(reply, Refused) and reply.session == 0 for reply in replies):
             self._gone(stream)  # it gets nothing as it is
             stream.end()
@@ -292,32 +218,20 @@ class Worker:
             stream.send([Refused("invalid", why)])
             stream.end()
             return None
-        target_id = _named(hello, stream).target_id
-        before = self._streams.get(target_id)
+        target_id = named(hello, stream).target_id
+        before = self._streams.of(target_id)
         if before is not None:
             self._gone(before)
             before.end()
-        self._streams[target_id] = stream
-        self._targets[stream] = target_id
+        self._streams.add(target_id, stream)
         return target_id
 
     def _gone(self, stream: Connection) -> None:
-        target_id = self._targets.pop(stream, None)
+        target_id = self._streams.remove(stream)
         if target_id is not None:
-            del self._streams[target_id]
-            self._load_sent_s.pop(target_id, None)
             self._core.gone(target_id, self._clock())
 
     # ---- what goes ----
-
-    def _send(self, target_id: str, frame: list[FromService], now: float) -> None:
-        stream = self._streams.get(target_id)
-        if stream is None:
-            return
-        if now - self._load_sent_s.get(target_id, -math.inf) >= LOAD_EVERY_S:
-            self._load_sent_s[target_id] = now
-            frame = [*frame, self._load(now)]
-        stream.send(frame)
 
     def _load(self, now: float) -> Load:
         core = self._core
@@ -325,11 +239,10 @@ class Worker:
 
     def _say_goodbye(self) -> None:
         for target_id, frame in self._core.stop():
-            stream = self._streams.get(target_id)
+            stream = self._streams.of(target_id)
             if stream is not None:
                 stream.send(frame)
-        for stream in list(self._targets):
-            stream.end()
+        self._streams.end_all()
 
     def _snapshot(self, now: float) -> Snapshot:
         core, stats = self._core, self._stats
@@ -337,13 +250,3 @@ class Worker:
         loop_s = now - self._began_s
         ours = replace(stats, loop_s=loop_s, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
         return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
-
-
-M = TypeVar("M", bound=FromTarget)
-
-
-def _named(message: M, stream: Connection) -> M:
-    """Targets with other credentials are others, whatever they call themselves."""
-    if isinstance(message, Hello):
-        return replace(message, target_id=f"{stream.identity}/{message.target_id}")
-    return message

@@ -9,7 +9,7 @@ import pytest
 
 from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import llm, local
+from adaserve_jax.engine import assembly, llm
 from adaserve_jax.engine.local import LocalEngine
 from tests.conftest import optimised
 from tests.engine.simulated import Machine, Spelling
@@ -25,8 +25,8 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
         loaded.append(Machine(config))
         return loaded[-1]
 
-    monkeypatch.setattr(local, "load_executor", load)
-    for module in (local, llm):
+    monkeypatch.setattr(assembly, "load_executor", load)
+    for module in (assembly, llm):
         monkeypatch.setattr(module, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
     return loaded
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import local
+from adaserve_jax.engine import assembly
 from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import UnsupportedModelError
 from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, Progress, StepOutcome, StepPlan
 
@@ -64,11 +65,11 @@ class Machine(SimExecutor):
         self.closed += 1
 
 
-def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> local.LocalEngine:
+def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
     """A factory for the process mode; it changes the process that it is called in."""
-    local.load_executor = lambda config, _=None, swaps=False: Machine(config)  # type: ignore[assignment]
-    local.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
-    return local.LocalEngine(config, progress)
+    assembly.load_executor = lambda config, _=None, swaps=False: Machine(config)  # type: ignore[assignment]
+    assembly.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
+    return LocalEngine(config, progress)
 
 
 class Spelling:

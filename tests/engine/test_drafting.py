@@ -15,8 +15,9 @@ import pytest
 
 from adaserve_jax import LLM, DrafterConfig, SamplingParams
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import drafting, local
+from adaserve_jax.engine import assembly, drafting
 from adaserve_jax.engine.client import GenerateRequest
+from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -362,22 +363,22 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
         machines.append(machine)
         return machine
 
-    monkeypatch.setattr(local, "load_executor", load)
-    monkeypatch.setattr(local, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
+    monkeypatch.setattr(assembly, "load_executor", load)
+    monkeypatch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
     monkeypatch.setattr(drafting, "hello_of", lambda *_: None)
     monkeypatch.setattr(drafting, "build", lambda *_: service)
-    engine = local.LocalEngine(EngineConfig(drafter=DRAFTER, draft=None, policy="nightjar"))
+    engine = LocalEngine(EngineConfig(drafter=DRAFTER, draft=None, policy="nightjar"))
     engine.start()
     try:
         limits, ends = machines[0].limits, queue.SimpleQueue()
         guessed = drafting.guessed(costs_of(limits), limits)
-        assert engine._samples == guessed
+        assert engine._made.samples == guessed
         engine.submit(GenerateRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True)), ends.put)
         while ends.get(timeout=30).finish_reason is None:
             pass
         said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_WAY_S)
         assert service.asked == 6, "nobody is greeted any more"
-        assert engine._samples == said != guessed
+        assert engine._made.samples == said != guessed
         scheduler = engine._core.scheduler
         assert scheduler._cost.samples == said and scheduler._cost.catchup_s(8) == pytest.approx(0.003)
         switch = SwitchTable.of(CostTable(said, limits), limits)

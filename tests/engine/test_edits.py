@@ -20,6 +20,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but
 from adaserve_jax.engine import wire
+from adaserve_jax.engine.assembly import Assembly
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.llm import Completion, GenerateOutput
 from adaserve_jax.engine.local import LocalEngine
@@ -220,11 +221,11 @@ def with_grammars(deterministic: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterat
     vocab_size = deterministic.info.vocab_size
     tokenizer = Tokenizer.from_folder(resolve_folder("demo", "target"))
 
-    def constraints(engine: LocalEngine, config: object) -> Constraints:
+    def constraints(assembly: Assembly, config: object) -> Constraints:
         return Constraints(vocab_size, tokenizer, Sums(vocab_size, stuck=14))
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalEngine, "_constraints", constraints)
+        patch.setattr(Assembly, "constraints", constraints)
         yield deterministic
     deterministic.set_policy("ar")
 
@@ -272,13 +273,13 @@ def test_what_cannot_be_is_refused_at_admission(deterministic: LLM) -> None:
 
 
 def test_several_processes_do_not_edit() -> None:
-    engine = SimpleNamespace(
-        _executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))),
-        _tokenizer=None,
+    assembly = SimpleNamespace(
+        executor=SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=8))),
+        tokenizer=None,
         _grammars=None,
         _no_grammars="",
     )
-    constraints = LocalEngine._constraints(engine, EngineConfig(num_processes=2, coordinator="host:1"))  # type: ignore[arg-type]
+    constraints = Assembly.constraints(assembly, EngineConfig(num_processes=2, coordinator="host:1"))  # type: ignore[arg-type]
     constraints.check(SamplingParams(temperature=0.5))
     with pytest.raises(RequestError, match="several processes") as caught:
         constraints.check(SamplingParams(frequency_penalty=1.0))

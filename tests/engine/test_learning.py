@@ -17,20 +17,16 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
-from adaserve_jax.config import EngineConfig
 from adaserve_jax.distill import keeping, lengths
 from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill import records as records_module
-from adaserve_jax.distill.languages import MOST_CHARS
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.schedule import PieceTimes
 from adaserve_jax.distill.updates import Piece
 from adaserve_jax.distill.watching import Sampled, _Ended
-from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.llm import GenerateOutput
-from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
@@ -108,7 +104,7 @@ def learns(llm: LLM, weights: list[Params], programs: TrainPrograms, **options: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "choose_length", lambda *_, **__: programs)
         learner.prepare()
-    local._learner = local._core._learner = learner
+    local._made.learner = local._core._learner = learner
     return learner
 
 
@@ -118,7 +114,7 @@ MOST_ROUNDS = 60
 
 
 def learner_of(llm: LLM) -> Learner:
-    learner = llm._engine._learner
+    learner = llm._engine._made.learner
     assert learner is not None
     return learner
 
@@ -356,9 +352,9 @@ def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest
 
     with llm._engine._lock:
         monkeypatch.setattr(learner, "_clock", clock)
-        learner._times = PieceTimes(dict.fromkeys(PIECES, 0.01))
-        learner._run = pieces = run()
-        learner._next = next(pieces)
+        learner._pieces.times = PieceTimes(dict.fromkeys(PIECES, 0.01))
+        learner._pieces._run = pieces = run()
+        learner._pieces._next = next(pieces)
         assert learner.work(None)
         for _ in range(3):
             assert learner.work(math.inf)
@@ -382,8 +378,8 @@ def test_more_tokens_per_row_than_the_vocabulary_has(engine: Loaded) -> None:
 def test_what_each_kind_of_piece_takes_is_known_from_the_start(engine: Loaded) -> None:
     """And measuring it leaves the draft as it was."""
     learner = learns(*engine)
-    assert all(learner._times.expected_s(kind) > 0 for kind in PIECES)
-    assert learner._times.expected_s("accumulate") <= learner._delay_s
+    assert all(learner._pieces.times.expected_s(kind) > 0 for kind in PIECES)
+    assert learner._pieces.times.expected_s("accumulate") <= learner._pieces.longest_s
     served, weights = engine[0]._engine.executor.draft_params(0), learner._drafts[0].trainer.weights()
     assert all(served[name] is engine[1][0][name] for name in served)
     assert all(jnp.array_equal(weights[name], served[name]) for name in served)
@@ -400,15 +396,15 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
         draft._confirm()  # so that no verdict on a version comes before the update
         for record in list(draft.buffer)[:4]:
             draft.add(record)
-        delay_s = learner._delay_s
-        learner._times, done = PieceTimes(dict.fromkeys(PIECES, 2 * delay_s)), learner.stats().micro_steps
+        delay_s = learner._pieces.longest_s
+        learner._pieces.times, done = PieceTimes(dict.fromkeys(PIECES, 2 * delay_s)), learner.stats().micro_steps
         assert not learner.work(math.inf)  # a piece longer than the delay waits for a time without requests
-        learner._times = PieceTimes(dict.fromkeys(PIECES, 0.5 * delay_s))
+        learner._pieces.times = PieceTimes(dict.fromkeys(PIECES, 0.5 * delay_s))
         assert not learner.work(0.0) and not learner.work(0.4 * delay_s)
         assert learner.stats().micro_steps == done and draft.due is False
         assert learner.work(math.inf)
         assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
-        learner._allowance.spend(1e6)
+        learner._pieces.allowance.spend(1e6)
         assert not learner.work(math.inf)
         assert learner.work(None)
         llm._engine._lock.notify()  # there is something to do again
@@ -491,7 +487,7 @@ def test_what_is_new_is_written_while_requests_leave_no_time(llm: LLM, monkeypat
         monkeypatch.setattr(learner, "_keeper", keeper)
         assert not learner.work(0.0) and saved == [0]
         monkeypatch.setattr(type(learner._drafts[0]), "due", True)
-        assert not learner.work(None) and saved == [0, 0] and learner._next is None
+        assert not learner.work(None) and saved == [0, 0] and learner._pieces._next is None
 
 
 @pytest.mark.parametrize("wakes_in_s", [None, 7.0])
@@ -583,49 +579,3 @@ def test_a_broken_file_of_records_is_left_alone(
     assert "cannot read the kept records" in caplog.text
     serve(engine[0])
     assert rested(engine[0]).records["default"] == 4
-
-
-class OneRoute:
-    """A router that notes what it is told."""
-
-    def __init__(self, *, needs_text: bool):
-        self.needs_text = needs_text
-        self.told: list[tuple[str, str]] = []
-
-    def index(self, name: str) -> int:
-        return 1
-
-    def route(self, request: GenerateRequest, text: str = "") -> int:
-        self.told.append((request.request_id, text))
-        return 1
-
-
-def routing_engine(router: OneRoute, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, list[list[str]]]:
-    """An engine that was not started, and whose core refuses who is called so; and what the router knew then."""
-    engine, known = LocalEngine(EngineConfig()), []
-
-    def add(request: GenerateRequest, *_: object) -> None:
-        known.append([request_id for request_id, _ in router.told])
-        if request.request_id == "refused":
-            raise RequestError("no")
-
-    parts = {"_router": router, "_core": SimpleNamespace(add=add), "_tokenizer": SimpleNamespace(decode=str)}
-    for name, part in parts.items():
-        monkeypatch.setattr(engine, name, part, raising=False)
-    return engine, known
-
-
-def test_a_refused_request_teaches_no_topic(monkeypatch: pytest.MonkeyPatch) -> None:
-    router = OneRoute(needs_text=False)
-    engine, known = routing_engine(router, monkeypatch)
-    for request_id in ("refused", "added"):
-        engine._add(GenerateRequest(request_id, [5], draft_tag="other"), 0.0, None)
-    assert known == [[], []]
-    assert router.told == [("added", "")]
-
-
-def test_a_step_waits_for_the_end_of_a_long_prompt_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    router = OneRoute(needs_text=True)
-    prompt = list(range(50_000))
-    routing_engine(router, monkeypatch)[0]._add(GenerateRequest("long", prompt), 0.0, None)
-    assert router.told == [("long", str(prompt[-MOST_CHARS:]))]

@@ -13,6 +13,7 @@ import pytest
 from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.engine.assembly import Assembly
 from adaserve_jax.engine.local import LocalEngine
 from adaserve_jax.engine.process import ProcessEngine
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
@@ -70,7 +71,7 @@ class Grammars:
 @pytest.fixture
 def grammars(monkeypatch: pytest.MonkeyPatch) -> Grammars:
     made = Grammars()
-    monkeypatch.setattr(LocalEngine, "_constraints", lambda *_: Constraints(VOCAB, Spelling(), made))
+    monkeypatch.setattr(Assembly, "constraints", lambda *_: Constraints(VOCAB, Spelling(), made))
     return made
 
 
@@ -99,7 +100,7 @@ def test_a_schema_that_is_being_prepared_holds_nobody_up(grammars: Grammars, eng
 
 def never_prepares(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
     """A factory for the process mode; it changes the process that it is called in."""
-    LocalEngine._constraints = lambda *_: Constraints(VOCAB, Spelling(), Grammars())  # type: ignore[method-assign]
+    Assembly.constraints = lambda *_: Constraints(VOCAB, Spelling(), Grammars())  # type: ignore[method-assign]
     return simulated_engine(config, progress)
 
 

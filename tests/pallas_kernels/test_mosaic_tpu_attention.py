@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import topologies
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret, tpu_races_found
+from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret
 from adaserve_jax.pallas_kernels.dtypes import DTYPES
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu, plain
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
@@ -53,6 +53,14 @@ def simulated_tpu(detect_races: bool = False) -> Iterator[None]:
 def test_contexts_of_several_steps(name: str) -> None:
     with simulated_tpu():
         check_against_oracle(LONG[name], "mosaic_tpu")
+
+
+def tpu_races_found() -> bool:
+    """Whether the last TPU kernel interpreted, which must have been with `detect_races`, had a data race."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # not public in jax 0.10 and 0.11
+
+    assert interpret_pallas_call.races is not None, "no TPU kernel has been interpreted"
+    return interpret_pallas_call.races.races_found
 
 
 def test_copies_do_not_race_with_reads() -> None:

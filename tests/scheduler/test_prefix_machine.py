@@ -27,7 +27,7 @@ class Swaps:
 
     def __init__(self, run: Run):
         self._run, self._batch, self._kv = run, run.scheduler._batch, run.executor._kv
-        self._drafts = run.scheduler._planner._uses_draft
+        self._drafts = run.scheduler._draft._used
 
     @property
     def extended(self) -> bool:
@@ -59,7 +59,7 @@ class Swaps:
             self.use_draft(True)
 
     def use_draft(self, on: bool) -> None:
-        self._run.scheduler._planner._uses_draft = on and self._drafts
+        self._run.scheduler._draft._used = on and self._drafts
 
 
 class ServingMachine(RuleBasedStateMachine):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.core import DraftCore
+from adaserve_jax.star.counters import BusyMeter
 from adaserve_jax.star.messages import Load, Refused, Tree
-from adaserve_jax.star.worker import BusyMeter, Worker
+from adaserve_jax.star.worker import Worker
 from tests.star.streams import HANG_S
 from tests.star.toys import ToyDevice, ToyRoom, close, draft, hello, limits, opened
 

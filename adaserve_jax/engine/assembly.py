@@ -1,0 +1,145 @@
+"""What an engine runs on: loaded, compiled and measured before its first request. Makes the core of each policy of it.
+
+Knows no thread, no client and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.engine import drafting
+from adaserve_jax.engine.baseline import measure_baseline
+from adaserve_jax.engine.calibration_file import CalibrationFile
+from adaserve_jax.engine.client import EngineInfo
+from adaserve_jax.engine.core import EngineCore
+from adaserve_jax.engine.learning import build_learner, build_router, learning_bytes
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.runtime.executor import load_executor
+from adaserve_jax.runtime.identity import device_name
+from adaserve_jax.scheduler.calibration import Calibrator
+from adaserve_jax.scheduler.policy_names import policy_of
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.types import CostSamples, Executor, Progress
+
+REMOTE = "remote"
+"""What `EngineInfo.draft` says where draft services are asked."""
+Observe = Callable[[Executor], Executor]
+
+
+class Assembly:
+    """The parts of one engine. Call `get_ready` once, then what you like; `release` also where that raises.
+
+    samples: the times that plans are made by. calibrator: what verifications teach; None without a draft. router,
+    learner, drafting: None where there is nothing to choose, to learn, or no service to ask.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
+        """Load the executor. observe: what the steps run on instead of it, made from it. Raises AdaServeError."""
+        policy = policy_of(config)  # before minutes of compiling
+        if config.drafter is not None:
+            drafting.check_packages()
+            drafting.check_files(config.drafter)
+        room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
+        self._progress = progress
+        self._observe = observe
+        self.executor = load_executor(config, progress, swaps=policy.elastic, **room)
+        self.drafting: drafting.Drafting | None = None
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration in force, without "auto"."""
+        return self.executor.resolved.config
+
+    def get_ready(self) -> None:
+        """Compile, measure, and read what was learned before. Raises AdaServeError."""
+        self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
+        self.samples = self.executor.warm_up(self._progress)
+        config = self.config
+        chances = self.executor.chances
+        self.calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
+        self.calibration_file = CalibrationFile.of(config, self.calibrator)
+        if config.drafter is not None and chances is not None:
+            self.drafting = found = drafting.connect_drafter(
+                config.drafter, chances, self.tokenizer, self.samples, self.executor.limits,
+                self.executor.target.config.vocab_size,
+            )  # fmt: skip
+            self.executor.drafter, self.samples = found.drafter, found.samples
+        self._baseline_s = measure_baseline(self.executor, config, self.samples, self.tokenizer)
+        self._eos_ids = (*self.executor.target.config.eos_token_ids, *self.tokenizer.eos_token_ids)
+        self._grammars, self._no_grammars = self._load_grammars()
+        self.router = build_router(config, self.executor, self.tokenizer)
+        self.learner = build_learner(self.executor, config, self.calibrator, self.router, self._progress)
+
+    def _load_grammars(self) -> tuple[Grammars | None, str]:
+        """What holds texts to schemas, or else why nothing does."""
+        try:
+            return Grammars(self.tokenizer, self.executor.target.config.vocab_size, self._eos_ids), ""
+        except (CheckpointError, ConfigError) as error:
+            return None, str(error)
+
+    def build_core(self, config: EngineConfig) -> EngineCore:
+        """One that serves by the policy of `config`, which is otherwise the configuration in force."""
+        found = self.drafting
+        scheduler = build_scheduler(config, self.executor.limits, self.samples, self.calibrator)
+        executor = self.executor if self._observe is None else self._observe(self.executor)
+        return EngineCore(
+            executor, scheduler, self.tokenizer,
+            eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self.constraints(config),
+            learner=self.learner, remote=None if found is None else found.drafter,
+        )  # fmt: skip
+
+    def constraints(self, config: EngineConfig) -> Constraints:
+        """What requests may ask of the logits."""
+        refusal = ""
+        if config.num_processes > 1:
+            refusal = "an engine of several processes (num_processes) does not edit logits"
+        vocab_size = self.executor.target.config.vocab_size
+        return Constraints(vocab_size, self.tokenizer, self._grammars, self._no_grammars, refusal=refusal)
+
+    def describe(self, config: EngineConfig) -> EngineInfo:
+        """The engine that serves by the policy of `config`."""
+        return EngineInfo(
+            target=config.target,
+            draft=config.draft if config.drafter is None else REMOTE,
+            policy=config.policy,
+            device=device_name(config.tp),
+            jax_version=jax.__version__,
+            max_context=config.max_context,
+            max_requests=config.max_requests,
+            vocab_size=self.executor.target.config.vocab_size,
+            baseline_s=self._baseline_s,
+            deterministic=config.deterministic,
+            defaults=GenerationDefaults.from_folder(self.executor.target_folder),
+            drafts=config.draft_names,
+        )
+
+    def new_draft_times(self) -> CostSamples | None:
+        """Where drafting is planned by a guess: `samples` with a service's own times, once one has answered, and never
+        again; else None."""
+        if self.drafting is None or not self.drafting.guessed:
+            return None
+        found = drafting.answered(self.drafting, self.executor.limits)
+        if found is None:
+            return None
+        self.drafting, self.samples = found, found.samples
+        return found.samples
+
+    def save(self) -> None:
+        """Keep what was learned where the configuration says. Nothing may run."""
+        if self.calibration_file is not None:
+            self.calibration_file.save()
+        if self.learner is not None:
+            self.learner.close()
+
+    def release(self) -> None:
+        """Give back device and connections."""
+        if self.drafting is not None:
+            self.drafting.drafter.close()
+        self.executor.close()

@@ -1,0 +1,127 @@
+"""Schemas that cannot be enforced are refused, in time, and it is said why."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.constraints.grammar_cache import MAX_PREPARING, MAX_SCHEMAS
+from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
+from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S
+from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.sampling import MAX_SCHEMA_CHARS
+from tests.conftest import ROOT
+from tests.constraints.grammar_texts import EOS, V, Writer
+from tests.constraints.hostile_schemas import HOSTILE
+
+pytest.importorskip("llguidance", reason="llguidance is not installed; `make test` installs it")
+
+
+# ---- what cannot be made ----
+
+
+def test_engines_without_structured_output_say_why(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="end-of-text token"):
+        Grammars(tokenizer, V, ())
+
+    class Broken:
+        def backend_json(self) -> str:
+            return '{"version": "1.0"}'
+
+    with pytest.raises(CheckpointError, match="cannot read the target's tokenizer with a vocabulary of 2048"):
+        Grammars(Broken(), V, (EOS,))
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[server\]'"):
+        Grammars(tokenizer, V, (EOS,))
+
+
+def test_the_guide_names_the_limits():
+    guide = (ROOT / "docs" / "structured-output.md").read_text()
+    values = [int(value) for value in re.findall(r"^\| .* \| (\d+) \|$", guide, re.MULTILINE)]
+    assert values == [
+        MAX_SCHEMA_CHARS,
+        MAX_NESTING,
+        MAX_LEVELS,
+        COMPILE_LIMIT_S,
+        COMPILE_AT_ONCE,
+        MAX_PREPARING,
+        MAX_SCHEMAS,
+    ]
+
+
+# ---- schemas that are refused ----
+
+
+TOO_DEEP = '{"type":"object","properties":{"a":' * 40 + "{}" + "}}" * 40
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ('{"minimum": NaN}', "not JSON: NaN"),
+        ("[1]", "expected an object"),
+        ("true", "expected an object"),
+        ('"object"', "expected an object"),
+        ("null", "expected an object"),
+        ('{"type": "objekt"}', "objekt"),
+        ('{"type": 7}', "type"),
+        ('{"type": "object", "properties": 3}', "properties"),
+        ('{"type": "object", "required": "a"}', "required"),
+        ('{"type": "string", "pattern": "("}', "pattern|regex|unclosed"),
+        ('{"type": "string", "pattern": "(?=a)b"}', "look"),
+        ('{"type": "string", "format": "shape-of-a-cloud"}', "format"),
+        ('{"type": "integer", "minimum": 5, "maximum": 4}', "minimum|Unsatisfiable|range"),
+        ('{"enum": []}', "enum|Unsatisfiable|empty"),
+        ('{"not": {"type": "string"}}', "not"),
+        ('{"$ref": "#/$defs/nowhere"}', "nowhere|ref"),
+        ('{"$ref": "https://127.0.0.1:9/schema.json"}', "127.0.0.1|ref"),
+        ('{"$ref": "file:///etc/passwd"}', "ref|file"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        ('{"type": "object", "x-guidance": {"lenient": true}}', "x-guidance"),
+        (TOO_DEEP, f"at most {MAX_NESTING} objects"),
+        ("[" * 60_000, "far more|not JSON"),
+        ('{"enum": ["' + "a" * 70_000 + '"]}', "at most 65536 characters"),
+        (
+            json.dumps({"$ref": "#/a"} | {"a": [{"items": {"$ref": f"#/{i}"}} for i in range(1100)]}),
+            f"at most {MAX_LEVELS} levels",
+        ),
+        ('{"$ref": "#"}', "no JSON at all fits it"),
+        ('{"const": "\\ud800"}', "."),
+        ('{"const": "\ud800"}', "."),
+    ],
+)
+def test_schemas_that_cannot_be_enforced_are_refused(grammars: Grammars, schema: str, says: str):
+    with pytest.raises(RequestError, match=says) as caught:
+        grammars.prepare(schema).result()
+    assert (caught.value.param, caught.value.code) == ("response_format", "invalid_schema")
+    assert len(str(caught.value)) < 700
+
+
+SLOW = {"patterns at once", "many properties", "doubling objects"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in HOSTILE])
+def test_hostile_schemas_end_in_time(tokenizer: Tokenizer, grammars: Grammars, name: str):
+    """Refused, or followed: then each mask is bounded as well, and a text at its limit is left with nothing."""
+    began = time.process_time()  # of all threads, whatever else the machine does
+    schema = json.dumps(HOSTILE[name])
+    try:
+        grammars.prepare(schema).result()
+    except RequestError as error:
+        assert error.code == "invalid_schema"
+    else:
+        writer, rng = Writer(grammars, HOSTILE[name]), np.random.default_rng(2)
+        for _ in range(30):
+            allowed = writer.allowed()
+            if not allowed or grammars.advance(writer.name, [int(rng.choice(sorted(allowed)))]):
+                break
+    assert time.process_time() - began < 20
