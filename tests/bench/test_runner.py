@@ -1,11 +1,13 @@
 """Policies x rates on one engine: same requests for all, rows and records on disk, invalid runs marked."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.engine import EngineAbout
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.runner import run_bench
@@ -60,6 +62,20 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
         salts.setdefault(request.cache_salt, set()).add(request.request_id.rpartition("-")[0])
     assert len(salts) == 2 * 4 * 2, "a salt for each point of each run, and for its warm-up"
     assert all(len(points) == 1 for points in salts.values())
+
+
+def test_a_policy_that_the_engine_does_not_have_is_refused_before_anything_is_measured(
+    make_engine, workload, tmp_path: Path
+):
+    class OfTwoPolicies(ScriptedBench):
+        @property
+        def about(self) -> EngineAbout:
+            return replace(super().about, policies=("ar", "spec:4"))
+
+    engine = OfTwoPolicies(make_engine("ar"))
+    with pytest.raises(ConfigError, match=f"{engine.about.system} serves by ar, spec:4, not by 'fast'"):
+        run_bench(BenchPlan(("ar", "fast"), (40.0,), 0.1), workload, lambda _: engine, tmp_path / "out")
+    assert engine.client.submitted == [] and engine.client.closed
 
 
 def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
