@@ -19,11 +19,7 @@ from typing import Any, cast
 import pytest
 
 from adaserve_jax import errors
-from adaserve_jax.bench.arrivals import Schedule
-from adaserve_jax.bench.fluctuating import fluctuating_trace
 from adaserve_jax.bench.slo_table import parse_slos
-from adaserve_jax.bench.traces import trace_of
-from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
 from adaserve_jax.cli.cluster import _detach, route
 from adaserve_jax.cli.grow import _shape
 from adaserve_jax.cluster.asking import NoAnswer, ask_now
@@ -38,7 +34,7 @@ from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.types import SLO, StepPlan
+from adaserve_jax.types import StepPlan
 from tests.conftest import ROOT
 
 PACKAGE, TESTS = ROOT / "adaserve_jax", ROOT / "tests"
@@ -249,11 +245,6 @@ def test_targets_of_a_class_are_said_once():
         parse_slos("a:tpot=-5")
 
 
-def test_a_load_without_a_request_is_refused():
-    with pytest.raises(errors.ConfigError, match="a fluctuating trace at 1e-09 requests/s has no request; raise the"):
-        fluctuating_trace(rate_rps=1e-9, seed=0)
-
-
 def test_the_folder_of_a_cluster_is_its_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.getuid", lambda: -1)
     with pytest.raises(errors.ConfigError, match=r"run_folder must be your own, got .*, which is another user's"):
@@ -275,14 +266,6 @@ def test_pages_that_are_not_there_are_counted():
     expected = "asked for 3 KV pages, 2 of 2 are free; preempt or finish a request, or raise num_pages"
     with pytest.raises(errors.OutOfPagesError, match=expected):
         pool.alloc(3)
-
-
-def test_a_workload_none_of_whose_requests_arrives_is_refused():
-    item = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, None, None, lengths=Lengths(1, 1))
-    workload = Workload("quiet", "0" * 64, (item,))
-    schedule = Schedule("poisson", 1e-9, 1.0, ())
-    with pytest.raises(errors.ConfigError, match="no request of workload quiet arrives; raise the rate or the"):
-        trace_of(workload, schedule)
 
 
 @pytest.mark.parametrize("address", ["7070", "host:", ":7070", "host:70000", "::1:7070"])

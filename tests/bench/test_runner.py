@@ -132,6 +132,24 @@ def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_bench,
     assert engine.client.closed
 
 
+def test_a_warm_up_that_is_interrupted_measures_nothing(make_bench, workload, tmp_path: Path):
+    engine = make_bench()
+
+    def submit(request, sink):
+        raise KeyboardInterrupt
+
+    engine.client.submit = submit
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(BenchPlan(("ar",), (50.0,), 0.2), workload, lambda _: engine, tmp_path)
+    assert not (tmp_path / "results.jsonl").exists() and engine.client.closed
+
+
+def test_a_point_that_no_request_came_to_is_invalid(make_bench, workload, tmp_path: Path):
+    (row,) = run_bench(BenchPlan(("ar",), (1e-6,), 0.05, warmup_requests=0), workload, make_bench, tmp_path)
+    assert (row.valid, row.invalid_reason) == (False, "no request arrived; raise the rate or the duration")
+    assert (row.requests, row.output_tokens, row.attainment) == (0, 0, None)
+
+
 def test_a_dead_engine_is_reported_and_ends_the_run(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar", "spec:4"), (50.0,), 0.3, warmup_requests=0)
     rows = run_bench(plan, workload, lambda p: make_bench(p, dies_after=2), tmp_path)
