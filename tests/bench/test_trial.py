@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import Progress, StepPlan
 from tests.engine.simulated import Machine, costs_of
 
-SECONDS = 6.0
+SECONDS = 3.0
 BASELINE_S = 0.0101
 
 
@@ -28,10 +27,15 @@ class Tried(Machine):
         super().__init__(EngineConfig(policy=policy), **{"max_context": 256, "num_pages": 256, **limits})
         self.target_folder = resolve_folder("demo", "target")
         self.plans: list[tuple[float, StepPlan]] = []
+        self.cores: list[EngineCore] = []
 
     def verify(self, plan: StepPlan, *others):
         self.plans.append((self._clock.now(), plan))
         return super().verify(plan, *others)
+
+    def longest_prompt(self) -> int:
+        ends = (plan.ctx_len[plan.num_decode :] + plan.prefill_counts for _, plan in self.plans)
+        return max(int(end.max(initial=0)) for end in ends)
 
     def chains(self) -> list[bool]:
         """Of each step, whether it drafts chains of the largest depth."""
@@ -41,7 +45,12 @@ class Tried(Machine):
 
 def tried(machine: Tried, monkeypatch: pytest.MonkeyPatch, progress: Progress | None = None, seed: int = 0) -> Trial:
     """By the machine's clock, so that every run is the same."""
-    monkeypatch.setattr(trial, "EngineCore", partial(EngineCore, clock=machine._clock.now))
+
+    def core(*arguments: Any, **named: Any) -> EngineCore:
+        machine.cores.append(EngineCore(*arguments, clock=machine._clock.now, **named))
+        return machine.cores[-1]
+
+    monkeypatch.setattr(trial, "EngineCore", core)
     samples = costs_of(machine.limits)
     return run_trial(cast(ModelExecutor, machine), samples, BASELINE_S, SECONDS, seed=seed, progress=progress)
 
@@ -85,6 +94,7 @@ def test_policies_share_the_time_and_each_serves_few_and_many(monkeypatch: pytes
         assert {1, 4} <= {plan.num_rows for _, plan in part} <= {1, 2, 3, 4}
     assert np.mean(machine.chains()[begins[1] : begins[2]]) > 0.5, "chains draft in most steps"
     assert all(plan.draft is None for _, plan in parts[2])
+    assert [(core.num_open, core.scheduler.stats.pages_used) for core in machine.cores] == [(0, 0)] * 3
 
 
 @pytest.mark.parametrize(("policy", "parts"), [("spec:3", 2), ("ar", 2), ("spec:2", 3)])
@@ -118,8 +128,8 @@ def test_requests_fit_the_context_and_follow_the_seed(monkeypatch: pytest.Monkey
         machine = Tried(max_context=40)
         tried(machine, monkeypatch, seed=seed)
         made.append([plan.prefill_tokens.tolist() for _, plan in machine.plans])
-        ends = [
-            int((plan.ctx_len[plan.num_decode :] + plan.prefill_counts).max(initial=0)) for _, plan in machine.plans
-        ]
-        assert LEAST_PROMPT - 1 <= max(ends) <= 40 < LEAST_PROMPT + MOST_NEW_TOKENS
+        assert LEAST_PROMPT - 1 <= machine.longest_prompt() <= 40 < LEAST_PROMPT + MOST_NEW_TOKENS
     assert made[0] == made[1] != made[2]
+    machine = Tried()
+    tried(machine, monkeypatch)
+    assert 2 * LEAST_PROMPT < machine.longest_prompt() < 256 - MOST_NEW_TOKENS
