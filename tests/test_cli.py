@@ -223,7 +223,8 @@ def test_serve_says_how_to_install_what_is_missing(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "adaserve_jax.server.serve")
     monkeypatch.setattr(sys, "meta_path", [Missing, *sys.meta_path])
     assert run_main(monkeypatch, "serve") == 2
-    assert "'fastapi', which is not installed; run: pip install 'adaserve-jax[server]'" in capsys.readouterr().err
+    expected = "serving needs the package 'fastapi', which is not installed; run: pip install 'adaserve-jax[server]'"
+    assert expected in capsys.readouterr().err
 
 
 class FakeLLM:

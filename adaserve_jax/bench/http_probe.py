@@ -61,7 +61,6 @@ class UrlProbe(Probe):
         self._finish_reason: str | None = None
         self._refusal: tuple[int, bytearray] | None = None
         self._size = 0
-        self._is_done = False
         self._outcome: tuple[Status, str | None] = ("unfinished", None)
 
     @property
@@ -149,10 +148,9 @@ class UrlProbe(Probe):
             self.fail("answer_too_large")
 
     def _take(self, at_s: float, data: bytes) -> None:
-        if self.ended or self._is_done:
+        if self.ended:
             return
         if data.strip() == _DONE:
-            self._is_done = True
             self._end(at_s, "finished", None)
             return
         try:

@@ -128,8 +128,7 @@ def _places(items: Iterable[WorkloadItem], name: str, urgent: bool) -> list[int]
 
 def _shortened(item: WorkloadItem, limits: LengthLimits) -> WorkloadItem:
     lengths = item.lengths
-    if lengths is None:
-        return item
+    assert lengths is not None, "known by length only"
     output = min(lengths.output_tokens, limits.most_output or lengths.output_tokens)
     block = lengths.block_tokens
     if lengths.blocks:

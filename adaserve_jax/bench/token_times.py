@@ -44,13 +44,6 @@ class TokenTimes:
         self._counts[rows, steps] = updates.counts
         self._steps[rows] = steps + 1
 
-    def progress(self, sequence: int) -> tuple[float | None, int]:
-        """When a request's first token came, None before that, and how many have."""
-        row = int(self._row[sequence]) if sequence < len(self._row) else _NONE
-        if row == _NONE:
-            return None, 0
-        return float(self._times_s[row, 0]), int(self._counts[row, : self._steps[row]].sum())
-
     def pop(self, sequence: int) -> tuple[float, ...]:
         """Seconds of each token of a request since its first one; tokens of one step share their time."""
         row = int(self._row[sequence]) if sequence < len(self._row) else _NONE

@@ -21,7 +21,7 @@ ORCHESTRATORS = ("local", "ray")
 
 try:
     from adaserve_jax.cluster.settings import FIELD_HELP, RouterSettings
-except ModuleNotFoundError as error:  # pragma: no cover
+except ModuleNotFoundError as error:
     raise ConfigError(f"adaserve cluster needs the package {error.name!r}") from error
 
 cluster = typer.Typer(

@@ -60,6 +60,7 @@ BROKEN = [
     ("openai-batch", f'{{{BATCH}: {CHATS}, "body": {{"messages": [{IMAGE}]}}}}', ":1: body: messages: expected a"),
     ("openai-batch", f'{{{BATCH}: {TEXTS}, "body": {{"prompt": [1, 2]}}}}', ":1: body: prompt: expected a"),
     ("openai-batch", f'{{{BATCH}: {TEXTS}, "body": {{"prompt": "a", "slo_tpot_ms": "x"}}}}', ":1: body: slo_tpot_ms: "),
+    ("openai-batch", f'{{{BATCH}: {TEXTS}, "body": {{"prompt": "a"}}}}\n' * 2, ":2: custom_id: expected one that"),
     ("azure", AZURE + "yesterday,374,44\n", ":3: TIMESTAMP: expected a time as .*, got 'yesterday'"),
     ("azure", AZURE + "2023-11-31 18:15:46,374,44\n", ":3: TIMESTAMP: expected a time as"),
     ("azure", AZURE + "2023-11-16 18:15:46+99:00,374,44\n", ":3: TIMESTAMP: expected a time as"),
@@ -109,6 +110,16 @@ def test_what_is_no_file_of_bounded_text_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(source, "MOST_BYTES", 2000)
     with pytest.raises(ConfigError, match=r"w.csv holds no request"):
         load_workload(path)
+
+
+@pytest.mark.parametrize("name", ["azure", "adaserve-trace"])
+def test_a_file_of_too_many_requests_is_to_be_cut(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = len(sample(tmp_path, name).items)
+    monkeypatch.setattr(source, "MOST_REQUESTS", requests - 1)
+    with pytest.raises(ConfigError, match=rf"w\.txt:\d+: expected at most {requests - 1} requests; cut the file"):
+        sample(tmp_path, name)
+    monkeypatch.setattr(source, "MOST_REQUESTS", requests)
+    assert len(sample(tmp_path, name).items) == requests
 
 
 def test_deep_nesting_is_refused_at_any_depth() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from adaserve_jax.bench import traces
+from adaserve_jax.bench.arrivals import Arrival, Schedule
 from adaserve_jax.bench.fluctuating import DURATION_S, FLAT_SHARE, PEAKS, fluctuating_trace, intensity_rps
 from adaserve_jax.bench.reshaping import Shape, at_rate, reshape, with_mix, with_requests, with_slo_scale
+from adaserve_jax.bench.simulation_rows import Varied
 from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace, save_trace
+from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 
@@ -24,6 +29,35 @@ def trace_of(*requests: tuple[float, str, int]) -> Trace:
 
 
 FOUR = trace_of((1.0, "code", 10), (2.0, "chat", 20), (4.0, "chat", 30), (8.0, "code", 40))
+
+
+def test_lengths_at_drawn_times_are_a_trace_of_their_own() -> None:
+    short, long = (
+        WorkloadItem(None, (), 8, "chat", CHAT, 1.0, None, None, lengths=Lengths(tokens, 9)) for tokens in (10, 20)
+    )
+    workload = Workload("w", "0" * 64, (short, long))
+    schedule = Schedule("poisson", 2.0, 3.0, (Arrival(1.5, long, 0), Arrival(0.5, short, 1)), seed=4)
+    made = traces.trace_of(workload, schedule)
+    assert [(each.due_s, each.prompt_tokens, each.slo) for each in made.requests] == [(0.5, 10, CHAT), (1.5, 20, CHAT)]
+    assert made.name == "w poisson 2.0/s 3.0 s seed 4" and made.rate_rps == pytest.approx(2 / 1.5)
+    assert made.sha256 not in (workload.sha256, traces.trace_of(workload, replace(schedule, seed=5)).sha256)
+    with pytest.raises(ConfigError, match="no request of workload w arrives; raise the rate or the duration"):
+        traces.trace_of(workload, replace(schedule, arrivals=()))
+
+
+def test_a_load_without_a_request_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a fluctuating trace at 1e-09 requests/s has no request; raise the rate"):
+        fluctuating_trace(rate_rps=1e-9, seed=0)
+
+
+def test_the_urgent_share_of_a_mix_is_that_of_the_tightest_target() -> None:
+    """Of a baseline of 20 ms code has 24 ms a token, of 50 ms 60; chat has 50 whatever the baseline is."""
+    shape = Shape(mix={"code": 3.0, "chat": 1.0})
+    assert [Varied.of(FOUR, shape, baseline_s).urgent_share for baseline_s in (0.02, 0.05)] == [0.75, 0.25]
+    assert Varied.of(FOUR, Shape(mix={"code": 1.0}), 0.05).urgent_share == 0.0
+    assert Varied.of(FOUR, Shape(), 0.02).urgent_share is None
+    free = Trace("t", "hash", tuple(replace(each, slo=SLO()) for each in FOUR.requests))
+    assert Varied.of(free, shape, 0.02).urgent_share is None
 
 
 def test_a_rate_moves_times_and_nothing_else() -> None:

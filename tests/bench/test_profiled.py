@@ -24,7 +24,7 @@ from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, Request, RequestMetrics, SamplingParams
-from tests.results.test_profile import profile
+from tests.results.test_profile import profile, timings
 
 
 def machine(**changes) -> ProfiledMachine:
@@ -135,6 +135,23 @@ def test_proposals_are_the_best_of_every_choice() -> None:
     assert (plain.max_depth, plain.max_width, plain.max_tree_tokens) == (0, 0, 32)
 
 
+def test_one_edge_that_also_holds_prompts_is_what_every_step_costs() -> None:
+    """64 tokens a step, of which 16 may be of trees."""
+    limits = Limits(16, (64,), 16, 512, 16, 512, 2, 1)
+    levels = {(rows, 1): 0.001 for rows in (1, 16)}
+    samples = CostSamples({(64, 1): 0.02, (64, 16): 0.04}, {64: 0.001}, levels)
+    found = propose(samples, limits, None).by_rows
+    assert [(each.rows, each.budget) for each in found] == [(1, 16), (16, 16)]
+    assert [each.plain_tokens_per_s for each in found] == pytest.approx([1 / 0.02, 16 / 0.04])
+
+
+def test_the_search_tells_how_far_it_is() -> None:
+    told: list[tuple[str, int, int]] = []
+    traces = [trace_of((0.0, 20, 4))]
+    search_offsets(machine(acceptance=0.9), traces, lambda *said: told.append(said), c1=(0, 12), c2=(0,))
+    assert told == [("searching c1, c2", 1, 2), ("searching c1, c2", 2, 2)]
+
+
 def test_the_search_finds_the_pair_that_serves_best() -> None:
     """Against every pair, searched alone. 16 requests share 64 tree tokens: c1 = 0 gives each three levels."""
     traces = [trace_of(*[(0.01 * index, 20, 24) for index in range(24)])]
@@ -174,5 +191,10 @@ def test_the_picture_is_written_and_a_wrong_name_is_refused_first(tmp_path: Path
     need_matplotlib(path)
     plot_profile(profile(), path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+    plain = tmp_path / "plain.svg"
+    plot_profile(profile(timings=replace(timings(), search={}, catchup={})), plain)
+    assert "<!-- no draft -->" in plain.read_text()
     with pytest.raises(ConfigError, match=r"--plot must end in .png or .svg, got .*roofline.gif"):
         need_matplotlib(tmp_path / "roofline.gif")
+    with pytest.raises(ConfigError, match=r"cannot write .*roofline\.png/p\.svg: File exists; choose another --plot"):
+        plot_profile(profile(), path / "p.svg")

@@ -153,6 +153,15 @@ def test_azures_times_count_from_the_earliest(tmp_path: Path) -> None:
     assert [item.arrival_s for item in sample(tmp_path, "azure").items] == [0.0, 4.314579]
 
 
+def test_empty_lines_of_a_table_are_no_requests(tmp_path: Path) -> None:
+    path = tmp_path / "w.csv"
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46,374,44", "2023-11-16 18:15:48,5,6"]
+    for text in ("\n".join(rows), "\n".join(["", rows[0], "", "", *rows[1:], "", ""]), "\r\n\r\n".join(rows)):
+        path.write_bytes(text.encode())
+        items = load_workload(path).items
+        assert [(item.arrival_s, item.lengths) for item in items] == [(0.0, Lengths(374, 44)), (2.0, Lengths(5, 6))]
+
+
 def test_mooncakes_blocks_and_burstgpts_logs(tmp_path: Path) -> None:
     assert told(sample(tmp_path, "mooncake")) == [
         (None, "default", SLO(), 52, 0.0, Lengths(700, 52, (46, 47))),

@@ -1,11 +1,13 @@
 """Policies x rates on one engine: same requests for all, rows and records on disk, invalid runs marked."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.bench.console import result_table
+from adaserve_jax.bench.engine import EngineAbout
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.runner import run_bench
@@ -62,6 +64,20 @@ def test_no_point_and_no_warm_up_shares_cached_prompts_with_another(make_bench, 
     assert all(len(points) == 1 for points in salts.values())
 
 
+def test_a_policy_that_the_engine_does_not_have_is_refused_before_anything_is_measured(
+    make_engine, workload, tmp_path: Path
+):
+    class OfTwoPolicies(ScriptedBench):
+        @property
+        def about(self) -> EngineAbout:
+            return replace(super().about, policies=("ar", "spec:4"))
+
+    engine = OfTwoPolicies(make_engine("ar"))
+    with pytest.raises(ConfigError, match=f"{engine.about.system} serves by ar, spec:4, not by 'fast'"):
+        run_bench(BenchPlan(("ar", "fast"), (40.0,), 0.1), workload, lambda _: engine, tmp_path / "out")
+    assert engine.client.submitted == [] and engine.client.closed
+
+
 def test_rows_and_records_are_on_disk_and_agree(make_bench, workload, tmp_path: Path):
     plan = BenchPlan(("ar",), (100.0,), duration_s=0.2, max_late_s=5.0)
     rows = run_bench(plan, workload, make_bench, tmp_path)
@@ -114,6 +130,24 @@ def test_an_interrupted_point_is_written_as_invalid_and_ends_the_run(make_bench,
     assert (rows[0].valid, rows[0].invalid_reason, rows[0].requests) == (False, "interrupted", 3)
     assert len(read_rows(tmp_path / "requests.jsonl", RequestRecord)) == 3
     assert engine.client.closed
+
+
+def test_a_warm_up_that_is_interrupted_measures_nothing(make_bench, workload, tmp_path: Path):
+    engine = make_bench()
+
+    def submit(request, sink):
+        raise KeyboardInterrupt
+
+    engine.client.submit = submit
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(BenchPlan(("ar",), (50.0,), 0.2), workload, lambda _: engine, tmp_path)
+    assert not (tmp_path / "results.jsonl").exists() and engine.client.closed
+
+
+def test_a_point_that_no_request_came_to_is_invalid(make_bench, workload, tmp_path: Path):
+    (row,) = run_bench(BenchPlan(("ar",), (1e-6,), 0.05, warmup_requests=0), workload, make_bench, tmp_path)
+    assert (row.valid, row.invalid_reason) == (False, "no request arrived; raise the rate or the duration")
+    assert (row.requests, row.output_tokens, row.attainment) == (0, 0, None)
 
 
 def test_a_dead_engine_is_reported_and_ends_the_run(make_bench, workload, tmp_path: Path):

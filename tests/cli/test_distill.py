@@ -134,6 +134,10 @@ def test_what_a_server_learned_is_written(
     assert "learn_lora_rank 2, which is now 0" in capsys.readouterr().err
     assert run(monkeypatch, *options, "--draft-name", "zh", "--out", "other") == 2
     assert "expected checkpoints of draft 'zh', found drafts default" in capsys.readouterr().err
+    Path("learned/zh").mkdir()
+    assert run(monkeypatch, *options, "--draft-name", "zh", "--out", "other") == 2
+    expected = "learned/zh: expected a checkpoint, found none; nothing was learned yet"
+    assert expected in capsys.readouterr().err
     assert not Path("other").exists()
 
 

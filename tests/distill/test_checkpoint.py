@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from adaserve_jax.distill import checkpoint
 from adaserve_jax.distill.batches import pack
 from adaserve_jax.distill.checkpoint import KEPT, Snapshot
 from adaserve_jax.distill.programs import TrainPrograms
@@ -134,6 +135,14 @@ def test_what_was_learned_elsewhere_is_refused_and_nothing_changes(
     Snapshot(snapshot.draft, 2, snapshot.arrays | {name: snapshot.arrays[name] * np.nan}).save(tmp_path / "nan", 1, {})
     with pytest.raises(CheckpointError, match="holds values that are not finite"):
         low_rank.load(tmp_path / "nan")
+
+
+def test_a_format_of_later_is_refused(programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_FORMAT", 2)
+        Trainer(programs, PARAMS).save(tmp_path, 1, {})
+    with pytest.raises(CheckpointError, match="expected format 1, got 2; take another folder"):
+        Trainer(programs, PARAMS).load(tmp_path)
 
 
 def test_what_was_learned_from_another_target_is_refused(programs: TrainPrograms, tmp_path: Path):

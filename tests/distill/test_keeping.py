@@ -15,6 +15,7 @@ from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.routing import Router
 from adaserve_jax.distill.topics import LEAST_PROMPTS
+from adaserve_jax.errors import CheckpointError, ConfigError
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
 
 NAMES = ("default", "code")
@@ -111,6 +112,18 @@ def test_no_text_stays_that_is_not_to_be_kept(programs: TrainPrograms, tmp_path:
     cut_off.write_bytes(b"half of it")
     keeper_of(tmp_path, drafts_of(programs))
     assert not list(tmp_path.rglob(f"*{RECORDS}*"))
+
+
+def test_folders_that_cannot_be_used_or_hold_something_else_are_named(programs: TrainPrograms, tmp_path: Path) -> None:
+    """The second one is what `adaserve distill` kept of a run that was stopped."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"learn_folder: .*file/x/default cannot be made ready \(.*; choose another"):
+        keeper_of(tmp_path / "file" / "x", drafts_of(programs))
+    served = drafts_of(programs)
+    served[0].updates.trainer.save(tmp_path / "default", 1, {"rounds": 3})
+    expected = r"default: its checkpoint is not one of a draft that learned while it served \(KeyError\('version'\)\)"
+    with pytest.raises(CheckpointError, match=expected):
+        keeper_of(tmp_path, drafts_of(programs))
 
 
 def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path: Path) -> None:

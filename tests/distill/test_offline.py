@@ -100,6 +100,8 @@ def test_what_is_saved_is_its_owners_and_a_cut_file_is_told(
     run.save(state)
     assert (settings.stat().st_ino, settings.stat().st_mtime_ns) == (begun.st_ino, begun.st_mtime_ns)
     assert sorted(path.name for path in state.iterdir()) == ["settings.json", "texts.npz", "weights"]
+    with pytest.raises(CheckpointError, match=r"settings\.json/state: cannot save the run: Not a directory"):
+        run.save(settings / "state")
     texts = state / "texts.npz"
     whole = texts.read_bytes()
     for size in (0, 40, len(whole) // 2, len(whole) - 10):
@@ -147,6 +149,9 @@ def test_a_written_draft_is_whole_or_not_there(models: Models, tmp_path: Path) -
     with pytest.raises(CheckpointError, match="of another model"):
         write_draft({}, models.draft_folder, tmp_path / "other" / "draft", "f32", lambda *_: None)
     assert list((tmp_path / "other").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/draft: the draft cannot be written: File exists"):
+        write_draft(params, models.draft_folder, tmp_path / "file" / "draft", "f32", lambda *_: None)
 
 
 def test_prompts_that_do_not_fit_are_counted() -> None:

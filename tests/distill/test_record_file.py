@@ -67,7 +67,7 @@ def test_fewer_tokens_per_row_are_read_as_they_are_asked_for(path: Path):
     save_records(path, [record], top_k=3)
     (loaded,) = load_records(path, top_k=2, vocab_size=1000)
     assert np.array_equal(loaded.ids, record.ids[:, :2]) and np.array_equal(loaded.log_p, record.log_p[:, :2])
-    with pytest.raises(CheckpointError, match=r"4 tokens per row \(learn_top_k\), got 3; delete the file"):
+    with pytest.raises(CheckpointError, match=r"kept records must have 4 tokens per row \(learn_top_k\), got 3;"):
         load_records(path, top_k=4, vocab_size=1000)
     with pytest.raises(CheckpointError, match="token ids below 10, the size of the vocabulary"):
         load_records(path, top_k=3, vocab_size=10)

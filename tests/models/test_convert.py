@@ -63,9 +63,10 @@ def test_weights_that_do_not_fit_are_named(pair: tuple[Path, Path]) -> None:
     given = path.read_text()
     try:
         path.write_text(json.dumps(json.loads(given) | {"vocab_size": 321}))
-        with pytest.raises(
-            CheckpointError, match=r"weight embed has shape \[320, 32\], expected \[321, 32\] by config"
-        ):
+        expected = (
+            r"weight embed has shape \[320, 32\], expected \[321, 32\] by config\.json; convert the checkpoint again"
+        )
+        with pytest.raises(CheckpointError, match=expected):
             load_params(out, ModelConfig.from_folder(out))
         path.write_text(json.dumps(json.loads(given) | {"tie_word_embeddings": True}))
         with pytest.raises(CheckpointError, match="weight head is not part of a model with this config"):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 from dataclasses import replace
 from threading import Thread
 
+import jax
 import numpy as np
 import pytest
 
@@ -124,6 +126,24 @@ def test_processes_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch)
         hosts.Followers(config_of(free_port()))
     with pytest.raises(ConfigError, match=r"process 0 does not listen at 127\.0\.0\.1:\d+"):
         hosts.Leader(config_of(free_port(), process_id=1))
+
+
+def test_a_process_whose_devices_are_in_use_cannot_join() -> None:
+    jax.devices()
+    before = jax.config.jax_enable_preemption_service
+    try:
+        with pytest.raises(ConfigError, match=r"process 0 of 2 could not join at 127\.0\.0\.1:\d+: .*before"):
+            hosts.join(config_of(free_port()))
+    finally:
+        jax.config.update("jax_enable_preemption_service", before)
+
+
+def test_a_message_that_nobody_sends_is_not_waited_for() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        other.sendall(struct.pack("<I", 2**26 + 1))
+        with pytest.raises(EngineDeadError, match="a message of 67108865 bytes came, at most 67108864 are expected"):
+            hosts._receive(one)
 
 
 def test_each_process_has_its_command() -> None:

@@ -96,6 +96,12 @@ def test_where_pools_cannot_be_extended_is_said(
         resolve(replace(config, elastic="on"), TARGET, draft)
 
 
+def test_several_processes_give_all_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * 4)
+    with pytest.raises(ConfigError, match="tp must be 4, all devices of the 2 processes, got 2"):
+        resolve(EngineConfig(num_processes=2, tp=2, coordinator="host:1"), TARGET, DRAFT)
+
+
 def test_a_draft_of_less_than_a_page_makes_no_page() -> None:
     huge = replace(TARGET, head_dim=TARGET.head_dim * 20_000)
     config = replace(SHORT, elastic="on", num_pages=16, max_requests=1)

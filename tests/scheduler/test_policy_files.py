@@ -164,6 +164,23 @@ def test_the_scheduler_runs_it(tmp_path):
         ]
 
 
+def test_a_decision_that_wants_too_much_is_cut_to_what_a_step_holds(tmp_path):
+    """Prompts first: trees have what they leave, roots at least."""
+    limits = limits_of(token_edges=(16,), max_tree_tokens=12)
+    run = Run.of(
+        limits, policy=written(tmp_path, ONE.replace(FILLED, "Decision(4, 1, 10_000, 10_000, feed_draft=True)"))
+    )
+    for name, prompt in (("a", 4), ("b", 4), ("long", 100)):
+        run.add(request_of(name, prompt=prompt, tokens=40))
+    beside = []
+    while run.scheduler.has_work:
+        plan, trees = run.step()
+        assert trees.num_nodes <= plan.budget <= limits.max_tree_tokens
+        assert plan.budget + plan.num_prefill_tokens <= limits.max_tokens
+        beside += [plan.num_prefill_tokens] * (plan.num_decode == 2)
+    assert max(beside) == limits.max_tokens - 2 and run.last.keys() == {"a", "b", "long"}
+
+
 @pytest.mark.parametrize(("decided", "got"), [
     ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, budget 8, prefill_tokens 0"),
     ("Decision(-1, 1, 8, 0, True)", "got depth -1"),

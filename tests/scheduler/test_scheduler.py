@@ -154,6 +154,19 @@ def test_a_lagging_draft_catches_up_in_chunks_before_the_row_speculates():
     assert counts[3][1:] == counts[4][1:] == (True, 2)
 
 
+def test_a_lagging_draft_leaves_half_of_the_room_to_prompts():
+    """64 tokens a step are fed: without prompts all to the one that lags."""
+    run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="spec:2")
+    run.scheduler.add(request_of("a", prompt=200, tokens=40))
+    while "a" not in run.text:
+        run.step()
+    run.scheduler._batch.forget_draft()
+    run.scheduler.add(request_of("b", prompt=150))
+    plan, _ = run.step()
+    assert (plan.num_decode, plan.num_rows) == (1, 2)
+    assert plan.draft.catchup_counts.tolist() == [32, 32]
+
+
 def test_adaserve_catches_a_draft_up_that_lags_by_more_than_one_step_holds():
     """Without it a request whose draft was off for long would decode plainly to its end."""
     run = Run.of(limits_of(token_edges=(1, 16, 64)), policy="adaserve")

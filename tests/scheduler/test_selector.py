@@ -28,3 +28,21 @@ def test_roots_are_charged_to_the_budget_of_rules_without_needs(policy):
             assert trees.num_nodes <= plan.budget
             full += trees.num_nodes == plan.budget
     assert full > 3, "the budget is what holds them back"
+
+
+@pytest.mark.parametrize("policy", ["adaserve", "ladder-slo"])
+def test_prompts_take_nothing_of_a_budget_that_is_not_chosen_again(policy):
+    """By eq. 8 and 9: the bucket that is paid for holds the trees and the prompts computed beside them."""
+    run = Run.of(limits_of(max_tree_tokens=12), policy=policy, eq8_eq9=True)
+    for name in "abc":
+        run.add(request_of(name, tokens=60))
+    while len(run.text) < 3:
+        run.step()
+    run.add(request_of("long", prompt=200))
+    beside = []
+    for _ in range(8):
+        plan, trees = run.step()
+        if plan.num_prefill_tokens and plan.draft is not None and plan.draft.depth:
+            beside.append((trees.num_nodes, plan.budget))
+    assert len(beside) > 2
+    assert all(nodes == budget > 3 for nodes, budget in beside)

@@ -13,7 +13,7 @@ from adaserve_jax.errors import IntegrityError, SwapError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.controllers.nightjar import NightjarController
-from adaserve_jax.scheduler.swapping import bring_back_draft, may_swap, swap_if_due
+from adaserve_jax.scheduler.swapping import _contract, bring_back_draft, may_swap, swap_if_due
 from adaserve_jax.types import Limits, Request, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
@@ -224,6 +224,16 @@ def test_the_draft_is_sent_for_when_the_last_request_has_ended_however_short_the
     assert run.scheduler.swapping.residency.state == "loading"
 
 
+def test_a_contraction_needs_a_free_page_below_for_each_that_lives_above() -> None:
+    run = expanded()
+    pool = run.scheduler.swapping.batch.pool
+    pool.alloc(pool.num_free)
+    assert pool.extension_used > 0
+    with pytest.raises(SwapError, match="too few base pages are free to take in those of the extension"):
+        _contract(run.scheduler.swapping.batch, run.executor)
+    assert run.executor.moved == 0 and pool.extension_used > 0
+
+
 class TestBringBackDraft:
     def test_contracts_and_waits_for_the_load(self) -> None:
         run, asked = expanded(), []
@@ -239,7 +249,11 @@ class TestBringBackDraft:
         assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps["reload"] == 1
 
     @pytest.mark.parametrize(
-        ("part", "message"), [("contract", "could not be given up"), ("draft_ready", "could not be loaded")]
+        ("part", "message"),
+        [
+            ("contract", "the KV pages in the draft's memory could not be given up; try again later"),
+            ("draft_ready", "the draft could not be loaded again; try again later"),
+        ],
     )
     def test_says_so_when_it_cannot(self, part: str, message: str) -> None:
         run = expanded()
