@@ -47,7 +47,7 @@ class Batch:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Window:
     """Tokens [start, stop) of a record's text, and rows [first_row, last_row) of it, which lie in there."""
 
     record: Record
@@ -62,39 +62,39 @@ class Piece:
 
 
 def pack(records: Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[Batch]:
-    """Every row of every record once, in as few batches as first fit finds, pieces in an order drawn by rng.
+    """Every row of every record once, in as few batches as first fit finds, windows in an order drawn by rng.
 
     Texts longer than num_tokens become several windows; a row of one has at least a quarter of a window before it, or
     all that there is. What follows a text's last row is left out: nothing depends on it. All records have one K.
     """
-    pieces = [piece for record in records for piece in _windows(record, num_tokens)]
-    bins: list[list[Piece]] = []
+    windows = [window for record in records for window in _windows(record, num_tokens)]
+    bins: list[list[Window]] = []
     left: list[int] = []
-    for index in rng.permutation(len(pieces)):
-        piece = pieces[index]
-        place = next((i for i, room in enumerate(left) if room >= piece.num_tokens), None)
+    for index in rng.permutation(len(windows)):
+        window = windows[index]
+        place = next((i for i, room in enumerate(left) if room >= window.num_tokens), None)
         if place is None:
             place = len(bins)
             bins.append([])
             left.append(num_tokens)
-        bins[place].append(piece)
-        left[place] -= piece.num_tokens
+        bins[place].append(window)
+        left[place] -= window.num_tokens
     return [_batch(each, num_tokens) for each in bins]
 
 
-def _windows(record: Record, num_tokens: int) -> Iterator[Piece]:
+def _windows(record: Record, num_tokens: int) -> Iterator[Window]:
     position, row = record.position, 0
     while row < len(position):
         before = max(int(position[row]) - num_tokens // 4, 0)
         stop = min(int(position[-1]) + 1, before + num_tokens)
         end = int(np.searchsorted(position, stop))
         stop = int(position[end - 1]) + 1
-        yield Piece(record, max(0, stop - num_tokens), stop, row, end)
+        yield Window(record, max(0, stop - num_tokens), stop, row, end)
         row = end
 
 
-def _batch(pieces: Sequence[Piece], num_tokens: int) -> Batch:
-    top = pieces[0].record.ids.shape[1]
+def _batch(windows: Sequence[Window], num_tokens: int) -> Batch:
+    top = windows[0].record.ids.shape[1]
     batch = Batch(
         tokens=np.zeros(num_tokens, np.int32),
         position=np.zeros(num_tokens, np.int32),
@@ -105,14 +105,14 @@ def _batch(pieces: Sequence[Piece], num_tokens: int) -> Batch:
         weight=np.zeros(num_tokens, np.float32),
     )
     token = row = 0
-    for segment, piece in enumerate(pieces):
-        record, count, rows = piece.record, piece.num_tokens, piece.last_row - piece.first_row
-        here, taken = slice(token, token + count), slice(piece.first_row, piece.last_row)
-        batch.tokens[here] = record.tokens[piece.start : piece.stop]
+    for segment, window in enumerate(windows):
+        record, count, rows = window.record, window.num_tokens, window.last_row - window.first_row
+        here, taken = slice(token, token + count), slice(window.first_row, window.last_row)
+        batch.tokens[here] = record.tokens[window.start : window.stop]
         batch.position[here] = np.arange(count)
         batch.segment[here] = segment
         into = slice(row, row + rows)
-        batch.at[into] = record.position[taken] - piece.start + token
+        batch.at[into] = record.position[taken] - window.start + token
         batch.ids[into] = record.ids[taken]
         batch.log_p[into] = record.log_p[taken]
         batch.weight[into] = 1

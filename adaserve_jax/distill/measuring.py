@@ -10,7 +10,7 @@ import numpy as np
 from adaserve_jax.distill.batches import pack
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.trainer import Trainer
-from adaserve_jax.distill.updates import Piece
+from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.models.decoder import Params
 
 TIMED_RUNS = 2
@@ -23,7 +23,7 @@ def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params],
     num_tokens, rng = trainer.programs.num_tokens, np.random.default_rng(0)
     records = [_full_record(num_tokens, trainer.programs.top_k)] * num_records
     batch = pack(records[:1], num_tokens, rng)[0]
-    pieces: dict[Piece, Callable[[], object]] = {
+    pieces: dict[PieceKind, Callable[[], object]] = {
         "pack": lambda: pack(records, num_tokens, rng),
         "accumulate": lambda: trainer.accumulate(batch),
         "apply": trainer.apply,
@@ -31,7 +31,7 @@ def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params],
         "copy": trainer.back_to_good,
         "swap": lambda: serve(trainer.weights()),
     }
-    taken: dict[Piece, list[float]] = {kind: [] for kind in pieces}
+    taken: dict[PieceKind, list[float]] = {kind: [] for kind in pieces}
     for _ in range(TIMED_RUNS):
         for kind, run in pieces.items():
             started = time.perf_counter()

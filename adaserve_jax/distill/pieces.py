@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
-from adaserve_jax.distill.updates import DraftUpdates, Piece
+from adaserve_jax.distill.updates import DraftUpdates, PieceKind
 from adaserve_jax.learn_config import LearnConfig
 
 
@@ -23,16 +23,16 @@ class Pieces:
         self.count = 0
         self.train_s = self.delay_s = self.delay_max_s = 0.0
         self._drafts = drafts
-        self._run: Iterator[Piece] | None = None
+        self._run: Iterator[PieceKind] | None = None
         self._running = 0
         """Index of the draft whose `run` that is, or was."""
-        self._next: Piece | None = None
+        self._next: PieceKind | None = None
 
     @property
     def is_due(self) -> bool:
         return self._next is not None or any(draft.due for draft in self._drafts)
 
-    def find(self, spare_s: float | None) -> Piece | None:
+    def find(self, spare_s: float | None) -> PieceKind | None:
         """The next one, where there is any and time for it; spare_s as `Learner.work` has it."""
         if self._next is None:
             self._begin()
@@ -48,7 +48,7 @@ class Pieces:
                 self._next = next(self._run, None)  # announces the first piece, and does nothing yet
                 return
 
-    def _fits(self, kind: Piece, spare_s: float) -> bool:
+    def _fits(self, kind: PieceKind, spare_s: float) -> bool:
         """Whether a piece may run although requests do."""
         if not self.allowance.is_open:
             return False
@@ -62,7 +62,7 @@ class Pieces:
         assert self._run is not None
         self._next = next(self._run, None)
 
-    def took(self, kind: Piece, seconds: float, *, delayed: bool) -> None:
+    def took(self, kind: PieceKind, seconds: float, *, delayed: bool) -> None:
         """So long; delayed: while requests ran."""
         self.times.took(kind, seconds)
         self.count += 1

@@ -28,7 +28,7 @@ PROBATION_BATCHES = 4
 PROBATION_RECORDS = 4
 """New held-out records that end a version's probation; any do when the next update is due."""
 
-Piece = Literal["pack", "accumulate", "apply", "check", "copy", "swap"]
+PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "swap"]
 """What comes next: records drawn and packed on the host, a micro-step forward and back, an optimiser step, a forward,
 weights and optimiser state remembered or restored, or new weights for the executor."""
 
@@ -76,7 +76,7 @@ class DraftUpdates:
     def _verdict_is_due(self) -> bool:
         return self._on_probation and self._new_held_out >= (1 if self._update_is_due else PROBATION_RECORDS)
 
-    def run(self) -> Iterator[Piece]:
+    def run(self) -> Iterator[PieceKind]:
         """Do what is due. Says what kind of piece comes next, does it when it is asked again, and ends. What is not
         announced takes no time."""
         if self._verdict_is_due:
@@ -84,7 +84,7 @@ class DraftUpdates:
         elif self._update_is_due:
             yield from self._update()
 
-    def _update(self) -> Iterator[Piece]:
+    def _update(self) -> Iterator[PieceKind]:
         self._new = 0
         if self._on_probation:  # no held-out record came since: nothing speaks against it
             yield "copy"
@@ -118,7 +118,7 @@ class DraftUpdates:
         self.updates += 1
         self._is_training, self._on_probation, self._new_held_out = False, True, 0
 
-    def _end_probation(self) -> Iterator[Piece]:
+    def _end_probation(self) -> Iterator[PieceKind]:
         self._new_held_out = 0
         verdict = yield from self._compare(self.buffer.held_out()[::-1], PROBATION_BATCHES)
         self.acceptance = verdict.acceptance
@@ -137,7 +137,7 @@ class DraftUpdates:
         self._take_back()
         self.acceptance = verdict.before
 
-    def _compare(self, records: list[Record], most_batches: int) -> Generator[Piece, None, Verdict]:
+    def _compare(self, records: list[Record], most_batches: int) -> Generator[PieceKind, None, Verdict]:
         """The weights in training against the good ones."""
         yield "pack"
         parts = parts_of(records, self._num_tokens, most_batches, self._rng)

@@ -24,7 +24,7 @@ from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.schedule import PieceTimes
-from adaserve_jax.distill.updates import Piece
+from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.distill.watching import Sampled, _Ended
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import CheckpointError, RequestError
@@ -108,7 +108,7 @@ def learns(llm: LLM, weights: list[Params], programs: TrainPrograms, **options: 
     return learner
 
 
-PIECES: tuple[Piece, ...] = get_args(Piece)
+PIECES: tuple[PieceKind, ...] = get_args(PieceKind)
 MOST_ROUNDS = 60
 """Of what is served again and again; what is learned in between depends on which piece of training came when."""
 
@@ -345,7 +345,7 @@ def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest
     learner, clock = learner_of(llm), Clock()
     rested(llm)
 
-    def run() -> Iterator[Piece]:
+    def run() -> Iterator[PieceKind]:
         for seconds in (3.0, 0.02, 0.04, 0.01):
             yield "check"
             clock.now += seconds
