@@ -23,7 +23,6 @@ from adaserve_jax.distill.measuring import measure_pieces
 from adaserve_jax.distill.pieces import Pieces
 from adaserve_jax.distill.record_file import Source
 from adaserve_jax.distill.records import Recorder
-from adaserve_jax.distill.schedule import PieceTimes
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import DraftUpdates
 from adaserve_jax.distill.watching import Watcher
@@ -66,7 +65,7 @@ class Learner:
         self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
         self._keeper: Keeper | None = None
-        self._pieces = Pieces(self._drafts, config)
+        self._pieces: Pieces  # made by `prepare`, once all drafts are there
         self._drafted, self._accepted = (np.zeros(len(self._names), np.int64) for _ in range(2))
         self.failed = False
         """Whether learning has ended because something went wrong."""
@@ -88,7 +87,7 @@ class Learner:
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
-        self._pieces.times = PieceTimes(self._measured())
+        self._pieces = Pieces(self._drafts, config, self._measured())
         if config.learn_folder is not None:
             source = Source(target, config.learn_temperature)
             texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
@@ -107,9 +106,9 @@ class Learner:
             self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve anyway
 
         seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
-        # it was within the delay when its length was chosen
-        seconds["accumulate"] = min(seconds["accumulate"], self._pieces.longest_s)
-        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > self._pieces.longest_s]
+        longest_s = self._config.learn_delay_ms / 1e3
+        seconds["accumulate"] = min(seconds["accumulate"], longest_s)  # as it was when its length was chosen
+        long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > longest_s]
         if long:
             _log.warning(
                 "learning waits for times without requests, since some of it takes longer than learn_delay_ms (%g): %s",
@@ -181,8 +180,7 @@ class Learner:
         return False
 
     def _work(self, spare_s: float | None) -> bool:
-        started = self._clock()
-        self._pieces.allowance.pass_time(started, busy=spare_s is not None)
+        self._pieces.pass_time(self._clock(), busy=spare_s is not None)
         if self._keeper is not None:
             self._keeper.save_if_due()
         if spare_s is None:
@@ -192,12 +190,7 @@ class Learner:
         copying = self._keeper is not None and self._keeper.is_copying
         if copying or not self._executor.draft_resident:
             return False
-        kind = self._pieces.find(spare_s)
-        if kind is None:
-            return False
-        self._pieces.run()
-        self._pieces.took(kind, self._clock() - started, delayed=spare_s is not None)
-        return True
+        return self._pieces.run(spare_s, self._clock)
 
     @property
     def rests(self) -> bool:

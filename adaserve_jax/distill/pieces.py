@@ -1,8 +1,8 @@
-"""Which piece of training is next, and whether there is time for it. Knows no request, no text and no clock."""
+"""Which piece of training is next, and whether there is time for it. Knows no request and no text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from adaserve_jax.distill.schedule import Allowance, PieceTimes
 from adaserve_jax.distill.updates import DraftUpdates, PieceKind
@@ -10,19 +10,19 @@ from adaserve_jax.learn_config import LearnConfig
 
 
 class Pieces:
-    """Those of drafts in turn, run one at a time. drafts: may grow before the first.
+    """Those of drafts in turn, run one at a time. times: seconds that each kind took when it was measured.
 
-    times: what pieces are expected to take. longest_s: most that one may delay a step, learn_delay_ms. count, train_s:
-    those that ran, and their seconds; delay_s, delay_max_s: of those that ran while requests did, and of the longest.
+    count, train_s: those that ran, and their seconds; delay_s, delay_max_s: of those that ran while requests did, and
+    of the longest.
     """
 
-    def __init__(self, drafts: Sequence[DraftUpdates], config: LearnConfig) -> None:
-        self.times = PieceTimes({})
-        self.longest_s = config.learn_delay_ms / 1e3
-        self.allowance = Allowance(config.learn_share)
+    def __init__(self, drafts: Sequence[DraftUpdates], config: LearnConfig, times: Mapping[str, float]) -> None:
         self.count = 0
         self.train_s = self.delay_s = self.delay_max_s = 0.0
         self._drafts = drafts
+        self._longest_s = config.learn_delay_ms / 1e3
+        self._times = PieceTimes(times)
+        self._allowance = Allowance(config.learn_share)
         self._run: Iterator[PieceKind] | None = None
         self._running = 0
         """Index of the draft whose `run` that is, or was."""
@@ -32,12 +32,23 @@ class Pieces:
     def is_due(self) -> bool:
         return self._next is not None or any(draft.due for draft in self._drafts)
 
-    def find(self, spare_s: float | None) -> PieceKind | None:
-        """The next one, where there is any and time for it; spare_s as `Learner.work` has it."""
+    def pass_time(self, now: float, *, busy: bool) -> None:
+        """Until now requests ran, if they did when this was last called. busy: whether they run from now on."""
+        self._allowance.pass_time(now, busy=busy)
+
+    def run(self, spare_s: float | None, clock: Callable[[], float]) -> bool:
+        """Run the next one, where there is any and time for it; False: nothing ran. spare_s as `Learner.work` has it.
+        clock: that of `pass_time`."""
         if self._next is None:
             self._begin()
         kind = self._next
-        return kind if kind is not None and (spare_s is None or self._fits(kind, spare_s)) else None
+        if kind is None or (spare_s is not None and not self._fits(kind, spare_s)):
+            return False
+        assert self._run is not None
+        started = clock()
+        self._next = next(self._run, None)
+        self._took(kind, clock() - started, delayed=spare_s is not None)
+        return True
 
     def _begin(self) -> None:
         """Look after the drafts in turn, from the one after that which had the last piece."""
@@ -50,25 +61,20 @@ class Pieces:
 
     def _fits(self, kind: PieceKind, spare_s: float) -> bool:
         """Whether a piece may run although requests do."""
-        if not self.allowance.is_open:
+        if not self._allowance.is_open:
             return False
-        if self.times.expected_s(kind) > min(spare_s, self.longest_s):
-            self.times.refused(kind)
+        if self._times.expected_s(kind) > min(spare_s, self._longest_s):
+            self._times.refused(kind)
             return False
         return True
 
-    def run(self) -> None:
-        """Run the one that was found."""
-        assert self._run is not None
-        self._next = next(self._run, None)
-
-    def took(self, kind: PieceKind, seconds: float, *, delayed: bool) -> None:
-        """So long; delayed: while requests ran."""
-        self.times.took(kind, seconds)
+    def _took(self, kind: PieceKind, seconds: float, *, delayed: bool) -> None:
+        """delayed: while requests ran."""
+        self._times.took(kind, seconds)
         self.count += 1
         self.train_s += seconds
         if delayed:
-            self.allowance.spend(seconds)
+            self._allowance.spend(seconds)
             self.delay_s += seconds
             self.delay_max_s = max(self.delay_max_s, seconds)
 

@@ -352,7 +352,7 @@ def test_pieces_delay_whoever_runs_and_nobody_else(llm: LLM, monkeypatch: pytest
 
     with llm._engine._lock:
         monkeypatch.setattr(learner, "_clock", clock)
-        learner._pieces.times = PieceTimes(dict.fromkeys(PIECES, 0.01))
+        learner._pieces._times = PieceTimes(dict.fromkeys(PIECES, 0.01))
         learner._pieces._run = pieces = run()
         learner._pieces._next = next(pieces)
         assert learner.work(None)
@@ -378,8 +378,8 @@ def test_more_tokens_per_row_than_the_vocabulary_has(engine: Loaded) -> None:
 def test_what_each_kind_of_piece_takes_is_known_from_the_start(engine: Loaded) -> None:
     """And measuring it leaves the draft as it was."""
     learner = learns(*engine)
-    assert all(learner._pieces.times.expected_s(kind) > 0 for kind in PIECES)
-    assert learner._pieces.times.expected_s("accumulate") <= learner._pieces.longest_s
+    assert all(learner._pieces._times.expected_s(kind) > 0 for kind in PIECES)
+    assert learner._pieces._times.expected_s("accumulate") <= learner._pieces._longest_s
     served, weights = engine[0]._engine.executor.draft_params(0), learner._drafts[0].trainer.weights()
     assert all(served[name] is engine[1][0][name] for name in served)
     assert all(jnp.array_equal(weights[name], served[name]) for name in served)
@@ -396,15 +396,15 @@ def test_training_stops_where_there_is_no_time_for_a_piece(llm: LLM) -> None:
         draft._confirm()  # so that no verdict on a version comes before the update
         for record in list(draft.buffer)[:4]:
             draft.add(record)
-        delay_s = learner._pieces.longest_s
-        learner._pieces.times, done = PieceTimes(dict.fromkeys(PIECES, 2 * delay_s)), learner.stats().micro_steps
+        delay_s = learner._pieces._longest_s
+        learner._pieces._times, done = PieceTimes(dict.fromkeys(PIECES, 2 * delay_s)), learner.stats().micro_steps
         assert not learner.work(math.inf)  # a piece longer than the delay waits for a time without requests
-        learner._pieces.times = PieceTimes(dict.fromkeys(PIECES, 0.5 * delay_s))
+        learner._pieces._times = PieceTimes(dict.fromkeys(PIECES, 0.5 * delay_s))
         assert not learner.work(0.0) and not learner.work(0.4 * delay_s)
         assert learner.stats().micro_steps == done and draft.due is False
         assert learner.work(math.inf)
         assert learner.stats().micro_steps == done + 1 and learner.stats().delay_s > 0
-        learner._pieces.allowance.spend(1e6)
+        learner._pieces._allowance.spend(1e6)
         assert not learner.work(math.inf)
         assert learner.work(None)
         llm._engine._lock.notify()  # there is something to do again
