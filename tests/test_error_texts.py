@@ -30,7 +30,6 @@ from adaserve_jax.cli.grow import _shape
 from adaserve_jax.cli.report import report
 from adaserve_jax.cluster import rolling
 from adaserve_jax.cluster.asking import NoAnswer
-from adaserve_jax.cluster.local import LocalCluster
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.rolling import replace_in_turn
 from adaserve_jax.cluster.run_folder import MOST_SOCKET_PATH, RunFolder
@@ -192,9 +191,10 @@ def test_a_router_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_cluster_that_starts_takes_no_orders():
-    starting: Any = SimpleNamespace(_phase="starting")
+    starting, unused = cast(Any, SimpleNamespace(phase="starting")), cast(Any, None)
+    order = rolling.restart_members(starting, "all", unused, unused, drafts={}, targets=unused)
     with pytest.raises(AdaServeError, match="the cluster is starting; order this once it is ready"):
-        asyncio.run(anext(LocalCluster.restart(starting, "all")))
+        asyncio.run(anext(aiter(order)))
 
 
 def test_clusters_on_ray_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from adaserve_jax.cluster.control import OrderServer
 from adaserve_jax.cluster.keeper import Keeper
 from adaserve_jax.cluster.member import Member
+from adaserve_jax.cluster.orchestrator import announce, announce_end, state_head
 from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, Placed, draft_at, target_at
-from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_in_turn
+from adaserve_jax.cluster.rolling import Replace, RouterOrders, restart_members
 from adaserve_jax.cluster.router import url_of
 from adaserve_jax.cluster.router_command import router_command
 from adaserve_jax.cluster.run_folder import RunFolder
 from adaserve_jax.cluster.signals import stop_on_signals
-from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.serve import listen
 
 WRITE_EVERY_S = 0.2
@@ -41,7 +40,7 @@ class LocalCluster:
         """Seconds that the start took."""
         self.serves_s: float | None = None
         """Seconds until the first target was ready."""
-        self._folder = folder
+        self.folder = folder
         self._listener = listen(plan.router.server)
         self.url = url_of(self._listener, plan.router.server)
         self._drafts, self._targets = self._place()
@@ -51,11 +50,11 @@ class LocalCluster:
             for placed in (*self._drafts, *self._targets, self._router())
         }
         self.orders = RouterOrders(self.url, folder.token, plan.router.tls_cert)
-        self._phase = "starting"
+        self.phase = "starting"
         self._rolling = asyncio.Lock()
 
     def _place(self) -> tuple[list[Placed], list[Placed]]:
-        plan, host, logs = self.plan, self.plan.member_host, self._folder.logs
+        plan, host, logs = self.plan, self.plan.member_host, self.folder.logs
         self._ports = [HeldPort(host) for _ in range(plan.targets + 2 * plan.drafts)]
         ports = iter([port.number for port in self._ports])
         drafts = [draft_at(plan, i, host, next(ports), next(ports), logs) for i in range(plan.drafts)]
@@ -65,12 +64,12 @@ class LocalCluster:
     def _router(self) -> Placed:
         settings = replace(
             self.plan.router, targets=tuple(target.url for target in self._targets),
-            token_file=str(self._folder.token_file),
+            token_file=str(self.folder.token_file),
         )  # fmt: skip
         descriptor = self._listener.fileno()
         command, environment = router_command(settings, descriptor)
         member = Member(
-            "router", command, f"{self.url}/health", self._folder.logs / "router.log", environment, (descriptor,),
+            "router", command, f"{self.url}/health", self.folder.logs / "router.log", environment, (descriptor,),
             ("ok", "starting", "no_target"), replace(self.plan.patience, grace=self.plan.router_grace_s),
         )  # fmt: skip
         return Placed(member, "router", url=self.url)
@@ -88,7 +87,7 @@ class LocalCluster:
 
         await asyncio.gather(self._up("router"), *(self._up(each.member.name) for each in self._drafts), targets())
         self.ready_s = time.monotonic() - began
-        self._phase = "ready"
+        self.phase = "ready"
         self.write()
 
     async def _up(self, name: str) -> None:
@@ -99,7 +98,7 @@ class LocalCluster:
     async def run(self, stop: asyncio.Event) -> None:
         """Write down what changes, and take orders, until `stop`."""
         stopping = asyncio.ensure_future(stop.wait())
-        async with OrderServer(self._folder.socket, self.restart, stop):
+        async with OrderServer(self.folder.socket, self.restart, stop):
             while not stopping.done():
                 self.write()
                 self._changed.clear()
@@ -110,7 +109,7 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Drain the router, then end targets, then drafts. Nothing is left afterwards."""
-        self._phase = "stopping"
+        self.phase = "stopping"
         await self._down(["router"])
         self._listener.close()  # nobody will answer what would wait there
         await self._down([target.member.name for target in self._targets])
@@ -128,32 +127,24 @@ class LocalCluster:
         for keeper in self._keepers.values():
             keeper.kill()
 
-    async def restart(self, what: str):
-        """Replace the targets, the drafts or all of these, one after another; yields what is done. Raises
-        AdaServeError."""
-        if self._phase != "ready":
-            raise AdaServeError(f"the cluster is {self._phase}; order this once it is ready")
-        async with self._rolling:
-            if what != "targets":
-                drafts = [draft.member.name for draft in self._drafts]
-                async for line in replace_drafts({name: self._keepers[name].replace for name in drafts}):
-                    yield line
-            if what != "drafts":
-                by_url = {target.url: self._keepers[target.member.name].replace for target in self._targets}
-                async for line in replace_in_turn(by_url, self.orders, drain_s=self.plan.target_grace_s):
-                    yield line
-            self.write()  # who gave the order finds it done
+    async def restart(self, what: str) -> AsyncIterator[str]:
+        """As of `restart_members`."""
+        drafts = {draft.member.name: self._keepers[draft.member.name].replace for draft in self._drafts}
+        async for line in restart_members(
+            self, what, self._rolling, self.orders, drafts=drafts, targets=self._replaceable_targets
+        ):
+            yield line
+        self.write()  # who gave the order finds it done
+
+    async def _replaceable_targets(self) -> Mapping[str, Replace]:
+        return {target.url: self._keepers[target.member.name].replace for target in self._targets}
 
     def state(self) -> dict[str, Any]:
         """For state.json: addresses, processes, phases; no secrets."""
         placed = [*self._drafts, *self._targets]
         members = [self._shown(each.member.name, each.kind, each.url or each.address) for each in placed]
-        return {
-            "orchestrator": "local", "pid": os.getpid(), "phase": self._phase, "url": self.url,
-            "started_unix_s": self.started_s, "serves_after_s": self.serves_s, "ready_after_s": self.ready_s,
-            "token_file": str(self._folder.token_file), "tls_cert": self.plan.router.tls_cert,
-            "members": [self._shown("router", "router", self.url), *members],
-        }  # fmt: skip
+        router = self._shown("router", "router", self.url)
+        return state_head(self, "local") | {"serves_after_s": self.serves_s, "members": [router, *members]}
 
     def _shown(self, name: str, kind: str, address: str) -> dict[str, Any]:
         keeper = self._keepers[name]
@@ -164,7 +155,7 @@ class LocalCluster:
         }  # fmt: skip
 
     def write(self) -> None:
-        self._folder.write(self.state())
+        self.folder.write(self.state())
 
 
 async def up(plan: ClusterPlan, folder: RunFolder) -> None:
@@ -177,8 +168,7 @@ async def up(plan: ClusterPlan, folder: RunFolder) -> None:
         await asyncio.wait({starting, running}, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            print(f"adaserve cluster: {plan.targets} targets and {plan.drafts} drafts serve on {cluster.url} after "
-                  f"{cluster.ready_s:.1f} s (state: {folder.state_file})", flush=True)  # fmt: skip
+            announce(cluster)
         await running
     finally:
         stop.set()
@@ -187,7 +177,7 @@ async def up(plan: ClusterPlan, folder: RunFolder) -> None:
                 task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(starting, running, return_exceptions=True)
-        print("adaserve cluster: stops", file=sys.stderr, flush=True)
+        announce_end()
         await cluster.stop()
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from adaserve_jax.cluster.asking import NoAnswer
+from adaserve_jax.cluster.orchestrator import state_head
 from adaserve_jax.cluster.plan import ClusterPlan, free_ports
 from adaserve_jax.cluster.ray_members import (
     NAMESPACE,
@@ -26,7 +26,7 @@ from adaserve_jax.cluster.ray_members import (
     ask_all,
     failure_of,
 )
-from adaserve_jax.cluster.rolling import RouterOrders, replace_drafts, replace_in_turn
+from adaserve_jax.cluster.rolling import Replace, RouterOrders, restart_members
 from adaserve_jax.cluster.run_folder import RunFolder
 from adaserve_jax.errors import AdaServeError, ConfigError
 
@@ -51,7 +51,7 @@ class RayCluster:
         self.url = ""
         self.ready_s: float | None = None
         self.started_s = time.time()
-        self._folder = folder
+        self.folder = folder
         self._own_address = own_address
         self._placement = placement
         self._actors: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class RayCluster:
             return 0
 
     def _orders(self) -> RouterOrders:
-        return RouterOrders(self.url, self._folder.token, self.plan.router.tls_cert)
+        return RouterOrders(self.url, self.folder.token, self.plan.router.tls_cert)
 
     def _go_on(self) -> None:
         """Raises AdaServeError: the cluster is to end."""
@@ -116,7 +116,7 @@ class RayCluster:
             raise AdaServeError("the cluster was stopped while it started")
 
     def _site(self, ports: tuple[int, ...]) -> Site:
-        return Site(self.plan, self._own_address, ports, self._folder.token)
+        return Site(self.plan, self._own_address, ports, self.folder.token)
 
     def _create(self, name: str, kind: Callable[..., Any], bundle: int, *arguments: Any) -> None:
         """An actor in its bundle of the placement group."""
@@ -144,32 +144,20 @@ class RayCluster:
         except RayError as error:
             raise failure_of(error) from error
 
-    async def restart(self, what: str):
-        """Replace the targets, the drafts or all of these, one after another; yields what is done. Raises
-        AdaServeError."""
+    async def restart(self, what: str) -> AsyncIterator[str]:
+        """As of `restart_members`."""
+        actors = dict(self._actors)  # `start` adds to them in another thread
+        drafts = {name: _replacing(actor) for name, actor in actors.items() if name.startswith("draft-")}
+        async for line in restart_members(
+            self, what, self._rolling, self._orders(), drafts=drafts, targets=self._replaceable_targets
+        ):
+            yield line
 
-        def replacing(actor: Any):
-            async def replace() -> None:
-                try:
-                    await asyncio.to_thread(ray.get, actor.replace.remote())
-                except RayError as error:
-                    raise failure_of(error) from error
-
-            return replace
-
-        if self.phase != "ready":
-            raise AdaServeError(f"the cluster is {self.phase}; order this once it is ready")
-        async with self._rolling:
-            if what != "targets":
-                drafts = [name for name in self._actors if name.startswith("draft-")]
-                async for line in replace_drafts({name: replacing(self._actors[name]) for name in drafts}):
-                    yield line
-            if what != "drafts":
-                targets = [name for name in self._actors if name.startswith("target-")]
-                urls = await asyncio.to_thread(self._answers, targets, "where")
-                by_url = {url: replacing(self._actors[name]) for url, name in zip(urls, targets, strict=True)}
-                async for line in replace_in_turn(by_url, self._orders(), drain_s=self.plan.target_grace_s):
-                    yield line
+    async def _replaceable_targets(self) -> Mapping[str, Replace]:
+        """By where they are now, which may be another machine than at the start."""
+        names = [name for name in self._actors if name.startswith("target-")]
+        urls = await asyncio.to_thread(self._answers, names, "where")
+        return {url: _replacing(self._actors[name]) for url, name in zip(urls, names, strict=True)}
 
     def stop(self) -> None:
         """Drain the router, then end targets, then drafts, then the actors. Blocks."""
@@ -185,22 +173,22 @@ class RayCluster:
         if killed:
             ray.wait(killed, num_returns=len(killed), timeout=LOOK_EVERY_S)
 
-    def announcement(self) -> str:
-        return (
-            f"adaserve cluster: {self.plan.targets} targets and {self.plan.drafts} drafts serve on {self.url} after "
-            f"{self.ready_s:.1f} s (Ray, state: {self._folder.state_file})"
-        )
-
     def write(self) -> None:
         """state.json, as actors describe themselves now; one that is being started anew is left as it was."""
         names = list(self._actors)
         described = ask_all(names, "describe")
         members = [described.get(name) or _silent(name) for name in names]
-        self._folder.write({
-            "orchestrator": "ray", "pid": os.getpid(), "phase": self.phase, "url": self.url,
-            "started_unix_s": self.started_s, "ready_after_s": self.ready_s,
-            "token_file": str(self._folder.token_file), "tls_cert": self.plan.router.tls_cert, "members": members,
-        })  # fmt: skip
+        self.folder.write(state_head(self, "ray") | {"members": members})
+
+
+def _replacing(actor: Any) -> Replace:
+    async def replace() -> None:
+        try:
+            await asyncio.to_thread(ray.get, actor.replace.remote())
+        except RayError as error:
+            raise failure_of(error) from error
+
+    return replace
 
 
 def _silent(name: str) -> dict[str, Any]:

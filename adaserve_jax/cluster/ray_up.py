@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from typing import Any
 
 import ray
 from ray.util.placement_group import get_placement_group, remove_placement_group
 
 from adaserve_jax.cluster.control import OrderServer
+from adaserve_jax.cluster.orchestrator import announce, announce_end
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.ray_cluster import GROUP, LOOK_EVERY_S, RayCluster, find_actor, stop_actors
 from adaserve_jax.cluster.ray_members import NAMESPACE
@@ -62,13 +62,13 @@ async def _run(cluster: RayCluster, folder: RunFolder) -> None:
             await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
-                print(cluster.announcement(), flush=True)
+                announce(cluster, "Ray")
             while not stopping.done():
                 await asyncio.to_thread(cluster.write)
                 await asyncio.wait({stopping}, timeout=LOOK_EVERY_S)
     finally:
         stopping.cancel()
-        print("adaserve cluster: stops", file=sys.stderr, flush=True)
+        announce_end()
         cluster.stopping.set()
         await asyncio.wait({starting}, timeout=START_ENDS_S)
         await asyncio.to_thread(cluster.stop)

@@ -1,6 +1,6 @@
 """Rolling replacement: one target after another gets nothing new, finishes what it has, is replaced, and is used again.
 
-The same for both orchestrators: what a target is replaced by is theirs.
+The same for both orchestrators: how a member is replaced is theirs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from adaserve_jax.cluster.asking import NoAnswer, ask
+from adaserve_jax.cluster.orchestrator import Orchestrator
 from adaserve_jax.errors import AdaServeError
 
 POLL_S = 0.2
+Replace = Callable[[], Awaitable[None]]
+"""Replaces one member, and returns when the new one is ready."""
 
 
 class RouterOrders:
@@ -48,10 +51,30 @@ class RouterOrders:
         return answer
 
 
+async def restart_members(
+    cluster: Orchestrator, what: str, lock: asyncio.Lock, router: RouterOrders, *, drafts: Mapping[str, Replace],
+    targets: Callable[[], Awaitable[Mapping[str, Replace]]],
+) -> AsyncIterator[str]:  # fmt: skip
+    """Replace the targets, the drafts or all of these, drafts first, one after another; what is done, as it is done.
+
+    what: one of control.REPLACED. lock: held meanwhile. drafts: by name. targets: by URL, asked for once their turn
+    comes. Raises AdaServeError: it is not ready, and what replacing raises.
+    """
+    if cluster.phase != "ready":
+        raise AdaServeError(f"the cluster is {cluster.phase}; order this once it is ready")
+    async with lock:
+        if what != "targets":
+            async for line in replace_drafts(drafts):
+                yield line
+        if what != "drafts":
+            async for line in replace_in_turn(await targets(), router, drain_s=cluster.plan.target_grace_s):
+                yield line
+
+
 async def replace_in_turn(
-    targets: Mapping[str, Callable[[], Awaitable[None]]], router: RouterOrders, *, drain_s: float
+    targets: Mapping[str, Replace], router: RouterOrders, *, drain_s: float
 ) -> AsyncIterator[str]:
-    """What is done, as it is done. targets: by URL, what replaces one and returns when the new one is ready.
+    """What is done, as it is done. targets: by URL.
 
     Each gets at most `drain_s` seconds for what it has; a server finishes what is left while it stops, within its own
     limit. Raises what replacing raises; then the target is used again if it recovers, and the rest stay as they are.
@@ -70,9 +93,9 @@ async def replace_in_turn(
         yield f"{url}: is used again"
 
 
-async def replace_drafts(drafts: Mapping[str, Callable[[], Awaitable[None]]]) -> AsyncIterator[str]:
-    """What is done, as it is done; targets decode without a draft that is not there. drafts: by name, what replaces
-    one. Raises what replacing raises."""
+async def replace_drafts(drafts: Mapping[str, Replace]) -> AsyncIterator[str]:
+    """What is done, as it is done; targets decode without a draft that is not there. drafts: by name. Raises what
+    replacing raises."""
     for name, replace in drafts.items():
         yield f"{name}: is replaced"
         await replace()
