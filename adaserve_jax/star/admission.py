@@ -1,6 +1,6 @@
 """Whether one target more may use a draft service: not where it, or one that is there, were slower than without.
 
-Pure. Knows targets by their times only; sessions and devices are others'. Source: StarSD, section 4.2.
+No thread, clock or device. Knows targets by their times only; sessions are others'. Source: StarSD, section 4.2.
 """
 
 from __future__ import annotations

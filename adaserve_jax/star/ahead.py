@@ -1,7 +1,8 @@
 """Drafting ahead: while a target verifies its tree, the tree that it will probably ask for next, if nobody else waits.
 
-Pure: which text is guessed and whether that is worth its time. Guesses are held against texts by session.py, answers
-are core.py's. Nothing here changes a tree: what is made ahead is searched as any other, for the text that was guessed.
+No thread, clock or device: which text is guessed and whether that is worth its time. Guesses are held against texts by
+session.py, answers are core.py's. Nothing here changes a tree: what is made ahead is searched as any other, for the
+text that was guessed.
 """
 
 from __future__ import annotations

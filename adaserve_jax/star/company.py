@@ -1,6 +1,6 @@
 """Which Drafts are searched together: those that are served no later so than one after another, each of them in time.
 
-Pure: knows what is expected of searches. In which order Drafts come is dispatch.py's, who has room is asked.
+Knows what is expected of searches, and no device. In which order Drafts come is dispatch.py's, who has room is asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The draft service without its device and its connections: what is said to it, what runs next, what it answers.
 
-`DraftCore` is pure and deterministic: no thread, no clock, no jax, no gRPC. Who owns one calls it from one thread at a
+`DraftCore` is deterministic: no thread, no clock, no device, no gRPC. Who owns one calls it from one thread at a
 time: `receive` for what targets say, `next_batch` and `done` around each batch of the device, `expire` now and then.
 Every method takes `now`, seconds of one clock that never goes back; only what is received may have come before the
 latest batch ended. Frames may also be received while a batch is on the device, and are then of no use to work ahead.

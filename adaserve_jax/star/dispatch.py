@@ -1,7 +1,8 @@
 """Which sessions the device works for next: by deadline, compatible ones together, long catch-ups in between.
 
-Pure: `Dispatcher.next` looks at the sessions that have something to do and says what one batch runs. Source: StarSD,
-section 4.1, which serves first come, first served, one by one; the departures are in docs/architecture/star.md.
+No thread, clock or device: `Dispatcher.next` looks at the sessions that have something to do and says what one batch
+runs. Source: StarSD, section 4.1, which serves first come, first served, one by one; the departures are in
+docs/architecture/star.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a session's text may become: the likeliest path of the tree that its target verifies, and the target's token.
 
-Pure values; whether to act on them is ahead.py's.
+No thread, clock or device; whether to act on a guess is ahead.py's.
 """
 
 from __future__ import annotations

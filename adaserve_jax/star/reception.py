@@ -1,6 +1,6 @@
 """Judges every message of a target: tells sessions what was said, and answers what can be answered at once.
 
-Pure. Who is there, and what ends, is registry.py's; trees, and so the device, are core.py's.
+No thread, clock or device. Who is there, and what ends, is registry.py's; trees are core.py's.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Reception:
         self._stopped = False
 
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
-        """See `DraftCore.receive`."""
+        """Take one frame of a target in, which came at `now`; returns what to answer at once. Never raises."""
         answers = (self._hear(target_id, message, now) for message in messages)
         return [answer for answer in answers if answer is not None]
 
     def gone(self, target_id: str) -> None:
-        """See `DraftCore.gone`."""
+        """Its stream has ended: what it waits for is dropped, and it no longer counts for admission."""
         self._registry.gone(target_id)
         if self._admission is not None:
             self._admission.leave(target_id)

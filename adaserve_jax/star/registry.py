@@ -1,6 +1,6 @@
 """Who is connected to a draft service, and which sessions they have: what begins and ends them, and which are busy.
 
-Pure. What is said, and whether it may be, is reception.py's; trees, and so the device, are core.py's.
+No thread, clock or device. What is said, and whether it may be, is reception.py's; trees are core.py's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Registry:
         self._targets[target_id].here = True
 
     def gone(self, target_id: str) -> None:
-        """See `DraftCore.gone`."""
+        """Its stream has ended: what it waits for is dropped; its sessions stay until their leases end."""
         target = self._targets.get(target_id)
         if target is None:
             return
@@ -102,7 +102,7 @@ class Registry:
         self.note(session)
 
     def expire(self, now: float) -> int:
-        """See `DraftCore.expire`."""
+        """End sessions that have said nothing for a lease; returns how many."""
         ended = 0
         for target in list(self._targets.values()):
             for session in list(target.sessions.values()):

@@ -1,6 +1,6 @@
 """KV room of a draft service: which sessions hold some, and who loses it when it is short.
 
-Pure: pages and pools are behind `Room`, which the worker implements.
+No thread, clock or device: pages and pools are behind `Room`, which `star.model.DraftModel` implements.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class DraftServer:
 
 
 class _Stream:
-    """Implements `worker.Connection`."""
+    """Implements `streams.Connection`."""
 
     def __init__(self, identity: str, context: grpc.ServicerContext, audit: Audit) -> None:
         self.identity = identity

@@ -1,6 +1,6 @@
 """One session of a draft service: the text of one request, how much of it the draft's KV holds, what was asked.
 
-Pure: no clock, no device, no messages sent. Who is served when is dispatch.py's; what is answered is core.py's.
+No thread, clock or device, and no messages sent. Who is served when is dispatch.py's; what is answered is core.py's.
 """
 
 from __future__ import annotations
