@@ -1,4 +1,7 @@
-"""What a bench needs to be told of a server that is measured by its URL. Opens nothing."""
+"""What a client needs to be told of a server that it knows by its URL. Opens nothing.
+
+The client is a bench that measures the server, or the cluster's router, which knows each of its targets so.
+"""
 
 from __future__ import annotations
 

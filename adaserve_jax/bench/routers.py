@@ -2,6 +2,7 @@
 
 That is: every request it assigned, with its prompt's length and targets; the tokens streamed back so far; and the
 lengths of outputs that have ended. Never the length of an output to come, and never what a step in flight will bring.
+The simulator asks these routers, and so does the cluster's router, whose targets are the replicas then.
 """
 
 from __future__ import annotations
