@@ -1,4 +1,7 @@
-"""Sequences of requests that are made when they are asked for: of a million, only those that are open take room."""
+"""Sequences of requests that are made when they are asked for: of a million, only those that are open take room.
+
+Simulations use `AsAssigned`; scripts under benchmarks/ that simulate a million requests use `RequestColumns`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Takes a part of a long trace that fits a machine: the minutes in which the rate swings most, thinned and shortened.
 
-Every change is named in the trace that it makes. Knows nothing of machines, policies or targets.
+Every change is named in the trace that it makes. Knows nothing of machines, policies or targets. The scripts under
+benchmarks/ that follow the Nightjar paper use it.
 """
 
 from __future__ import annotations

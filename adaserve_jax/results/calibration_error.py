@@ -1,4 +1,7 @@
-"""Expected calibration error: how far stated chances are from what happened. Defined in docs/metrics.md."""
+"""Expected calibration error: how far stated chances are from what happened. Defined in docs/metrics.md.
+
+The scripts under benchmarks/ hold it against `honest_error`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Rows of benchmarks/throughput.py: what they hold, how they are read and written, and the aims they are judged by.
 
-Imports no jax and runs nothing. A row keeps the figure of every round, so that systems are compared round by round.
+Imports no jax and runs nothing. A row keeps the figure of every round, so that systems are compared round by round. The
+scripts under benchmarks/ use it, and those that make documents of their results.
 """
 
 from __future__ import annotations
