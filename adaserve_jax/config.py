@@ -125,8 +125,8 @@ class EngineConfig(Checked):
         drafts = isinstance(self.drafts, (tuple, list)) and all(_is_named_folder(draft) for draft in self.drafts)
         self._check(drafts and (not self.drafts or self.draft is not None), "drafts", "NAME=FOLDER, beside a draft")
         object.__setattr__(self, "drafts", tuple(self.drafts))
-        names = self.draft_names
-        self._check(len(set(names)) == len(names), "drafts", f"of different names, none of them {DEFAULT_DRAFT}")
+        different = len(self.draft_names) == len(self.drafts) + (self.draft is not None)
+        self._check(different, "drafts", f"of different names, none of them {DEFAULT_DRAFT}")
         self._check(self.route in ROUTES, "route", f"one of {', '.join(ROUTES)}")
         self._check_learning()
         self._check(self.infeasible_slo in INFEASIBLE_SLO, "infeasible_slo", f"one of {', '.join(INFEASIBLE_SLO)}")
@@ -171,9 +171,12 @@ class EngineConfig(Checked):
     @property
     def draft_names(self) -> tuple[str, ...]:
         """What requests call the drafts: "default", then those of `drafts`; empty without a draft."""
-        if self.draft is None:
-            return ()
-        return (DEFAULT_DRAFT, *(named.partition("=")[0] for named in self.drafts))
+        return tuple(self.draft_folders)
+
+    @property
+    def draft_folders(self) -> dict[str, str]:
+        """By name, in the order of `draft_names`: `draft`, then the folders of `drafts`, as they were given."""
+        return {} if self.draft is None else {DEFAULT_DRAFT: self.draft, **dict(map(_named_folder, self.drafts))}
 
     @property
     def speculates(self) -> bool:
@@ -194,9 +197,14 @@ def is_address(value: object) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 65535
 
 
+def _named_folder(draft: str) -> tuple[str, str]:
+    name, _, folder = draft.partition("=")
+    return name, folder
+
+
 def _is_named_folder(draft: object) -> bool:
-    name, _, folder = str(draft).partition("=")
-    return isinstance(draft, str) and name.replace("-", "_").isidentifier() and bool(folder)
+    name, folder = _named_folder(draft) if isinstance(draft, str) else ("", "")
+    return name.replace("-", "_").isidentifier() and bool(folder)
 
 
 FIELD_HELP: dict[str, str] = {

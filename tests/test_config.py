@@ -100,7 +100,9 @@ def test_what_needs_a_draft_here_is_refused_with_a_drafter(options: dict[str, An
 
 
 def test_drafts_have_names_in_order() -> None:
-    assert EngineConfig(drafts=("code=a", "maths=b=c")).draft_names == ("default", "code", "maths")
+    several = EngineConfig(draft="d", drafts=("code=a", "maths=b=c"))
+    assert several.draft_names == ("default", "code", "maths")
+    assert several.draft_folders == {"default": "d", "code": "a", "maths": "b=c"}
     assert (EngineConfig().draft_names, EngineConfig(draft=None).draft_names) == (("default",), ())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.config import DEFAULT_DRAFT, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.distill.footprint import training_bytes
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.routing import Router, make_router
@@ -31,10 +31,7 @@ def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Token
     """Between the configured drafts; None without one. Raises ConfigError."""
     if config.draft is None:
         return None
-    folders = {DEFAULT_DRAFT: resolve_folder(config.draft, "draft")}
-    for draft in config.drafts:
-        name, _, folder = draft.partition("=")
-        folders[name] = resolve_folder(folder, "draft")
+    folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
     return make_router(
         config.route, folders, embedding=lambda: np.asarray(executor.draft_params(0)["embed"], np.float32),
         encode=tokenizer.encode,

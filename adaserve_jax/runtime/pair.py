@@ -53,8 +53,8 @@ def find_pair(config: EngineConfig) -> Pair:
     draft = ModelConfig.from_folder(draft_folder)
     check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
     further: dict[str, Path] = {}
-    for named in config.drafts:
-        name, _, path = named.partition("=")
+    _, *named = config.draft_folders.items()
+    for name, path in named:
         further[name] = folder = resolve_folder(path, "draft")
         _check_same_shape(name, ModelConfig.from_folder(folder), draft)
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(folder))
