@@ -216,7 +216,7 @@ FIELD_HELP: dict[str, str] = {
     "max_requests": "most requests that run at once; 0: auto by device",
     "max_context": "most tokens of one request, prompt and output; 0: what the models support",
     "max_waiting": "most requests that wait; more are refused",
-    "page_size": "tokens per KV page",
+    "page_size": "tokens per KV page: 8, 16, 32, 64 or 128",
     "num_pages": "pages in the KV pool; 0: auto by memory and max_requests",
     "max_batch_tokens": "largest packed length of one target step, tree and prefill tokens; 0: auto by device",
     "token_edges": "packed lengths that are compiled; empty: powers of two up to max_batch_tokens",
@@ -243,7 +243,8 @@ FIELD_HELP: dict[str, str] = {
     "calibrate": "learn the chances that drafted tokens are accepted from verifications, while serving",
     "calibration": "file of learned chances: read at the start where it exists, written every few minutes and at the "
     "end; none: the draft's own calibration.json, and what is learned is lost",
-    "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
+    "compile_cache": "folder of the persistent compilation cache; none: $JAX_COMPILATION_CACHE_DIR, else "
+    "adaserve_jax/compile in the user's cache folder",
     "seed": "seeds the draw of seeds for requests that bring none",
     "tp": "devices over which the target is divided (tensor parallelism); the draft stays on the first of them",
     "coordinator": "host:port of process 0, where several processes hold the devices; the port after it is used too",

@@ -83,7 +83,7 @@ def table(name: str, rows: list[ResultRow]) -> str:
         for row in sorted(rows, key=lambda row: (row.rate_rps, policies.index(row.policy)))
         if row.rate_rps in shown
     ]
-    which = "" if len(shown) == len(rates) else "Every other of its rates is shown; "
+    which = "" if len(shown) == len(rates) else "Every second rate is shown; "
     report = f"[{'all of it' if which else 'All of it'}](docs/results/{name}.md), with intervals and by class."
     head = f"Measured with {grown(rows)}`{command(rows)}`:"
     return "\n".join([head, "", HEADER, *lines, "", f"{which}{report} {conditions(rows[0])}"])

@@ -92,6 +92,7 @@ FIELD_HELP = {
     "draft_ahead": "while targets verify and nobody waits, draft what they will probably ask next",
     "one_by_one": "draft for one request at a time, for measurements",
     "calibration": "file of the acceptance table; none: the calibration.json beside the draft",
-    "compile_cache": "folder of the persistent compilation cache; none: the user's cache folder",
+    "compile_cache": "folder of the persistent compilation cache; none: $JAX_COMPILATION_CACHE_DIR, else "
+    "adaserve_jax/compile in the user's cache folder",
     "dtype": "weights and KV: f32, bf16, or auto (f32 on CPU, bf16 on GPU and TPU)",
 }

@@ -35,6 +35,7 @@ from tests.engine.driven_texts import (
     plain,
 )
 from tests.hlo import copies_of
+from tests.waiting import wait_until
 
 SMALL = {
     "max_requests": 4, "max_context": ROW_PAGES * PAGE, "page_size": PAGE, "num_pages": BASE_PAGES, "max_depth": 2,
@@ -123,8 +124,8 @@ def test_an_expansion_without_room_brings_the_draft_back(
         patch.setattr(elastic, "_load_weights", failing)
         with pytest.raises(EngineDeadError, match=r"neither .*injected\) nor the draft .* finds room where the draft"):
             executor.expand()
-    assert not executor.draft_ready()  # begins to load it
-    elastic.wait()
+    assert not executor.draft_resident
+    wait_until(executor.draft_ready)  # which begins to load it
     assert drafted_to_the_end(texts) == plain(executor)
 
 
@@ -180,12 +181,10 @@ def test_a_draft_that_could_not_be_loaded_is_loaded_again(
         with pytest.raises(SwapError, match=r"the draft could not be loaded: .*injected; it is tried again"):
             elastic.wait()
         texts.decode(draft=False)
-        assert not executor.draft_ready()
         with pytest.raises(SwapError, match="injected"):
-            elastic.wait()
-    assert not executor.draft_ready()
-    elastic.wait()
-    assert executor.draft_ready()
+            wait_until(executor.draft_ready)  # which begins to load it
+    assert not executor.draft_resident
+    wait_until(executor.draft_ready)
     assert drafted_to_the_end(texts) == plain(executor)
 
 
