@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,12 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder. Raises CheckpointError: it is missing or unreadable."""
-        from transformers import AutoTokenizer  # a second of import time, which `--help` should not pay
-
         folder = Path(folder)
         if not any((folder / name).is_file() for name in _FILES):
             raise CheckpointError(f"{folder}: expected a tokenizer in {' or '.join(_FILES)}, found neither")
+        auto_tokenizer = _auto_tokenizer()
         try:
-            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            loaded = auto_tokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except Exception as error:
             raise CheckpointError(f"{folder}: transformers cannot load the tokenizer: {error}") from error
         return cls(loaded, str(folder))
@@ -164,3 +164,19 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
                     param=f"messages[{index}].{key}",
                     code="invalid_messages",
                 )
+
+
+def _auto_tokenizer() -> Any:
+    """transformers' own, imported now: it takes a second, which `--help` should not pay. Where PyTorch is not installed
+    transformers advises it for its models; nothing here needs it."""
+    log = logging.getLogger("transformers")
+    log.addFilter(_is_not_advice)
+    try:
+        from transformers import AutoTokenizer
+    finally:
+        log.removeFilter(_is_not_advice)
+    return AutoTokenizer
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    return "Models won't be available" not in record.getMessage()

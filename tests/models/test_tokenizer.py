@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,18 @@ def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="transformers cannot load the tokenizer"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_nobody_is_told_to_install_what_nothing_needs(tmp_path: Path) -> None:
+    """Where PyTorch is missing."""
+    write_tokenizer(tmp_path, byte_tokenizer())
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from adaserve_jax.models.tokenizer import Tokenizer\n"
+        f"print(Tokenizer.from_folder({str(tmp_path)!r}).encode('ab'))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.startswith("[") and said.stderr == ""
 
 
 def test_vocabularies_must_agree(tmp_path: Path, tokenizer: Tokenizer) -> None:
