@@ -6,7 +6,7 @@ between processes and tests can build them by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -60,13 +60,6 @@ class OutputChunk:
     error_code: str | None = None
     error_param: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-
-
-def failed_chunks(
-    request_id: str, choices: Iterable[int], message: str, code: str | None, param: str | None
-) -> list[OutputChunk]:
-    """The last chunks of choices that were refused before they began, or lost with their engine."""
-    return [OutputChunk(request_id, choice, "", [], "error", None, message, code, param) for choice in sorted(choices)]
 
 
 def check_salt(salt: object) -> None:

@@ -19,7 +19,7 @@ from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.admission import check_ids, check_room
 from adaserve_jax.engine.assembly import Assembly, Observe
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
-from adaserve_jax.engine.sinks import Sinks, failed
+from adaserve_jax.engine.sinks import Sinks
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.scheduler.calibration import Calibrator
@@ -41,9 +41,9 @@ class LocalEngine:
         self._config = config
         self._progress = progress
         self._observe = observe
-        self._lock = threading.Condition()  # guards the inbox, the flags, and which requests are open
-        self._inbox: deque[Callable[[], None]] = deque()
         self._sinks = Sinks()
+        self._lock = threading.Condition()  # guards what follows, and that a request is looked for and opened in one
+        self._inbox: deque[Callable[[], None]] = deque()
         self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # and when they came; on their way to the inbox
         self._queued = 0  # choices of these and of the inbox, not yet seen by the scheduler
         self._stopping = False
@@ -234,7 +234,7 @@ class LocalEngine:
         try:
             self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
-            self._deliver(failed(request.request_id, range(request.sampling.n), error))
+            self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:
             if self._made.router is not None and request.draft_tag:
                 self._made.router.route(request)  # which learns of a tag what its topic is: not from who was refused
@@ -251,13 +251,12 @@ class LocalEngine:
         return router.route(request, self._made.tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
-        for chunk in chunks:
-            if not self._sinks.deliver(chunk):
-                self._core.abort(chunk.request_id)
+        for request_id in self._sinks.deliver(chunks):
+            self._sinks.deliver(self._core.abort(request_id))
 
     def _end(self, error: EngineDeadError) -> None:
         """Refuse all that comes, and tell every open sink; the core, whose state may be broken, is left alone."""
         with self._lock:
             self._error = error
             self._preparing.clear()
-        self._sinks.fail_all(error)
+        self._sinks.fail_all(str(error), error.code, error.param)
