@@ -39,14 +39,19 @@ class DraftPlanner:
         """Whether nobody could draft now, where that is another's to say."""
 
     @property
-    def is_here(self) -> bool:
-        here = self._residency is None or self._residency.draft_is_here
-        return here and not self.is_away
+    def is_resident(self) -> bool:
+        """Whether its memory is its own: False from when that became KV pages until the draft is back."""
+        return self._residency is None or self._residency.draft_is_here
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether it can be asked now, where there is one."""
+        return self.is_resident and not self.is_away
 
     def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
         """bool[num_decode]. A row whose draft lags by more than one step can catch up decodes plainly until it has.
         remaining, lag: i64[num_decode], tokens to the end and tokens that the draft lacks."""
-        if not (self._used and self.is_here):
+        if not (self._used and self.can_draft):
             return np.zeros(len(lag), bool)
         catching_up = (lag - 1) // self.max_catchup
         return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
@@ -62,7 +67,7 @@ class DraftPlanner:
         """Those that speculate are fed first, shortest lag first; then the lagging rows, with half of what is left when
         prompts wait too; then the prefill chunks. slots: i64[R]. lag: i64[num_decode]. due_s: f64[num_decode], seconds
         until each row's next token is due, where the draft is remote."""
-        if not (self._used and self.is_here and (decision.depth or decision.feed_draft)):
+        if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
             return None
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)

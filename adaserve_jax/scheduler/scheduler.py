@@ -91,8 +91,6 @@ class Scheduler:
             worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
         residency = None if self.swapping is None else self.swapping.residency
-        has_draft = limits.max_depth > 0 and not remote
-        self._gauges = Gauges(self._batch, self._controller, calibrator, has_draft=has_draft, residency=residency)
         self._draft = DraftPlanner(
             self._batch,
             max_catchup=costs.max_catchup_tokens,
@@ -103,6 +101,8 @@ class Scheduler:
             several_drafts=bool(config.drafts),
             remote=remote,
         )
+        has_draft = limits.max_depth > 0 and not remote
+        self._gauges = Gauges(self._batch, self._controller, calibrator, self._draft, has_draft=has_draft)
         self._planner = Planner(
             self._batch, self._controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
@@ -246,6 +246,11 @@ class Scheduler:
             self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         return updates
+
+    @property
+    def draft_resident(self) -> bool:
+        """False from when a swap took the draft's memory until the draft is back; True where none can."""
+        return self._draft.is_resident
 
     @property
     def draft_is_away(self) -> bool:
