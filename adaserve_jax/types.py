@@ -227,10 +227,15 @@ class DraftPlan:
     due_s: np.ndarray | None = None
 
     @property
+    def is_remote(self) -> bool:
+        """Whether a draft service drafts: due times are for it, and nobody else has any."""
+        return self.due_s is not None
+
+    @property
     def waited_tokens(self) -> int:
         """Catch-up tokens that the step waits for: a service is fed those of rows that do not speculate meanwhile."""
         counts = self.catchup_counts
-        return int(counts.sum() if self.due_s is None else counts[: len(self.speculates)][self.speculates].sum())
+        return int(counts[: len(self.speculates)][self.speculates].sum() if self.is_remote else counts.sum())
 
 
 @dataclass(frozen=True, eq=False)

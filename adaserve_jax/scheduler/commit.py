@@ -115,7 +115,7 @@ def _advance(
         table.accepted_tokens[decode] += verified.accepted
     draft = plan.draft
     # it ran, and did not fail; of a service it counts what it was told, which is told again where that was lost
-    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.due_s is not None):
+    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.is_remote):
         table.draft_computed[slots] = draft.draft_ctx + draft.catchup_counts
 
 
