@@ -93,7 +93,7 @@ class Scheduler:
         residency = None if self.swapping is None else self.swapping.residency
         self._draft = DraftPlanner(
             self._batch,
-            max_catchup=costs.max_catchup_tokens,
+            costs,
             used=self._policy.uses_draft and limits.max_depth > 0,
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
@@ -265,7 +265,6 @@ class Scheduler:
         """Plan by the draft's times in these samples from now on. Between steps."""
         self._cost.retime_draft(samples)
         self._controller.retimed(self._cost)
-        self._draft.max_catchup = self._cost.max_catchup_tokens
 
     def take_released(self) -> np.ndarray:
         """Slots whose requests run there no more, i32[n], since this was last asked."""
