@@ -372,13 +372,13 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
     try:
         limits, ends = machines[0].limits, queue.SimpleQueue()
         guessed = drafting.guessed(costs_of(limits), limits)
-        assert engine._made.samples == guessed
+        assert engine.assembly.samples == guessed
         engine.submit(GenerateRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True)), ends.put)
         while ends.get(timeout=30).finish_reason is None:
             pass
         said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_WAY_S)
         assert service.asked == 6, "nobody is greeted any more"
-        assert engine._made.samples == said != guessed
+        assert engine.assembly.samples == said != guessed
         scheduler = engine._core.scheduler
         assert scheduler._cost.samples == said and scheduler._cost.catchup_s(8) == pytest.approx(0.003)
         switch = SwitchTable.of(CostTable(said, limits), limits)
