@@ -76,7 +76,8 @@ def check_salt(salt: object) -> None:
 @dataclass(frozen=True)
 class EngineInfo:
     """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
-    that the target's makers ask for. drafts: what `draft_tag` may be."""
+    that the target's makers ask for. draft: its name or folder, "remote" where draft services are asked, None without a
+    draft. drafts: what `draft_tag` may be."""
 
     target: str
     draft: str | None

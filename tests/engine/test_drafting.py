@@ -357,7 +357,7 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
     """With a policy whose controller read the guess at the start, and another that is set later."""
     service, machines = Connecting(after=5), []
 
-    def load(config: EngineConfig, _: object = None, swaps: bool = False) -> Machine:
+    def load(config: EngineConfig, _: object = None, **_options: object) -> Machine:
         machine = Machine(config)
         machine.chances = read_chances(resolve_folder("demo", "draft").parent / CALIBRATION_FILE)  # type: ignore[assignment]
         machines.append(machine)
