@@ -37,8 +37,8 @@ class Gauges:
         return replace(
             stats,
             **self._cheap(),
-            pages_cached=pool.num_idle,
-            extension_cached=pool.extension_idle,
+            pages_cached=pool.num_cached,
+            extension_cached=pool.extension_cached,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
             swaps=dict(stats.swaps),
@@ -57,6 +57,6 @@ class Gauges:
         return {
             "running": len(batch.running), "waiting": len(batch.queue), "preemptions": batch.preemptions,
             "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
-            "extension_total": pool.num_pages - pool.base_pages,
+            "extension_total": pool.pages_in_force - pool.base_pages,
             "draft_resident": self._has_draft and self._draft.is_resident,
         }  # fmt: skip
