@@ -25,7 +25,6 @@ from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
 from adaserve_jax.scheduler.fit import fit
-from adaserve_jax.scheduler.gauges import Gauges
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
@@ -33,6 +32,7 @@ from adaserve_jax.scheduler.policies import Parts
 from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.scheduler.queue import order_key
+from adaserve_jax.scheduler.readings import Readings
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.spare import SpareTime
 from adaserve_jax.scheduler.state import RequestState
@@ -102,7 +102,7 @@ class Scheduler:
             remote=remote,
         )
         has_draft = limits.max_depth > 0 and not remote
-        self._gauges = Gauges(self._batch, self._controller, calibrator, self._draft, has_draft=has_draft)
+        self._readings = Readings(self._batch, self._controller, calibrator, self._draft, has_draft=has_draft)
         self._planner = Planner(
             self._batch, self._controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
@@ -148,15 +148,15 @@ class Scheduler:
 
     @property
     def totals(self) -> StepStats:
-        """The totals themselves, for who asks often: the next step changes them. Gauges of requests, pages, the draft
+        """The totals themselves, for who asks often: the next step changes them. Readings of requests, pages, the draft
         and the latest step are as of now; arms, calibration and the prefix cache are left out."""
-        self._gauges.write(self._stats)
+        self._readings.write(self._stats)
         return self._stats
 
     @property
     def stats(self) -> StepStats:
-        """A snapshot of the totals, with all gauges as of now. Changes nothing, so that any thread may ask."""
-        return self._gauges.snapshot(self._stats)
+        """A snapshot of the totals, with all readings as of now. Changes nothing, so that any thread may ask."""
+        return self._readings.snapshot(self._stats)
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
         """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes. Raises

@@ -1,4 +1,5 @@
-"""What `StepStats` has that is not counted step by step: read off the state when it is asked for."""
+"""What `StepStats` has that is not counted in it step by step: gauges, and counts that other parts keep (preemptions,
+the prefix cache, calibration), read off them when it is asked for."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.stats import StepStats
 
 
-class Gauges:
+class Readings:
     """Of one scheduler. has_draft: whether there is a draft here that could be resident."""
 
     def __init__(
