@@ -131,11 +131,6 @@ class PagePool:
             del self._cached[page]
         self._refs[pages] += 1
 
-    def fork(self, pages: np.ndarray) -> np.ndarray:
-        """The page list of a second holder of the same content: retains `pages` and returns a copy."""
-        self.retain(pages)
-        return np.array(pages, np.int32)
-
     def free(self, pages: np.ndarray) -> None:
         """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free, or cached
         where the keeper knows them, the last one named first to be evicted."""

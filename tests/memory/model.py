@@ -84,7 +84,7 @@ class Model:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """start, grow, draft, fork, free (as at an end or an abort), preempt, and swaps that fail at every point."""
+    """start, grow, draft, share, free (as at an end or an abort), preempt, and swaps that fail at every point."""
 
     @initialize(base=st.integers(MAX_PAGES, 8), extension=st.integers(1, 6), extended=st.booleans())
     def begin(self, base: int, extension: int, extended: bool) -> None:
@@ -139,7 +139,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 return
             holder.pages = np.concatenate([holder.pages, self._alloc(1)])
         elif self.pool.references(holder.pages[-1:])[0] > 1:
-            return  # the last page of a fork: copying it is its holder's affair
+            return  # its last page is shared: copying it is its holder's affair
         holder.text = (*holder.text, token)
         self._write(holder, len(holder.pages) - 1)
         self._enter(holder)
@@ -151,10 +151,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
-    def fork(self, pick: int) -> None:
+    def share(self, pick: int) -> None:
         holder = self._holder(pick)
-        copy = Holder(holder.salt, holder.text, self.pool.fork(holder.pages), holder.entered, holder.drafted)
-        self.holders.append(copy)
+        self.pool.retain(holder.pages)
+        self.holders.append(Holder(holder.salt, holder.text, holder.pages.copy(), holder.entered, holder.drafted))
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)

@@ -37,12 +37,13 @@ class PagePoolMachine(RuleBasedStateMachine):
         return pages
 
     @rule(target=owners, pages=owners)
-    def fork(self, pages):
+    def share(self, pages):
         if any(self.holders[int(page)] == 0 for page in pages):
             return np.zeros(0, np.int32)
         for page in pages:
             self.holders[int(page)] += 1
-        return self.pool.fork(pages)
+        self.pool.retain(pages)
+        return pages.copy()
 
     @rule(pages=consumes(owners))
     def free(self, pages):
