@@ -235,13 +235,13 @@ class Scheduler:
         self._spare.observe(
             now, len(self._batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
         )
-        verified = Verified.of(trees, outcome.accepted, plan.num_decode, self._stats)
+        verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for update in updates.ended.values():
             del self._requests[update.request_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
-        self._count(plan, trees, outcome)
+        self._count(plan, trees, verified, outcome)
         if self.swapping is not None:
             self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
@@ -316,8 +316,9 @@ class Scheduler:
             step_s = now - planned.made_s
             self._controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
 
-    def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
+    def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats
+        verified.count(stats)
         stats.steps += 1
         stats.draft_s += outcome.draft_s
         stats.verify_s += outcome.verify_s
