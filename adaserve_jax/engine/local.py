@@ -40,7 +40,7 @@ class LocalEngine:
         self._progress = progress
         self._observe = observe
         self._sinks = Sinks()
-        self._lock = threading.Condition()  # guards what follows, and that a request is looked for and opened in one
+        self._lock = threading.Condition()  # guards inbox and flags; requests are looked up and opened under it
         self._inbox: deque[Callable[[], None]] = deque()
         self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # and when they came; on their way to the inbox
         self._queued = 0  # choices of these and of the inbox, not yet seen by the scheduler
