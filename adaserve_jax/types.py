@@ -1,8 +1,7 @@
 """The vocabulary that every part shares: requests, targets, plans, trees, outcomes, and the protocols between parts.
 
 Imports no jax and decides nothing. Axis letters: R rows of a step, C candidates, N packed tree nodes, P pages, V
-vocabulary.
-Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part of the public API.
+vocabulary. Seconds everywhere; milliseconds only in the constructor of `SLO`, which is part of the public API.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class SLO:
         for name, param in (("tpot_ms", "slo_tpot_ms"), ("ttft_ms", "slo_ttft_ms"), ("relative", "slo_relative")):
             value = getattr(self, name)
             if value is not None:
-                ok = is_finite(value) and value > 0
-                require(ok, param, "a finite number above 0", value, "invalid_slo")
+                require(is_finite(value) and value > 0, param, "a finite number above 0", value, "invalid_slo")
         both = self.tpot_ms is not None and self.relative is not None
         require(not both, "slo_relative", "absent when slo_tpot_ms is given", self.relative, "invalid_slo")
 
@@ -212,7 +210,7 @@ class DraftPlan:
     probabilities. chances: f32[2, D, ranks, bins], from now on in the place of those that the draft was loaded with;
     None: as before. drafts: i32[R], which of several drafts is each row's; None: the first, for all. due_s:
     f64[num_decode], seconds from planning until the row's next token is due, 0 where it is late, inf without a target;
-    only where the drafter is remote.
+    None where the drafter is no service.
     """
 
     depth: int
@@ -227,10 +225,14 @@ class DraftPlan:
     due_s: np.ndarray | None = None
 
     @property
+    def is_remote(self) -> bool:
+        return self.due_s is not None
+
+    @property
     def waited_tokens(self) -> int:
         """Catch-up tokens that the step waits for: a service is fed those of rows that do not speculate meanwhile."""
         counts = self.catchup_counts
-        return int(counts.sum() if self.due_s is None else counts[: len(self.speculates)][self.speculates].sum())
+        return int(counts[: len(self.speculates)][self.speculates].sum() if self.is_remote else counts.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -352,8 +354,7 @@ class StepOutcome:
     prefill chunk that does not end its prompt. accepted: bool[N], per packed tree node (roots True).
     draft_s: wall time from the call of speculate to its candidates on the host (0 without a draft); verify_s
     likewise. wait_s: the part of both spent waiting for the device, or a draft service. bucket: packed length that ran.
-    logprobs: where the edits asked for them. edited: bool[R], rows of which they changed any logits; None: the step had
-    no edits.
+    logprobs: where the edits asked for them. edited: bool[R], rows of which they changed any logits; None: no edits.
     """
 
     tokens: np.ndarray

@@ -76,7 +76,7 @@ def measure(
     engine: LocalEngine, start: str, texts: list[str], temperatures: list[float], tokens: int
 ) -> list[Measured]:
     """Both halves at every temperature; the engine learns all the while."""
-    llm, calibrator, rows = LLM.over(engine), engine.calibrator, []
+    llm, calibrator, rows = LLM.over(engine), engine.assembly.calibrator, []
     assert calibrator is not None
     middle = len(texts) // 2
     for temperature, half in itertools.product(temperatures, (0, 1)):

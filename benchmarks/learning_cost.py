@@ -71,7 +71,7 @@ class Side:
 
     def rest(self) -> None:
         """Until nothing is left to be learned."""
-        learner = self.engine.client.learner
+        learner = self.engine.client.assembly.learner
         while learner is not None and not learner.rests:
             time.sleep(0.01)
 

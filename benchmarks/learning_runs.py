@@ -108,7 +108,8 @@ def run(
                 draft_tag=[each.tag for each in wave],
             )  # fmt: skip
             done = time.monotonic()
-            while engine.learner is not None and not engine.learner.rests:
+            learner = engine.assembly.learner
+            while learner is not None and not learner.rests:
                 time.sleep(0.002)
             serve_s, wait_s = serve_s + done - began, wait_s + time.monotonic() - done
             for asked, output in zip(wave, outputs, strict=True):

@@ -57,7 +57,7 @@ class Turns:
 
     def _stand_before(self, engine: Engine) -> None:
         """Every core that the engine builds, one per policy, steps in its turn only."""
-        build = engine.local._made.build_core
+        build = engine.local.assembly.build_core
 
         def build_waiting(config: EngineConfig) -> EngineCore:
             core = build(config)
@@ -75,7 +75,7 @@ class Turns:
             core.step = step_in_turn
             return core
 
-        engine.local._made.build_core = build_waiting
+        engine.local.assembly.build_core = build_waiting
 
     def _wait_for_turn(self, engine: Engine) -> None:
         with self._changed:

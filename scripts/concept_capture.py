@@ -153,7 +153,7 @@ def pages_over_time(base: int = 24, extension: int = 10) -> tuple[list[Pages], M
 
 
 def _pages(pool: PagePool, held: dict[str, np.ndarray], title: str) -> Pages:
-    holder = [""] * pool.num_pages
+    holder = [""] * pool.pages_in_force
     for name, pages in held.items():
         for page in pages.tolist():
             holder[page] = name

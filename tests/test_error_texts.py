@@ -303,7 +303,7 @@ def test_structured_output_without_its_package_says_so(monkeypatch: pytest.Monke
 ])  # fmt: skip
 def test_a_draft_that_no_request_can_choose_is_refused(drafting: object, has: str):
     made = SimpleNamespace(router=None, drafting=drafting)
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _made=made)
+    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _assembly=made)
     request = GenerateRequest("r", [1], SamplingParams(), SLO(), draft_tag="code")
     with pytest.raises(RequestError, match=f"draft_tag must be absent: this engine {has}; got 'code'"):
         LocalEngine._check(engine, request)

@@ -1,6 +1,7 @@
-"""What an engine runs on: loaded, compiled and measured before its first request. Makes the core of each policy of it.
+"""What an engine runs on: loaded, compiled and measured before its first request. Makes the core of each policy of it,
+and says what clients are told of it.
 
-Knows no thread, no client and no request.
+Runs no step and serves no request.
 """
 
 from __future__ import annotations
@@ -46,10 +47,9 @@ class Assembly:
         if config.drafter is not None:
             drafting.check_packages()
             drafting.check_files(config.drafter)
-        room = {"training_bytes": learning_bytes(config)} if config.learning is not None else {}
         self._progress = progress
         self._observe = observe
-        self.executor = load_executor(config, progress, swaps=policy.elastic, **room)
+        self.executor = load_executor(config, progress, swaps=policy.elastic, training_bytes=learning_bytes(config))
         self.drafting: drafting.Drafting | None = None
 
     @property

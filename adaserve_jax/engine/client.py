@@ -6,7 +6,7 @@ between processes and tests can build them by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -62,13 +62,6 @@ class OutputChunk:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
 
-def failed_chunks(
-    request_id: str, choices: Iterable[int], message: str, code: str | None, param: str | None
-) -> list[OutputChunk]:
-    """The last chunks of choices that were refused before they began, or lost with their engine."""
-    return [OutputChunk(request_id, choice, "", [], "error", None, message, code, param) for choice in sorted(choices)]
-
-
 def check_salt(salt: object) -> None:
     """Raise RequestError unless `salt` is a text of bounded length."""
     if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
@@ -83,7 +76,8 @@ def check_salt(salt: object) -> None:
 @dataclass(frozen=True)
 class EngineInfo:
     """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
-    that the target's makers ask for. drafts: what `draft_tag` may be."""
+    that the target's makers ask for. draft: its name or folder, "remote" where draft services are asked, None without a
+    draft. drafts: what `draft_tag` may be."""
 
     target: str
     draft: str | None

@@ -221,7 +221,7 @@ class EngineCore:
     def rests(self) -> bool:
         """Whether there is nothing to do for now: no request runs, the draft is where it belongs, and nothing is left
         to be learned, or to be kept of that."""
-        return not self.has_work and self._draft_is_here and (self._learner is None or self._learner.rests)
+        return not self.has_work and self.scheduler.draft_resident and (self._learner is None or self._learner.rests)
 
     @property
     def wakes_in_s(self) -> float | None:
@@ -231,15 +231,10 @@ class EngineCore:
     def rest(self) -> bool:
         """Without requests: bring the draft back, a part of the way in each call, or do a piece of training. None waits
         for the draft; one may for the copy of cached pages. Returns whether there may be more to do at once."""
-        if self._draft_is_here and self._learner is not None:
+        if self.scheduler.draft_resident and self._learner is not None:
             return self._learner.work(None)
         swap_if_due(self.scheduler, self.executor, self.clock)
         return False
-
-    @property
-    def _draft_is_here(self) -> bool:
-        swapping = self.scheduler.swapping
-        return swapping is None or swapping.residency.draft_is_here
 
     def settle(self) -> None:
         """Bring the draft back; only while idle, before another core takes over the executor. Raises SwapError."""

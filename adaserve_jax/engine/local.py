@@ -15,14 +15,12 @@ from dataclasses import replace
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.distill.languages import MOST_CHARS
-from adaserve_jax.distill.learner import Learner
 from adaserve_jax.engine.admission import check_ids, check_room
 from adaserve_jax.engine.assembly import Assembly, Observe
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
-from adaserve_jax.engine.sinks import Sinks, failed
+from adaserve_jax.engine.sinks import Sinks
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
 from adaserve_jax.runtime.executor import ModelExecutor
-from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Progress
 
@@ -41,9 +39,9 @@ class LocalEngine:
         self._config = config
         self._progress = progress
         self._observe = observe
-        self._lock = threading.Condition()  # guards the inbox, the flags, and which requests are open
-        self._inbox: deque[Callable[[], None]] = deque()
         self._sinks = Sinks()
+        self._lock = threading.Condition()  # guards inbox and flags; requests are looked up and opened under it
+        self._inbox: deque[Callable[[], None]] = deque()
         self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # and when they came; on their way to the inbox
         self._queued = 0  # choices of these and of the inbox, not yet seen by the scheduler
         self._stopping = False
@@ -59,22 +57,15 @@ class LocalEngine:
         return self._info
 
     @property
+    def assembly(self) -> Assembly:
+        """What the engine runs on, whatever its policy is; for benchmarks and tests, while the engine is idle."""
+        self.info  # noqa: B018  raises before start
+        return self._assembly
+
+    @property
     def executor(self) -> ModelExecutor:
-        """The executor, for benchmarks and tests; only while the engine is idle."""
-        self.info  # noqa: B018  raises before start
-        return self._made.executor
-
-    @property
-    def calibrator(self) -> Calibrator | None:
-        """What verifications taught, whatever the policy was; None without a draft. Only while the engine is idle."""
-        self.info  # noqa: B018  raises before start
-        return self._made.calibrator
-
-    @property
-    def learner(self) -> Learner | None:
-        """What learns from the texts, for benchmarks and tests; None where nothing does."""
-        self.info  # noqa: B018  raises before start
-        return self._made.learner
+        """The executor; as `assembly`, of which it is."""
+        return self.assembly.executor
 
     @property
     def config(self) -> EngineConfig:
@@ -84,13 +75,13 @@ class LocalEngine:
     def start(self) -> None:
         if self._info is not None or self._stopping:
             raise EngineDeadError("an engine starts once; build a new LocalEngine instead")
-        self._made = made = Assembly(self._config, self._progress, self._observe)
+        self._assembly = assembly = Assembly(self._config, self._progress, self._observe)
         try:
-            made.get_ready()
-            self._core = made.build_core(made.config)
-            self._info = made.describe(made.config)
+            assembly.get_ready()
+            self._core = assembly.build_core(assembly.config)
+            self._info = assembly.describe(assembly.config)
         except BaseException:
-            made.release()
+            assembly.release()
             raise
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
@@ -103,8 +94,8 @@ class LocalEngine:
             if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
             self._core.settle()
-            self._core = self._made.build_core(config)
-            self._info = self._made.describe(config)
+            self._core = self._assembly.build_core(config)
+            self._info = self._assembly.describe(config)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Wait for what takes long before a request can begin, as its JSON schema does: for who has so many that the
@@ -133,9 +124,9 @@ class LocalEngine:
     def _check(self, request: GenerateRequest) -> Shared | None:
         """What the request's choices have in common. Raises at once what no waiting can change."""
         check_ids(request.prompt_ids, self.info.vocab_size)
-        router = self._made.router
+        router = self._assembly.router
         if request.draft_tag and router is None:
-            has = "has no draft" if self._made.drafting is None else "asks a draft service, which has one draft"
+            has = "has no draft" if self._assembly.drafting is None else "asks a draft service, which has one draft"
             raise RequestError(
                 f"draft_tag must be absent: this engine {has}; got {request.draft_tag!r}", param="draft_tag"
             )
@@ -165,13 +156,13 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         if self._info is None:
             return EngineStats(StepStats())
-        made, busy, live = self._made, self._is_busy, self._core.scheduler.stats
+        assembly, busy, live = self._assembly, self._is_busy, self._core.scheduler.stats
         return EngineStats(
             scheduler=live,
-            compiles_after_ready=made.executor.compiles_after_ready,
+            compiles_after_ready=assembly.executor.compiles_after_ready,
             step_age_s=time.monotonic() - self._last_step_s if busy else 0.0,
-            learning=LearningStats() if made.learner is None else made.learner.stats(),
-            drafter=None if made.drafting is None else made.drafting.drafter.stats(),
+            learning=LearningStats() if assembly.learner is None else assembly.learner.stats(),
+            drafter=None if assembly.drafting is None else assembly.drafting.drafter.stats(),
         )
 
     @property
@@ -190,8 +181,8 @@ class LocalEngine:
                 return
             thread, self._thread = self._thread, None
         thread.join()
-        self._made.save()
-        self._made.release()
+        self._assembly.save()
+        self._assembly.release()
 
     # ---- the engine thread ----
 
@@ -200,13 +191,13 @@ class LocalEngine:
         try:
             while self._take_inbox():
                 if self._core.has_work:
-                    if (samples := self._made.new_draft_times()) is not None:
+                    if (samples := self._assembly.new_draft_times()) is not None:
                         self._core.scheduler.retime_draft(samples)
                     self._deliver(self._core.step())
                     if not self._inbox:
                         self._core.learn()
-                    if self._made.calibration_file is not None:
-                        self._made.calibration_file.save_if_due()
+                    if self._assembly.calibration_file is not None:
+                        self._assembly.calibration_file.save_if_due()
         except BaseException as cause:  # a panic of native code is no Exception
             _log.exception("the engine stopped")
             error = EngineDeadError(f"the engine stopped: {type(cause).__name__}: {cause}")
@@ -234,30 +225,31 @@ class LocalEngine:
         try:
             self._core.add(request, arrival_s, shared, self._draft_of(request))
         except AdaServeError as error:
-            self._deliver(failed(request.request_id, range(request.sampling.n), error))
+            self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:
-            if self._made.router is not None and request.draft_tag:
-                self._made.router.route(request)  # which learns of a tag what its topic is: not from who was refused
+            if self._assembly.router is not None and request.draft_tag:
+                self._assembly.router.route(
+                    request
+                )  # which learns of a tag what its topic is: not from who was refused
 
     def _draft_of(self, request: GenerateRequest) -> int:
         """The index of the draft that is to speculate for it. Nothing is learned from the request yet."""
-        router = self._made.router
+        router = self._assembly.router
         if router is None:
             return 0
         if request.draft_tag:
             return router.index(request.draft_tag)
         # a step waits for this, so no more of a long prompt than is looked at, where a token is a character at least
         last = request.prompt_ids[-MOST_CHARS:] if router.needs_text else []
-        return router.route(request, self._made.tokenizer.decode(last))
+        return router.route(request, self._assembly.tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
-        for chunk in chunks:
-            if not self._sinks.deliver(chunk):
-                self._core.abort(chunk.request_id)
+        for request_id in self._sinks.deliver(chunks):
+            self._sinks.deliver(self._core.abort(request_id))
 
     def _end(self, error: EngineDeadError) -> None:
         """Refuse all that comes, and tell every open sink; the core, whose state may be broken, is left alone."""
         with self._lock:
             self._error = error
             self._preparing.clear()
-        self._sinks.fail_all(error)
+        self._sinks.fail_all(str(error), error.code, error.param)

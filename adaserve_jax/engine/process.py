@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -23,7 +22,8 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import sockets, wire
 from adaserve_jax.engine.admission import check_room
 from adaserve_jax.engine.by_name import LOCAL_ENGINE
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, failed_chunks
+from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
+from adaserve_jax.engine.sinks import Sinks
 from adaserve_jax.engine.supervision import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
 from adaserve_jax.scheduler.fit import check_prompt
@@ -34,14 +34,6 @@ HEARTBEAT_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 15.0
 DYING_LIMIT_S = 1.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Open:
-    """A request whose choices have not all ended."""
-
-    sink: Sink
-    choices: set[int] = field(default_factory=set)
 
 
 class ProcessEngine:
@@ -63,8 +55,8 @@ class ProcessEngine:
         self._progress = progress
         self._factory = factory
         self._on_death = on_death
+        self._sinks = Sinks()
         self._lock = threading.Lock()  # guards everything below
-        self._open: dict[str, _Open] = {}
         self._submitted = 0
         self._info: EngineInfo | None = None
         self._stats = EngineStats(StepStats())
@@ -127,14 +119,14 @@ class ProcessEngine:
         with self._lock:
             if not self.is_alive():
                 raise (self._error or EngineDeadError("the engine is not running")).with_traceback(None)
-            if request.request_id in self._open:
+            if request.request_id in self._sinks:
                 raise RequestError(f"request_id {request.request_id!r} is in flight already", param="request_id")
             waiting = self._stats.scheduler.waiting + self._submitted - self._received
             check_room(choices, waiting, self._config.max_waiting)
-            if not self._open:
+            if not self._sinks:
                 self._stepped_s = time.monotonic()
+            self._sinks.open(request.request_id, sink, choices)  # before anything can come of it
             self._send(wire.Submit(request))
-            self._open[request.request_id] = _Open(sink, set(range(choices)))
             self._submitted += choices
 
     def _send(self, message: wire.ToEngine) -> None:
@@ -144,13 +136,13 @@ class ProcessEngine:
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            if request_id in self._open and self.is_alive():
+            if request_id in self._sinks and self.is_alive():
                 self._send(wire.Abort(request_id))
 
     def stats(self) -> EngineStats:
         """The numbers of the last step, at most a heartbeat old. The age of that step is told from here: so it grows
         too when the process hangs as a whole."""
-        age_s = time.monotonic() - self._stepped_s if self._open else 0.0
+        age_s = time.monotonic() - self._stepped_s if self._sinks else 0.0
         return replace(self._stats, step_age_s=age_s)
 
     def is_alive(self) -> bool:
@@ -214,9 +206,10 @@ class ProcessEngine:
                     if chunks or stats.scheduler.steps != self._stats.scheduler.steps:
                         self._stepped_s = time.monotonic()
                     self._stats, self._received = stats, received
-                self._deliver(chunks)
+                for request_id in self._sinks.deliver([chunk for chunk in chunks if not self._tells_of_death(chunk)]):
+                    self.abort(request_id)
             case wire.Refused(request_id, fault):
-                self._fail(request_id, fault)
+                self._sinks.fail(request_id, fault.message, fault.code, fault.param)
             case wire.Loading(what, done, total):
                 if self._progress is not None:
                     self._progress(what, done, total)
@@ -226,35 +219,13 @@ class ProcessEngine:
             case wire.Failed(fault):
                 self._error = wire.to_error(fault)
 
-    def _deliver(self, chunks: Iterable[OutputChunk]) -> None:
-        known: list[tuple[Sink, OutputChunk]] = []
-        with self._lock:  # once for a whole step
-            for chunk in chunks:
-                if chunk.error_code == EngineDeadError.code and self._error is None:
-                    if self._last_words is None:  # the process ends now, and then all are told the same
-                        self._last_words = time.monotonic(), chunk.error or "the engine died"
-                    continue
-                entry = self._open.get(chunk.request_id)
-                if entry is None or chunk.choice not in entry.choices:
-                    continue
-                if chunk.finish_reason is not None:
-                    entry.choices.discard(chunk.choice)
-                    if not entry.choices:
-                        del self._open[chunk.request_id]
-                known.append((entry.sink, chunk))
-        for sink, chunk in known:
-            try:
-                sink(chunk)
-            except Exception:  # a reader's bug must not stop the other requests
-                _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
-                self.abort(chunk.request_id)
-
-    def _fail(self, request_id: str, fault: wire.Fault) -> None:
-        """End every open choice of a request with finish_reason "error"."""
-        with self._lock:
-            entry = self._open.get(request_id)
-            choices = set(entry.choices) if entry is not None else set()
-        self._deliver(failed_chunks(request_id, choices, fault.message, fault.code, fault.param))
+    def _tells_of_death(self, chunk: OutputChunk) -> bool:
+        """Whether the engine told a request that it died. The process ends then, and all are told the same."""
+        if chunk.error_code != EngineDeadError.code or self._error is not None:
+            return False
+        if self._last_words is None:
+            self._last_words = time.monotonic(), chunk.error or "the engine died"
+        return True
 
     def _end(self, why: str) -> None:
         """The child is gone: later calls raise, and whoever waits is told."""
@@ -268,7 +239,6 @@ class ProcessEngine:
             self._error = error
             before = self._stats
             self._stats = before.ended()
-            request_ids, fault = list(self._open), wire.to_fault(error)
-        for request_id in request_ids:
-            self._fail(request_id, fault)
+        fault = wire.to_fault(error)
+        self._sinks.fail_all(fault.message, fault.code, fault.param)
         self._settled.set()

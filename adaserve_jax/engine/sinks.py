@@ -5,19 +5,29 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from adaserve_jax.engine.client import OutputChunk, Sink, failed_chunks
-from adaserve_jax.errors import AdaServeError
+from adaserve_jax.engine.client import OutputChunk, Sink
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Open:
+    """A request some of whose choices, `left`, have not ended."""
+
+    sink: Sink
+    left: set[int]
+    failed: bool = False
+
+
 class Sinks:
-    """Those of open requests: from `open` until all choices have ended, or the sink has failed."""
+    """Those of open requests: from `open` until all choices have ended. One thread at a time delivers, or fails, so
+    that each sink gets its chunks in order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[Sink, set[int]]] = {}  # with the choices that have not ended
+        self._open: dict[str, _Open] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -27,33 +37,42 @@ class Sinks:
 
     def open(self, request_id: str, sink: Sink, choices: int) -> None:
         with self._lock:
-            self._open[request_id] = (sink, set(range(choices)))
+            self._open[request_id] = _Open(sink, set(range(choices)))
 
-    def deliver(self, chunk: OutputChunk) -> bool:
-        """False: the sink failed, and gets nothing any more. True also where nobody waits for the chunk."""
+    def deliver(self, chunks: Iterable[OutputChunk]) -> list[str]:
+        """Hand each chunk to its request's sink, unless its choice has ended or is nobody's. Returns the requests whose
+        sink failed at one: it gets nothing more, and the request is open until its choices have ended."""
+        known: list[tuple[_Open, OutputChunk]] = []
+        with self._lock:  # once for a whole step
+            for chunk in chunks:
+                request = self._open.get(chunk.request_id)
+                if request is None or chunk.choice not in request.left:
+                    continue
+                if chunk.finish_reason is not None:
+                    request.left.discard(chunk.choice)
+                    if not request.left:
+                        del self._open[chunk.request_id]
+                known.append((request, chunk))
+        failed: list[str] = []
+        for request, chunk in known:
+            if not request.failed and not _call(request.sink, chunk):
+                request.failed = True
+                failed.append(chunk.request_id)
+        return failed
+
+    def fail(self, request_id: str, message: str, code: str | None, param: str | None) -> None:
+        """End what is left of a request with finish_reason "error": it was refused before it began, or lost with its
+        engine."""
         with self._lock:
-            sink, left = self._open.get(chunk.request_id, (None, set()))
-            if chunk.finish_reason is not None:
-                left.discard(chunk.choice)
-                if not left:
-                    self._open.pop(chunk.request_id, None)
-        if sink is None or _call(sink, chunk):
-            return True
+            request = self._open.get(request_id)
+            left = [] if request is None else sorted(request.left)
+        self.deliver([OutputChunk(request_id, choice, "", [], "error", None, message, code, param) for choice in left])
+
+    def fail_all(self, message: str, code: str | None, param: str | None) -> None:
         with self._lock:
-            self._open.pop(chunk.request_id, None)
-        return False
-
-    def fail_all(self, error: AdaServeError) -> None:
-        """Tell every one, of every choice that has not ended."""
-        with self._lock:
-            left, self._open = self._open, {}
-        for request_id, (sink, choices) in left.items():
-            for chunk in failed(request_id, choices, error):
-                _call(sink, chunk)
-
-
-def failed(request_id: str, choices: Iterable[int], error: AdaServeError) -> list[OutputChunk]:
-    return failed_chunks(request_id, choices, str(error), error.code, error.param)
+            request_ids = list(self._open)
+        for request_id in request_ids:
+            self.fail(request_id, message, code, param)
 
 
 def _call(sink: Sink, chunk: OutputChunk) -> bool:
@@ -61,6 +80,6 @@ def _call(sink: Sink, chunk: OutputChunk) -> bool:
     try:
         sink(chunk)
     except Exception:
-        _log.exception("a sink failed on a chunk of request %s", chunk.request_id)
+        _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
         return False
     return True

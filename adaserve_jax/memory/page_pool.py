@@ -17,10 +17,10 @@ from adaserve_jax.memory.migration import Migration
 
 
 class PageKeeper(Protocol):
-    """Who remembers what pages contain, and so wants them idle, not free, when their last holder leaves."""
+    """Who remembers what pages contain, and so wants them cached, not free, when their last holder leaves."""
 
     def evicted(self, pages: list[int]) -> None:
-        """These idle pages are taken for something else."""
+        """These cached pages are taken for something else."""
         ...
 
     def moved(self, migration: Migration) -> None:
@@ -50,8 +50,9 @@ class _FreeList:
 
 
 class PagePool:
-    """Hands out page ids; a page returns to the free list when its last holder frees it, or becomes idle when a keeper
-    remembers it: then it counts as free, and is taken, least recently used first, only when no page is truly free.
+    """Hands out page ids; a page returns to the free list when its last holder frees it, or becomes cached where a
+    keeper remembers it: then it counts as free, and is taken, least recently used first, only when no page is truly
+    free.
 
     Base pages are ids below base_pages, K; while extended there are K to K + extension_pages - 1 too. Every operation
     costs O(pages named in it) but those of a contraction, O(all). Not thread-safe: one engine thread owns it.
@@ -72,26 +73,26 @@ class PagePool:
         self._refs = np.zeros(total, np.int32)
         self._keeper: PageKeeper | None = None
         self._known = np.zeros(total, bool)  # by the keeper
-        self._idle: OrderedDict[int, None] = OrderedDict()  # known, without holders; least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # known, without holders; least recently used first
         self._planned: Migration | None = None
 
     @property
-    def num_pages(self) -> int:
-        """Pages in force, of both slabs."""
+    def pages_in_force(self) -> int:
+        """Of both slabs, as it is now; `Limits.num_pages` are those of the base."""
         return self.total_pages if self.extended else self.base_pages
 
     @property
     def num_free(self) -> int:
-        """Pages that `alloc` can hand out: truly free ones and idle ones."""
-        return self._base.count + self._extension.count + len(self._idle)
+        """Pages that `alloc` can hand out: truly free ones and cached ones."""
+        return self._base.count + self._extension.count + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_pages - self.num_free
+        return self.pages_in_force - self.num_free
 
     @property
-    def num_idle(self) -> int:
-        return len(self._idle)
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def extension_used(self) -> int:
@@ -99,8 +100,8 @@ class PagePool:
         return int(np.count_nonzero(self._refs[self.base_pages :]))
 
     @property
-    def extension_idle(self) -> int:
-        """Idle pages of the extension slab."""
+    def extension_cached(self) -> int:
+        """Cached pages of the extension slab."""
         known = self._known[self.base_pages :]
         return int(np.count_nonzero(known & (self._refs[self.base_pages :] == 0)))
 
@@ -111,7 +112,7 @@ class PagePool:
     def alloc(self, count: int) -> np.ndarray:
         """Take `count` pages with one reference each: i32[count], or raise OutOfPagesError and take none.
 
-        Base pages first, then those of the extension, then idle ones, which their keeper is told.
+        Base pages first, then those of the extension, then cached ones, which their keeper is told.
         """
         if count <= self._base.count and self._planned is None:
             pages = self._base.take(count)
@@ -121,23 +122,18 @@ class PagePool:
         return pages
 
     def retain(self, pages: np.ndarray) -> None:
-        """Add one holder to each page of `pages` (i32[n], distinct, all in use or idle)."""
+        """Add one holder to each page of `pages` (i32[n], distinct, all in use or cached)."""
         self._require_ids(pages)
         resting = np.asarray(pages)[self._refs[pages] == 0].tolist()
-        if any(page not in self._idle for page in resting):
-            raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use or idle")
+        if any(page not in self._cached for page in resting):
+            raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use or cached")
         for page in resting:
-            del self._idle[page]
+            del self._cached[page]
         self._refs[pages] += 1
 
-    def fork(self, pages: np.ndarray) -> np.ndarray:
-        """The page list of a second holder of the same content: retains `pages` and returns a copy."""
-        self.retain(pages)
-        return np.array(pages, np.int32)
-
     def free(self, pages: np.ndarray) -> None:
-        """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free, or idle where
-        the keeper knows them, the last one named first to be evicted."""
+        """Drop one holder of each page of `pages` (i32[n], distinct); pages without holders become free, or cached
+        where the keeper knows them, the last one named first to be evicted."""
         self._require_ids(pages)
         if np.count_nonzero(self._refs[pages] < 1):
             raise IntegrityError(f"KV pages {np.asarray(pages).tolist()} are not all in use")
@@ -146,7 +142,7 @@ class PagePool:
         if self._keeper is not None:
             known = self._known[empty]
             for page in empty[known][::-1].tolist():
-                self._idle[page] = None
+                self._cached[page] = None
             empty = empty[~known]
         self._give(empty)
 
@@ -156,10 +152,10 @@ class PagePool:
 
     @property
     def known(self) -> np.ndarray:
-        """Pages that the keeper knows, held or idle: i64[n], increasing."""
+        """Pages that the keeper knows, held or cached: i64[n], increasing."""
         return self._known.nonzero()[0]
 
-    # ---- idle pages ----
+    # ---- cached pages ----
 
     def keep_for(self, keeper: PageKeeper) -> None:
         """From now on `keeper` may remember pages. Raises IntegrityError when there is one already."""
@@ -174,9 +170,9 @@ class PagePool:
         self._known[page] = True
 
     def _evict(self, pages: list[int]) -> None:
-        """Idle pages become truly free."""
+        """Cached pages become truly free."""
         for page in pages:
-            del self._idle[page]
+            del self._cached[page]
         self._known[pages] = False
         if self._keeper is not None and pages:
             self._keeper.evicted(pages)
@@ -194,20 +190,20 @@ class PagePool:
     def plan_contraction(self) -> Migration | None:
         """Where the pages of the extension that somebody holds can go; None, and nothing changed, without room.
 
-        The targets are reserved. Idle base pages are evicted for pages in use; idle pages of the extension come along,
-        most recently used first, only as far as truly free base pages are left. Raises IntegrityError: not extended,
-        or a plan is open.
+        The targets are reserved. Cached base pages are evicted for pages in use; cached pages of the extension come
+        along, most recently used first, only as far as truly free base pages are left. Raises IntegrityError: not
+        extended, or a plan is open.
         """
         if not self.extended or self._planned is not None:
             raise IntegrityError("a contraction is planned once, while extended")
         live = (self.base_pages + self._refs[self.base_pages :].nonzero()[0]).astype(np.int32)
         lacking = len(live) - self._base.count
         if lacking > 0:
-            idle = self._idle_where(self._idle, below=True)
-            if lacking > len(idle):
+            cached = self._cached_where(self._cached, below=True)
+            if lacking > len(cached):
                 return None
-            self._evict(idle[:lacking])
-        along = self._idle_where(reversed(self._idle), below=False)[: self._base.count - len(live)]
+            self._evict(cached[:lacking])
+        along = self._cached_where(reversed(self._cached), below=False)[: self._base.count - len(live)]
         from_pages = np.concatenate([live, np.array(along, np.int32)])
         self._planned = Migration(from_pages, self._base.take(len(from_pages)))
         return self._planned
@@ -218,10 +214,11 @@ class PagePool:
         self._base.give(migration.to_pages)
 
     def publish(self, migration: Migration) -> np.ndarray:
-        """The pages have moved: holders, idle places and the keeper's knowledge follow, the sources are free.
+        """The pages have moved: holders, the order of cached pages and the keeper's knowledge follow; the sources are
+        free.
 
-        Pages whose last holder left since the plan do not count as moved. Returns i32[num_pages], remap[old] = new.
-        Raises IntegrityError unless `migration` is the open plan.
+        Pages whose last holder left since the plan do not count as moved. Returns i32[pages_in_force],
+        remap[old] = new. Raises IntegrityError unless `migration` is the open plan.
         """
         self._close(migration)
         alive = (self._refs[migration.from_pages] > 0) | self._known[migration.from_pages]
@@ -230,29 +227,29 @@ class PagePool:
         for values in (self._refs, self._known):
             values[moves.to_pages] = values[moves.from_pages]
             values[moves.from_pages] = 0
-        remap = moves.remap(self.num_pages)
-        self._idle = OrderedDict.fromkeys(remap[list(self._idle)].tolist() if self._idle else ())
+        remap = moves.remap(self.pages_in_force)
+        self._cached = OrderedDict.fromkeys(remap[list(self._cached)].tolist() if self._cached else ())
         if self._keeper is not None:
             self._keeper.moved(moves)
         self._extension.give(moves.from_pages)
         return remap
 
     def trim(self) -> None:
-        """End the extension and forget what is idle in it. Raises IntegrityError while anybody holds a page of it."""
+        """End the extension and forget what is cached in it. Raises IntegrityError while anybody holds a page of it."""
         if not self.extended or self._planned is not None or self.extension_used:
             raise IntegrityError(
                 f"the extension cannot end: extended {self.extended}, {self.extension_used} pages of it in use"
             )
-        self._evict(self._idle_where(self._idle, below=False))
+        self._evict(self._cached_where(self._cached, below=False))
         self.extended = False
         self._extension = _FreeList(self.base_pages, self.base_pages)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every page in force is exactly one of free, idle, held, or reserved."""
+        """Raise IntegrityError unless every page in force is exactly one of free, cached, held, or reserved."""
         state = np.zeros(self.total_pages, np.int32)
         for name, pages in (
             ("free", np.concatenate([self._base.ids, self._extension.ids])),
-            ("idle", np.array(list(self._idle), np.int32)),
+            ("cached", np.array(list(self._cached), np.int32)),
             ("reserved", self._planned.to_pages if self._planned is not None else np.zeros(0, np.int32)),
         ):
             np.add.at(state, pages, 1)
@@ -260,12 +257,12 @@ class PagePool:
                 raise IntegrityError(f"a KV page is {name} twice")
             if self._refs[pages].any():
                 raise IntegrityError(f"a {name} KV page has holders")
-            if (self._known[pages] != (name == "idle")).any():
-                raise IntegrityError(f"a KV page is {name} and {'not ' if name == 'idle' else ''}known to a keeper")
+            if (self._known[pages] != (name == "cached")).any():
+                raise IntegrityError(f"a KV page is {name} and {'not ' if name == 'cached' else ''}known to a keeper")
         state += self._refs > 0
-        if (state[: self.num_pages] != 1).any() or (self._refs < 0).any():
+        if (state[: self.pages_in_force] != 1).any() or (self._refs < 0).any():
             raise IntegrityError("a KV page is neither free nor held, or both")
-        if state[self.num_pages :].any() or (self._base.ids >= self.base_pages).any():
+        if state[self.pages_in_force :].any() or (self._base.ids >= self.base_pages).any():
             raise IntegrityError("a KV page that is not in force is free or held")
 
     def _alloc_beyond_base(self, count: int) -> np.ndarray:
@@ -273,12 +270,12 @@ class PagePool:
             raise IntegrityError("KV pages are not handed out between the plan of a contraction and its end")
         if count > self.num_free:
             raise OutOfPagesError(
-                f"asked for {count} KV pages, {self.num_free} of {self.num_pages} are free; "
+                f"asked for {count} KV pages, {self.num_free} of {self.pages_in_force} are free; "
                 "preempt or finish a request, or raise num_pages"
             )
         lacking = count - self._base.count - self._extension.count
         if lacking > 0:
-            self._evict([page for page, _ in zip(self._idle, range(lacking), strict=False)])
+            self._evict([page for page, _ in zip(self._cached, range(lacking), strict=False)])
         base = self._base.take(min(count, self._base.count))
         return np.concatenate([base, self._extension.take(count - len(base))])
 
@@ -290,9 +287,9 @@ class PagePool:
         self._base.give(pages[base])
         self._extension.give(pages[~base])
 
-    def _idle_where(self, idle: Iterable[int], *, below: bool) -> list[int]:
-        """Those of `idle` that are base pages, or those that are not."""
-        return [page for page in idle if (page < self.base_pages) == below]
+    def _cached_where(self, cached: Iterable[int], *, below: bool) -> list[int]:
+        """Those of `cached` that are base pages, or those that are not."""
+        return [page for page in cached if (page < self.base_pages) == below]
 
     def _close(self, migration: Migration) -> None:
         if self._planned is not migration:
@@ -301,7 +298,7 @@ class PagePool:
 
     def _require_ids(self, pages: np.ndarray) -> None:
         ids = np.asarray(pages).tolist()
-        if ids and (min(ids) < 0 or max(ids) >= self.num_pages):
-            raise IntegrityError(f"KV page ids must be from 0 to {self.num_pages - 1}, got {ids}")
+        if ids and (min(ids) < 0 or max(ids) >= self.pages_in_force):
+            raise IntegrityError(f"KV page ids must be from 0 to {self.pages_in_force - 1}, got {ids}")
         if len(set(ids)) != len(ids):
             raise IntegrityError(f"KV pages {ids} are named twice in one call")

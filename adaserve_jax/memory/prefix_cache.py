@@ -1,6 +1,6 @@
 """Which page holds the KV of which text: full pages by a hash of all tokens up to their end, kept while the pool can.
 
-Host side; knows no requests. Pages that nobody holds are idle in the pool, which says when one is taken away.
+Host side; knows no requests. Pages that nobody holds are cached in the pool, which says when one is taken away.
 """
 
 from __future__ import annotations

@@ -65,16 +65,13 @@ class Pressure:
 
 
 class Residency:
-    """Where the draft is, and which swap is due. Ask `due` once after each step; tell it how a swap that was due went.
-
-    tau_low: tau_low in pages.
-    """
+    """Where the draft is, and which swap is due. Ask `due` once after each step; tell it how one that was due went."""
 
     def __init__(self, rule: SwapRule, base_pages: int, extension_pages: int):
         """base_pages: K_boundary. extension_pages: N_draft."""
         self._rule = rule
         self._extension_pages = extension_pages
-        self.tau_low = math.ceil(rule.tau_low * base_pages)
+        self.tau_low_pages = math.ceil(rule.tau_low * base_pages)
         self.state: State = "resident"
         self._short_steps = 0
         self._stay = rule.min_stay_steps
@@ -103,7 +100,7 @@ class Residency:
             return "expand" if self._may_swap and self._wants_pages(pages_pay) else None
         idle = not pressure.waiting and not pressure.running
         short = pressure.turned_away and not idle  # the last step's word, which a request that left may have caused
-        wants_draft = not short and pressure.spare > self._extension_pages + self.tau_low
+        wants_draft = not short and pressure.spare > self._extension_pages + self.tau_low_pages
         return "contract" if wants_draft and not self._wait and (idle or self._may_swap) else None
 
     def succeeded(self, swap: Swap) -> None:
@@ -123,7 +120,7 @@ class Residency:
 
     def _count(self, pressure: Pressure, needed: bool, decided: bool) -> None:
         """needed: whether the step speaks for the draft. decided: whether it says anything."""
-        short = pressure.turned_away or pressure.spare < self.tau_low
+        short = pressure.turned_away or pressure.spare < self.tau_low_pages
         self._short_steps = self._short_steps + decided if short and not needed else 0
 
     def _wants_pages(self, pages_pay: Callable[[], bool] | None) -> bool:

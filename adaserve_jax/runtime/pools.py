@@ -20,7 +20,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
 
 class Pools(NamedTuple):
     """Paged K and V of all layers: [L, P, K, S, D] each. extension: while the pool is extended, [L, X, K, S, D] each,
-    the pages after those."""
+    the pages after those, which `num_pages` counts too."""
 
     k: jax.Array
     v: jax.Array

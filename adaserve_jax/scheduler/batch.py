@@ -128,7 +128,7 @@ class Batch:
             return False
         pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
         if self.prefixes is not None and pages + len(self.running) > free:
-            # pages that others hold already cost nothing; idle ones are not free once they are taken
+            # pages that others hold already cost nothing; cached ones are not free once they are taken
             pages -= int(np.count_nonzero(self.pool.references(self.prefixes.find(state))))
         return pages + len(self.running) <= free or (not self.running and pages <= free)
 
@@ -173,10 +173,10 @@ class Batch:
         self.pool.check_integrity()
         if self.prefixes is not None:
             self.prefixes.check_integrity(self.running)
-        holders = np.zeros(self.pool.num_pages, np.int32)
+        holders = np.zeros(self.pool.pages_in_force, np.int32)
         for state in self.running:
             holders[self.table.pages(state)] += 1
-        if not np.array_equal(holders, self.pool.references(np.arange(self.pool.num_pages))):
+        if not np.array_equal(holders, self.pool.references(np.arange(self.pool.pages_in_force))):
             raise IntegrityError("the pool counts other holders of pages than the requests that run")
         slots = [state.slot for state in self.running]
         if len(set(slots)) != len(slots) or len(slots) + self.table.num_free != self.limits.max_requests:

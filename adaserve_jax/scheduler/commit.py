@@ -25,25 +25,41 @@ from adaserve_jax.types import (
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """Draft tokens of each decode row, its root left out: i64[num_decode], and of all."""
+    """Draft tokens, roots left out. drafted, accepted: i64[num_decode], of each decode row. num_drafted: of all.
+    accepted_depths: i32[num_accepted], of each accepted one, from 1."""
 
     drafted: np.ndarray
     accepted: np.ndarray
     num_drafted: int
-    num_accepted: int
+    accepted_depths: np.ndarray
+
+    @property
+    def num_accepted(self) -> int:
+        return len(self.accepted_depths)
 
     @classmethod
-    def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int, stats: StepStats) -> Verified:
-        """accepted: bool[N], per packed node, roots True. Counts the totals too."""
+    def of(cls, trees: DraftTrees, accepted: np.ndarray, num_decode: int) -> Verified:
+        """accepted: bool[N], per packed node, roots True."""
         num_drafted = len(trees.row) - num_decode
         if not num_drafted:
             nothing = np.zeros(num_decode, np.int64)
-            return cls(nothing, nothing, 0, 0)
+            return cls(nothing, nothing, 0, np.zeros(0, np.int32))
         hits = accepted & (trees.candidate >= 0)
-        depths = trees.depth[hits]
-        _count_depths(depths, num_drafted, stats)
         drafted = np.bincount(trees.row, minlength=num_decode) - 1
-        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), num_drafted, len(depths))
+        return cls(drafted, np.bincount(trees.row[hits], minlength=num_decode), num_drafted, trees.depth[hits])
+
+    def count(self, stats: StepStats) -> None:
+        """Add to the totals."""
+        if not self.num_drafted:
+            return
+        stats.spec_steps += 1
+        stats.draft_tokens += self.num_drafted
+        stats.accepted_tokens += self.num_accepted
+        per_depth = np.bincount(self.accepted_depths).tolist()
+        totals = stats.accepted_per_position
+        totals.extend([0] * (len(per_depth) - 1 - len(totals)))
+        for depth, count in enumerate(per_depth[1:]):
+            totals[depth] += count
 
 
 def apply_outcome(
@@ -115,7 +131,7 @@ def _advance(
         table.accepted_tokens[decode] += verified.accepted
     draft = plan.draft
     # it ran, and did not fail; of a service it counts what it was told, which is told again where that was lost
-    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.due_s is not None):
+    if draft is not None and (draft.depth == 0 or candidates.log_f.shape[1] or draft.is_remote):
         table.draft_computed[slots] = draft.draft_ctx + draft.catchup_counts
 
 
@@ -139,14 +155,3 @@ def _cut(
             new, reasons[row] = new[:keep], "stop"
         kept[row] = len(new)
     return kept, reasons
-
-
-def _count_depths(accepted_depth: np.ndarray, drafted: int, stats: StepStats) -> None:
-    stats.spec_steps += 1
-    stats.draft_tokens += drafted
-    stats.accepted_tokens += len(accepted_depth)
-    per_depth = np.bincount(accepted_depth).tolist()
-    totals = stats.accepted_per_position
-    totals.extend([0] * (len(per_depth) - 1 - len(totals)))
-    for depth, count in enumerate(per_depth[1:]):
-        totals[depth] += count

@@ -8,27 +8,27 @@ from adaserve_jax.memory.residency import Residency
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.controllers.base import Decision
+from adaserve_jax.scheduler.cost import CostTable
 from adaserve_jax.types import DraftPlan
 
 
 class DraftPlanner:
     """Plans for one draft, here or a service's.
 
-    max_catchup: most tokens that the draft is fed in a step, or that a step waits for where the draft is remote, which
-    is fed any number of them while the target goes on; it may be changed between steps. used: whether plans have a
-    draft at all. calibrated: of the draft's f. calibrator: whose new chances plans carry. residency: where the draft
-    is; None: here, always. several_drafts: whether plans say which draft is each row's. remote: whether a draft service
-    drafts.
+    cost: whose limit of catch-up tokens, asked in each step, is the most that the draft is fed in it, or that it waits
+    for where the draft is remote, which is fed any number while the target goes on. used: whether plans have a draft at
+    all. calibrated: of the draft's f. calibrator: whose new chances plans carry. residency: where the draft is; None:
+    here, always. several_drafts: whether plans say which draft is each row's. remote: whether a draft service drafts.
     """
 
     def __init__(
-        self, batch: Batch, *, max_catchup: int, used: bool, calibrated: bool = True,
+        self, batch: Batch, cost: CostTable, *, used: bool, calibrated: bool = True,
         calibrator: Calibrator | None = None, residency: Residency | None = None, several_drafts: bool = False,
         remote: bool = False,
     ):  # fmt: skip
         self._batch = batch
         self._limits = batch.limits
-        self.max_catchup = max_catchup
+        self._cost = cost
         self._used = used
         self._calibrated = calibrated
         self._calibrator = calibrator
@@ -39,16 +39,21 @@ class DraftPlanner:
         """Whether nobody could draft now, where that is another's to say."""
 
     @property
-    def is_here(self) -> bool:
-        here = self._residency is None or self._residency.draft_is_here
-        return here and not self.is_away
+    def is_resident(self) -> bool:
+        """Whether its memory is its own: False from when that became KV pages until the draft is back."""
+        return self._residency is None or self._residency.draft_is_here
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether it can be asked now, where there is one."""
+        return self.is_resident and not self.is_away
 
     def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
         """bool[num_decode]. A row whose draft lags by more than one step can catch up decodes plainly until it has.
         remaining, lag: i64[num_decode], tokens to the end and tokens that the draft lacks."""
-        if not (self._used and self.is_here):
+        if not (self._used and self.can_draft):
             return np.zeros(len(lag), bool)
-        catching_up = (lag - 1) // self.max_catchup
+        catching_up = (lag - 1) // self._cost.max_catchup_tokens
         return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
 
     def lag_in_step(self, lag: np.ndarray) -> np.ndarray:
@@ -62,12 +67,12 @@ class DraftPlanner:
         """Those that speculate are fed first, shortest lag first; then the lagging rows, with half of what is left when
         prompts wait too; then the prefill chunks. slots: i64[R]. lag: i64[num_decode]. due_s: f64[num_decode], seconds
         until each row's next token is due, where the draft is remote."""
-        if not (self._used and self.is_here and (decision.depth or decision.feed_draft)):
+        if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
             return None
         num_decode = len(slots) - len(chunks)
         counts = np.zeros(len(slots), np.int64)
         speculates = np.zeros(num_decode, bool)
-        room = self.max_catchup
+        room = self._cost.max_catchup_tokens
         if decision.depth:
             speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
             np.multiply(lag, speculates, out=counts[:num_decode])
@@ -104,10 +109,10 @@ class DraftPlanner:
 
     def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
         """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
-        speculates = can
-        if int(lag.sum()) > self.max_catchup:
-            order = np.argsort(np.where(speculates, lag, self.max_catchup + 1), kind="stable")
-            fits = speculates[order] & (np.cumsum(lag[order]) <= self.max_catchup)
+        speculates, most = can, self._cost.max_catchup_tokens
+        if int(lag.sum()) > most:
+            order = np.argsort(np.where(speculates, lag, most + 1), kind="stable")
+            fits = speculates[order] & (np.cumsum(lag[order]) <= most)
             speculates = np.zeros(len(lag), bool)
             speculates[order] = fits
         table = self._batch.table

@@ -15,7 +15,7 @@ def rows_with_drafts(plan: StepPlan, candidates: CandidateTrees) -> np.ndarray |
     draft = plan.draft
     if draft is None or not draft.depth or not candidates.log_f.size:
         return None
-    if draft.due_s is None:
+    if not draft.is_remote:
         return draft.speculates
     found = draft.speculates & (candidates.log_f > -np.inf).any(axis=1)
     return found if found.any() else None
@@ -31,7 +31,7 @@ def feedback_of(
     rows = emitted = catchup_tokens = 0
     if draft is not None:
         fed = draft.catchup_counts[: plan.num_decode]
-        catchup_tokens = int(fed.sum()) if draft.due_s is None else draft.waited_tokens
+        catchup_tokens = draft.waited_tokens if draft.is_remote else int(fed.sum())
     if drafted is not None:
         rows = int(np.count_nonzero(drafted))
         emitted = decoded if rows == plan.num_decode else int(counts[drafted].sum())

@@ -92,7 +92,7 @@ class Planner:
             context=np.concatenate(
                 [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
             ),
-            draft_resident=self._draft.is_here,
+            can_draft=self._draft.can_draft,
         )
         decision = self._controller.decide(load)
         decision.check(self._limits, load)
@@ -145,8 +145,8 @@ class Planner:
                 others = len(known) - len(rates)
             rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
             more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
-            here = self._draft.is_here
-            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, draft_resident=here):
+            can_draft = self._draft.can_draft
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
                 return False
             rates, others = more, beside
             return True

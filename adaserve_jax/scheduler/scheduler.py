@@ -25,7 +25,6 @@ from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.scheduler.feasibility import Feasibility
 from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
 from adaserve_jax.scheduler.fit import fit
-from adaserve_jax.scheduler.gauges import Gauges
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.page_worth import PageWorth
 from adaserve_jax.scheduler.planning import PlannedStep, Planner
@@ -33,6 +32,7 @@ from adaserve_jax.scheduler.policies import Parts
 from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.scheduler.prediction import PredictionLog, Served
 from adaserve_jax.scheduler.queue import order_key
+from adaserve_jax.scheduler.readings import Readings
 from adaserve_jax.scheduler.selector import Selector
 from adaserve_jax.scheduler.spare import SpareTime
 from adaserve_jax.scheduler.state import RequestState
@@ -91,11 +91,9 @@ class Scheduler:
             worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
             self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
         residency = None if self.swapping is None else self.swapping.residency
-        has_draft = limits.max_depth > 0 and not remote
-        self._gauges = Gauges(self._batch, self._controller, calibrator, has_draft=has_draft, residency=residency)
         self._draft = DraftPlanner(
             self._batch,
-            max_catchup=costs.max_catchup_tokens,
+            costs,
             used=self._policy.uses_draft and limits.max_depth > 0,
             calibrated=self._policy.calibrated,
             calibrator=calibrator,
@@ -103,6 +101,8 @@ class Scheduler:
             several_drafts=bool(config.drafts),
             remote=remote,
         )
+        has_draft = limits.max_depth > 0 and not remote
+        self._readings = Readings(self._batch, self._controller, calibrator, self._draft, has_draft=has_draft)
         self._planner = Planner(
             self._batch, self._controller, self._draft, max_prefill=max_prefill, horizon=objective.horizon
         )
@@ -148,15 +148,15 @@ class Scheduler:
 
     @property
     def totals(self) -> StepStats:
-        """The totals themselves, for who asks often: the next step changes them. Gauges of requests, pages, the draft
+        """The totals themselves, for who asks often: the next step changes them. Readings of requests, pages, the draft
         and the latest step are as of now; arms, calibration and the prefix cache are left out."""
-        self._gauges.write(self._stats)
+        self._readings.write(self._stats)
         return self._stats
 
     @property
     def stats(self) -> StepStats:
-        """A snapshot of the totals, with all gauges as of now. Changes nothing, so that any thread may ask."""
-        return self._gauges.snapshot(self._stats)
+        """A snapshot of the totals, with all readings as of now. Changes nothing, so that any thread may ask."""
+        return self._readings.snapshot(self._stats)
 
     def fit(self, prompt_tokens: int, max_tokens: int) -> int:
         """Most tokens of a request, prompt and output, whatever else runs; reads only what never changes. Raises
@@ -235,17 +235,22 @@ class Scheduler:
         self._spare.observe(
             now, len(self._batch.running), self.num_waiting, now - planned.made_s, outcome.counts[: plan.num_decode]
         )
-        verified = Verified.of(trees, outcome.accepted, plan.num_decode, self._stats)
+        verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for update in updates.ended.values():
             del self._requests[update.request_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
-        self._count(plan, trees, outcome)
+        self._count(plan, trees, verified, outcome)
         if self.swapping is not None:
             self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         return updates
+
+    @property
+    def draft_resident(self) -> bool:
+        """False from when a swap took the draft's memory until the draft is back; True where none can."""
+        return self._draft.is_resident
 
     @property
     def draft_is_away(self) -> bool:
@@ -260,7 +265,6 @@ class Scheduler:
         """Plan by the draft's times in these samples from now on. Between steps."""
         self._cost.retime_draft(samples)
         self._controller.retimed(self._cost)
-        self._draft.max_catchup = self._cost.max_catchup_tokens
 
     def take_released(self) -> np.ndarray:
         """Slots whose requests run there no more, i32[n], since this was last asked."""
@@ -312,8 +316,9 @@ class Scheduler:
             step_s = now - planned.made_s
             self._controller.learn(feedback_of(plan, drafted, verified, outcome, step_s, predicted_s, expected))
 
-    def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
+    def _count(self, plan: StepPlan, trees: DraftTrees, verified: Verified, outcome: StepOutcome) -> None:
         stats = self._stats
+        verified.count(stats)
         stats.steps += 1
         stats.draft_s += outcome.draft_s
         stats.verify_s += outcome.verify_s

@@ -44,7 +44,7 @@ class ServiceCollector(Collector):
             ("targets", "Targets that are connected and admitted.", seen.load.targets),
             ("streams", "Connections, admitted or not.", audit.streams),
             ("waiting_drafts", "Drafts that wait for a batch.", seen.waiting),
-            ("kv_pages", "KV pages.", pool.num_pages),
+            ("kv_pages", "KV pages.", pool.pages_in_force),
             ("kv_pages_used", "KV pages that sessions hold.", pool.num_used),
             ("compiles_after_ready", "Programs compiled after ready: 0, or there is a bug.", compiled),
         ):  # fmt: skip

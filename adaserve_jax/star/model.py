@@ -76,7 +76,7 @@ class DraftModel:
     @property
     def capacity(self) -> int:
         """Tokens that one session can have pages for when no other has any."""
-        return self.pool.num_pages * self.pool.page_size
+        return self.pool.pages_in_force * self.pool.page_size
 
     def reserve(self, key: int, tokens: int) -> bool:
         """Whether the session has pages for so many tokens now; if not, it has those that it had."""

@@ -21,7 +21,7 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> list[Machine]:
     """The executors that engines have loaded so far."""
     loaded: list[Machine] = []
 
-    def load(config: EngineConfig, progress: object = None, swaps: bool = False) -> Machine:
+    def load(config: EngineConfig, progress: object = None, **_options: object) -> Machine:
         loaded.append(Machine(config))
         return loaded[-1]
 

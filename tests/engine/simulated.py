@@ -67,7 +67,7 @@ class Machine(SimExecutor):
 
 def simulated_engine(config: EngineConfig, progress: Progress | None = None) -> LocalEngine:
     """A factory for the process mode; it changes the process that it is called in."""
-    assembly.load_executor = lambda config, _=None, swaps=False: Machine(config)  # type: ignore[assignment]
+    assembly.load_executor = lambda config, _=None, **__: Machine(config)  # type: ignore[assignment]
     assembly.Tokenizer = SimpleNamespace(from_folder=lambda folder: Spelling())  # type: ignore[misc]
     return LocalEngine(config, progress)
 

@@ -74,7 +74,7 @@ def test_a_wrong_table_is_mended_while_the_text_stays(tmp_path: Path) -> None:
     engine = LocalEngine(replace(CONFIG, calibration=str(file)))
     engine.start()
     try:
-        llm, calibrator = LLM.over(engine), engine.calibrator
+        llm, calibrator = LLM.over(engine), engine.assembly.calibrator
         assert calibrator is not None
         check_calibrated(engine, llm)
         check_uncalibrated(engine, llm)
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_what_changed_logits_reject_teaches_nothing_of_other_requests(demo_engine: LocalEngine) -> None:
     """A token is forced upon some; of others only log probabilities are told."""
-    llm, calibrator = LLM.over(demo_engine), demo_engine.calibrator
+    llm, calibrator = LLM.over(demo_engine), demo_engine.assembly.calibrator
     assert calibrator is not None
 
     def judged(*params: SamplingParams) -> int:

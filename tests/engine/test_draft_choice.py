@@ -38,7 +38,7 @@ def routing_engine(router: OneRoute, monkeypatch: pytest.MonkeyPatch) -> tuple[L
             raise RequestError("no")
 
     made = SimpleNamespace(router=router, tokenizer=SimpleNamespace(decode=str))
-    parts = {"_made": made, "_core": SimpleNamespace(add=add)}
+    parts = {"_assembly": made, "_core": SimpleNamespace(add=add)}
     for name, part in parts.items():
         monkeypatch.setattr(engine, name, part, raising=False)
     return engine, known

@@ -357,7 +357,7 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
     """With a policy whose controller read the guess at the start, and another that is set later."""
     service, machines = Connecting(after=5), []
 
-    def load(config: EngineConfig, _: object = None, swaps: bool = False) -> Machine:
+    def load(config: EngineConfig, _: object = None, **_options: object) -> Machine:
         machine = Machine(config)
         machine.chances = read_chances(resolve_folder("demo", "draft").parent / CALIBRATION_FILE)  # type: ignore[assignment]
         machines.append(machine)
@@ -372,13 +372,13 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
     try:
         limits, ends = machines[0].limits, queue.SimpleQueue()
         guessed = drafting.guessed(costs_of(limits), limits)
-        assert engine._made.samples == guessed
+        assert engine.assembly.samples == guessed
         engine.submit(GenerateRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True)), ends.put)
         while ends.get(timeout=30).finish_reason is None:
             pass
         said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_WAY_S)
         assert service.asked == 6, "nobody is greeted any more"
-        assert engine._made.samples == said != guessed
+        assert engine.assembly.samples == said != guessed
         scheduler = engine._core.scheduler
         assert scheduler._cost.samples == said and scheduler._cost.catchup_s(8) == pytest.approx(0.003)
         switch = SwitchTable.of(CostTable(said, limits), limits)

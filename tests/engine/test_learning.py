@@ -100,11 +100,11 @@ def learns(llm: LLM, weights: list[Params], programs: TrainPrograms, **options: 
     executor = local.executor
     for index, params in enumerate(weights):
         executor.set_draft(params, index)
-    learner = Learner(executor, LearnConfig(**LEARN | options), local.calibrator)
+    learner = Learner(executor, LearnConfig(**LEARN | options), local.assembly.calibrator)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "choose_length", lambda *_, **__: programs)
         learner.prepare()
-    local._made.learner = local._core._learner = learner
+    local.assembly.learner = local._core._learner = learner
     return learner
 
 
@@ -114,7 +114,7 @@ MOST_ROUNDS = 60
 
 
 def learner_of(llm: LLM) -> Learner:
-    learner = llm._engine._made.learner
+    learner = llm._engine.assembly.learner
     assert learner is not None
     return learner
 

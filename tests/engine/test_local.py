@@ -147,7 +147,7 @@ def test_a_start_that_fails_frees_the_device(machines: list[Machine], monkeypatc
 
 
 def test_a_pool_smaller_than_the_baseline_measurement(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "load_executor", lambda config, _, swaps: Machine(config, page_size=8, num_pages=1))
+    monkeypatch.setattr(assembly, "load_executor", lambda config, _, **__: Machine(config, page_size=8, num_pages=1))
     with_one_page = LocalEngine(EngineConfig())
     with_one_page.start()
     assert with_one_page.info.baseline_s > 0

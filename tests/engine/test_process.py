@@ -154,16 +154,29 @@ def test_a_refusal_of_the_engine_ends_every_choice_and_the_engine_goes_on(engine
     assert after.last().finish_reason == "length"
 
 
-def test_a_sink_that_raises_stops_its_request_only(engine):
+def test_a_sink_that_raises_stops_its_request_only_and_gets_nothing_more(engine):
+    given: list[OutputChunk] = []
+
     def broken(chunk: OutputChunk) -> None:
+        given.append(chunk)
         raise KeyError("broken sink")
 
-    other = Collected()
-    engine.submit(request("broken", "slow " * 3, max_tokens=400), broken)
+    other, again = Collected(), Collected()
+
+    def is_ended() -> bool:
+        try:
+            engine.submit(request("broken", "fine"), again)
+        except RequestError:  # in flight still
+            return False
+        return True
+
+    engine.submit(request("broken", "slow " * 3, max_tokens=400, n=2), broken)
     engine.submit(request("other", "slow x", max_tokens=30), other)
     assert other.ended.wait(PATIENCE_S)
     assert other.last().finish_reason == "length"
-    wait_until(lambda: engine.stats().scheduler.running == 0)
+    wait_until(is_ended)
+    assert again.ended.wait(PATIENCE_S) and again.last().finish_reason == "length"
+    assert len(given) == 1
 
 
 def test_more_choices_than_may_wait_are_refused():

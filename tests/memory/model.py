@@ -1,7 +1,7 @@
 """The page pool and the prefix cache beside a brute-force model of both, under a hypothesis state machine.
 
-The model shares no code with them: sets of free pages, a list of idle ones, a dict of texts, and what every page of the
-device contains.
+The model shares no code with them: sets of free pages, a list of cached ones, a dict of texts, and what every page of
+the device contains.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Model:
     base: int
     extension: int
     free: list[int]
-    idle: list[int] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
     found: dict[tuple[str, Text], int] = field(default_factory=dict)
     draft_whole: set[int] = field(default_factory=set)
     content: dict[int, Text] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Model:
         assert len(set(taken)) == len(taken) == count
         free_base = sum(page < self.base for page in self.free)
         assert sum(page < self.base for page in taken if page in self.free) == min(count, free_base)
-        evicted = self.idle[: max(0, count - len(self.free))]
+        evicted = self.cached[: max(0, count - len(self.free))]
         assert set(taken) <= set(self.free) | set(evicted)
         assert set(evicted) <= set(taken)
         self.free = [page for page in self.free if page not in taken]
@@ -73,18 +73,18 @@ class Model:
             self.content.pop(page, None)
 
     def forget(self, pages: list[int]) -> None:
-        self.idle = [page for page in self.idle if page not in pages]
+        self.cached = [page for page in self.cached if page not in pages]
         self.found = {key: page for key, page in self.found.items() if page not in pages}
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         to = dict(zip(sources, targets, strict=True))
-        self.idle = [to.get(page, page) for page in self.idle]
+        self.cached = [to.get(page, page) for page in self.cached]
         self.found = {key: to.get(page, page) for key, page in self.found.items()}
         self.draft_whole -= {*sources, *targets}
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """start, grow, draft, fork, free (as at an end or an abort), preempt, and swaps that fail at every point."""
+    """start, grow, draft, share, free (as at an end or an abort), preempt, and swaps that fail at every point."""
 
     @initialize(base=st.integers(MAX_PAGES, 8), extension=st.integers(1, 6), extended=st.booleans())
     def begin(self, base: int, extension: int, extended: bool) -> None:
@@ -104,14 +104,14 @@ class MemoryMachine(RuleBasedStateMachine):
         assert shared.tolist() == self.model.longest(salt, text), "the longest prefix that is known"
         assert all(self.model.content[page] == text[: PAGE_SIZE * (i + 1)] for i, page in enumerate(shared.tolist()))
         count = self.pool.pages_for(len(text)) - len(shared)
-        rests = sum(page in self.model.idle for page in shared.tolist())
-        if count > len(self.model.free) + len(self.model.idle) - rests:
+        rests = sum(page in self.model.cached for page in shared.tolist())
+        if count > len(self.model.free) + len(self.model.cached) - rests:
             return
         drafted = self.cache.draft_prefix(shared)
         assert all(page in self.model.draft_whole for page in shared[:drafted].tolist())
         assert drafted == len(shared) or shared[drafted] not in self.model.draft_whole
         self.pool.retain(shared)
-        self.model.idle = [page for page in self.model.idle if page not in shared]
+        self.model.cached = [page for page in self.model.cached if page not in shared]
         own = self._alloc(count)
         holder = Holder(salt, text, np.concatenate([shared, own]), len(shared), drafted)
         self.holders.append(holder)
@@ -139,7 +139,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 return
             holder.pages = np.concatenate([holder.pages, self._alloc(1)])
         elif self.pool.references(holder.pages[-1:])[0] > 1:
-            return  # the last page of a fork: copying it is its holder's affair
+            return  # its last page is shared: copying it is its holder's affair
         holder.text = (*holder.text, token)
         self._write(holder, len(holder.pages) - 1)
         self._enter(holder)
@@ -151,10 +151,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
-    def fork(self, pick: int) -> None:
+    def share(self, pick: int) -> None:
         holder = self._holder(pick)
-        copy = Holder(holder.salt, holder.text, self.pool.fork(holder.pages), holder.entered, holder.drafted)
-        self.holders.append(copy)
+        self.pool.retain(holder.pages)
+        self.holders.append(Holder(holder.salt, holder.text, holder.pages.copy(), holder.entered, holder.drafted))
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
@@ -164,7 +164,7 @@ class MemoryMachine(RuleBasedStateMachine):
         held = {page for other in self.holders for page in other.pages.tolist()}
         for page in reversed(holder.pages.tolist()):
             if page not in held:
-                (self.model.idle if page in self.model.found.values() else self.model.free).append(page)
+                (self.model.cached if page in self.model.found.values() else self.model.free).append(page)
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
@@ -192,16 +192,16 @@ class MemoryMachine(RuleBasedStateMachine):
         base = self.model.base
         live = sorted({page for holder in self.holders for page in holder.pages.tolist() if page >= base})
         free_base = [page for page in self.model.free if page < base]
-        idle_base = [page for page in self.model.idle if page < base]
+        cached_base = [page for page in self.model.cached if page < base]
         migration = self.pool.plan_contraction()
-        if len(live) > len(free_base) + len(idle_base):
+        if len(live) > len(free_base) + len(cached_base):
             assert migration is None
             return
         assert migration is not None
         sources, targets = migration.from_pages.tolist(), migration.to_pages.tolist()
-        evicted = idle_base[: max(0, len(live) - len(free_base))]
-        idle_extension = [page for page in reversed(self.model.idle) if page >= base]
-        assert sources == live + idle_extension[: max(0, len(free_base) - len(live))]
+        evicted = cached_base[: max(0, len(live) - len(free_base))]
+        cached_extension = [page for page in reversed(self.model.cached) if page >= base]
+        assert sources == live + cached_extension[: max(0, len(free_base) - len(live))]
         assert set(targets) <= set(free_base + evicted)
         assert len(set(targets)) == len(targets) == len(sources), "the map is injective"
         self.model.forget(evicted)
@@ -222,7 +222,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._publish(migration, sources, targets)
         if fails == "no":
             self.pool.trim()
-            self.model.forget([page for page in self.model.idle if page >= base])
+            self.model.forget([page for page in self.model.cached if page >= base])
             self.model.free = [page for page in self.model.free if page < base]
             self.model.content = {page: text for page, text in self.model.content.items() if page < base}
 
@@ -261,15 +261,15 @@ class MemoryMachine(RuleBasedStateMachine):
         pool, model = self.pool, self.model
         pool.check_integrity()
         self.cache.check_integrity()
-        holders = np.zeros(pool.num_pages, int)
+        holders = np.zeros(pool.pages_in_force, int)
         for holder in self.holders:
             holders[holder.pages] += 1
             for index, page in enumerate(holder.pages.tolist()):
                 assert model.content[page] == holder.text[: PAGE_SIZE * (index + 1)], "contents are never lost"
-        assert pool.references(np.arange(pool.num_pages)).tolist() == holders.tolist()
-        assert (pool.num_free, pool.num_idle) == (len(model.free) + len(model.idle), len(model.idle))
+        assert pool.references(np.arange(pool.pages_in_force)).tolist() == holders.tolist()
+        assert (pool.num_free, pool.num_cached) == (len(model.free) + len(model.cached), len(model.cached))
         assert pool.num_used == np.count_nonzero(holders)
-        assert sorted([*model.free, *model.idle, *holders.nonzero()[0].tolist()]) == list(range(pool.num_pages))
+        assert sorted([*model.free, *model.cached, *holders.nonzero()[0].tolist()]) == list(range(pool.pages_in_force))
         for (salt, text), page in model.found.items():
             assert self.cache.find(self._keys(salt, text)[-1]) == page
             assert model.content[page] == text

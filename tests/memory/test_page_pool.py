@@ -37,12 +37,13 @@ class PagePoolMachine(RuleBasedStateMachine):
         return pages
 
     @rule(target=owners, pages=owners)
-    def fork(self, pages):
+    def share(self, pages):
         if any(self.holders[int(page)] == 0 for page in pages):
             return np.zeros(0, np.int32)
         for page in pages:
             self.holders[int(page)] += 1
-        return self.pool.fork(pages)
+        self.pool.retain(pages)
+        return pages.copy()
 
     @rule(pages=consumes(owners))
     def free(self, pages):
@@ -55,7 +56,7 @@ class PagePoolMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             self.pool.check_integrity()
             assert self.pool.num_free == sum(held == 0 for held in self.holders.values())
-            ids = np.arange(self.pool.num_pages)
+            ids = np.arange(self.pool.pages_in_force)
             assert self.pool.references(ids).tolist() == list(self.holders.values())
 
 
@@ -86,7 +87,7 @@ class Nobody:
 
 
 def kept_pool() -> PagePool:
-    """Of 4 pages and 4 more, in force: 3 of the first held, one of these known, another idle."""
+    """Of 4 pages and 4 more, in force: 3 of the first held, one of these known, another cached."""
     pool = PagePool(4, 16, 4)
     pool.keep_for(Nobody())
     pool.extend()
@@ -115,7 +116,7 @@ def know_a_free_page(pool: PagePool) -> None:
     pool._known[7] = True
 
 
-def forget_an_idle_page(pool: PagePool) -> None:
+def forget_a_cached_page(pool: PagePool) -> None:
     pool._known[3] = False
 
 
@@ -130,7 +131,7 @@ def free_beyond_what_is_in_force(pool: PagePool) -> None:
         (free_a_page_twice, "a KV page is free twice"),
         (free_a_held_page, "a free KV page has holders"),
         (know_a_free_page, "a KV page is free and known to a keeper"),
-        (forget_an_idle_page, "a KV page is idle and not known to a keeper"),
+        (forget_a_cached_page, "a KV page is cached and not known to a keeper"),
         (free_beyond_what_is_in_force, "a KV page that is not in force is free or held"),
     ],
 )
@@ -147,7 +148,7 @@ def test_what_must_not_be_done_is_refused_and_changes_nothing():
         pool.keep_for(Nobody())
     with pytest.raises(IntegrityError, match="KV page 7 cannot be kept: it has no keeper or no holder"):
         pool.remember(7)
-    with pytest.raises(IntegrityError, match=r"KV pages \[1, 7\] are not all in use or idle"):
+    with pytest.raises(IntegrityError, match=r"KV pages \[1, 7\] are not all in use or cached"):
         pool.retain(np.array([1, 7]))
     migration = pool.plan_contraction()
     with pytest.raises(IntegrityError, match="planned once, while extended"):
@@ -218,9 +219,9 @@ def entered(cache: PrefixCache, page: int) -> bytes:
     return key
 
 
-def test_of_idle_pages_those_used_last_come_along_and_only_to_places_that_are_free():
-    """Of 4 base pages 2 are held, 1 is idle and 1 is free, to which the last used of 2 idle pages moves; what the cache
-    knows of it goes along, but for the draft's KV."""
+def test_of_cached_pages_those_used_last_come_along_and_only_to_places_that_are_free():
+    """Of 4 base pages 2 are held, 1 is cached and 1 is free, to which the last used of 2 cached pages moves; what the
+    cache knows of it goes along, but for the draft's KV."""
     pool = PagePool(4, 2, 2)
     cache = PrefixCache(pool)
     pool.extend()
@@ -228,7 +229,7 @@ def test_of_idle_pages_those_used_last_come_along_and_only_to_places_that_are_fr
     keys = {page: entered(cache, page) for page in (2, 4, 5)}
     for page in (2, 3, 4, 5):
         pool.free(np.array([page]))
-    assert pool.num_idle == 3 and pool.num_free == 4
+    assert pool.num_cached == 3 and pool.num_free == 4
     migration = pool.plan_contraction()
     assert migration is not None and (migration.from_pages.tolist(), migration.to_pages.tolist()) == ([5], [3])
     pool.publish(migration)

@@ -46,7 +46,7 @@ class TestExpand:
         assert swaps(residency(), [(ENOUGH, False)] * 9) == [None] * 9
 
     def test_tau_low_is_rounded_up(self) -> None:
-        assert [residency(base_pages=pages).tau_low for pages in (1, 10, 11, 100)] == [1, 1, 2, 10]
+        assert [residency(base_pages=pages).tau_low_pages for pages in (1, 10, 11, 100)] == [1, 1, 2, 10]
 
     def test_where_worth_is_asked_speculation_may_be_on_and_a_no_holds_for_as_many_steps(self) -> None:
         each, answers = residency(), iter([False, True])

@@ -222,7 +222,7 @@ def test_without_the_draft_it_plays_none_and_learns_nothing():
     truth.play(controller, 300)
     bucket = controller._bucket(4)
     before = bucket.seconds.factor.copy(), bucket.tokens.factor.copy(), bucket.schedule.bin, bucket.schedule.step
-    away = replace(load_of(4, speculate=False, lag=200), draft_resident=False)
+    away = replace(load_of(4, speculate=False, lag=200), can_draft=False)
     for _ in range(100):
         assert controller.decide(away).depth == 0
         controller.learn(Feedback(0, 0, 0, 0, decode_rows=4, decoded=4, step_s=0.02, predicted_s=0.02))

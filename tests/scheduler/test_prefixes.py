@@ -55,7 +55,7 @@ def test_a_prompt_computes_only_what_follows_the_pages_that_are_known(policy):
     stats = run.scheduler.stats
     assert stats.cache_queried_tokens == 30 + 30 + 24 + 25 + 30 + 29 + 22 + 43
     assert stats.cache_hit_tokens == 24 + 16 + 24 + 8 + 40
-    assert stats.pages_cached == run.scheduler._batch.pool.num_idle > 0
+    assert stats.pages_cached == run.scheduler._batch.pool.num_cached > 0
     assert stats.pages_used == 0
 
 
@@ -138,7 +138,7 @@ def test_idle_pages_that_are_taken_are_not_free_for_others(idle):
             serve_alone(run, ask("gone", prompt[: 8 * idle], 1))
         run.add(ask("runs", tokens_of(6, 45), 60))
         run.step()
-        assert run.scheduler._batch.pool.num_idle == idle
+        assert run.scheduler._batch.pool.num_cached == idle
         run.add(ask("asks", prompt, 8))
         run.step()
         assert len(run.scheduler._batch.running) == (2 if pages == 9 else 1)

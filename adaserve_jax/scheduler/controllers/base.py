@@ -22,8 +22,8 @@ class Load:
     for which a draft can still be of use, those included that need more than this step to catch up.
     num_prefill: rows whose prompt is not computed yet. prefill_tokens: what they lack. wait_ratio: waiting time of the
     most urgent waiting request over its TTFT target. context: i64[rows], committed tokens of the decode rows, then of
-    the rows with prompts; None where they are not known. draft_resident: False while the draft's memory is KV pages, or
-    it is on its way back: nobody drafts, whatever is decided.
+    the rows with prompts; None where they are not known. can_draft: False while nobody drafts, whatever is decided: the
+    draft's memory is KV pages, or it is on its way back, or no draft service can be asked.
     """
 
     need_rate: np.ndarray
@@ -33,7 +33,7 @@ class Load:
     prefill_tokens: int
     wait_ratio: float
     context: np.ndarray | None = None
-    draft_resident: bool = True
+    can_draft: bool = True
 
     @classmethod
     def of_one(cls) -> Load:
@@ -123,12 +123,10 @@ class Controller(Protocol):
 
     def decide(self, load: Load) -> Decision: ...
 
-    def sustains(
-        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
-    ) -> bool:
+    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
         """Whether steps could keep all these requests on pace at once. need_rate: f64[R], tokens per second, finite;
-        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile; draft_resident: whether any
-        of them may draft."""
+        others: rows beside them that need no pace; prefill_tokens: of a step, meanwhile; can_draft: as `Load`
+        has it."""
         return True
 
     def fastest_alone(self, alone: Alone) -> float:

@@ -124,7 +124,7 @@ class CorrectedController(Controller):
         if not load.num_decode:
             return self._prompts_only(load)
         bucket = self._bucket(load.num_decode)
-        if not load.draft_resident:
+        if not load.can_draft:
             self._on = False  # its KV is gone: it will have to catch up
         if not load.can_speculate.any():  # whatever the reason, it says nothing of shapes
             self._playing = None
@@ -142,10 +142,8 @@ class CorrectedController(Controller):
         self._playing = _Playing(bucket, pick, best)
         return pick.decision
 
-    def sustains(
-        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
-    ) -> bool:
-        return self._joint.sustains(need_rate, others, prefill_tokens, draft_resident=draft_resident)
+    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
+        return self._joint.sustains(need_rate, others, prefill_tokens, can_draft=can_draft)
 
     def fastest_alone(self, alone: Alone) -> float:
         return self._joint.fastest_alone(alone)

@@ -89,16 +89,14 @@ class JointController(Controller):
         feed_draft = self._limits.max_depth > 0 and (depth > 0 or rows == 0)
         return Decision(depth, int(self._shapes.width[shape]), most if depth else rows, prefill, feed_draft)
 
-    def sustains(
-        self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, draft_resident: bool = True
-    ) -> bool:
-        """By the same tables as `decide`, with every request drafting where the draft is there, at the best shape and
+    def sustains(self, need_rate: np.ndarray, others: int, prefill_tokens: float, *, can_draft: bool = True) -> bool:
+        """By the same tables as `decide`, with every request drafting where any can, at the best shape and
         edge for them all. What not even an empty machine would reach counts among the others: it must not keep everyone
         waiting."""
         if not self._admits_by_pace:
             return True
         reach = self._reach_now()
-        shapes = np.arange(len(self._shapes.depth) if draft_resident else 1)
+        shapes = np.arange(len(self._shapes.depth) if can_draft else 1)
         feasible = need_rate[need_rate <= self._fastest_alone(reach, shapes)]
         if not len(feasible):
             return True

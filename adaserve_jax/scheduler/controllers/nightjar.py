@@ -168,11 +168,11 @@ class NightjarController(Controller):
 
     def decide(self, load: Load) -> Decision:
         arm = self._last
-        if not load.draft_resident:
+        if not load.can_draft:
             arm = 0  # bins of other arms wait
         if load.num_decode:
             bucket = self._bucket(load.num_decode)
-            if load.draft_resident:
+            if load.can_draft:
                 if bucket.arm is None:
                     bucket.arm = self._choose(bucket, load)
                 arm = bucket.best(self._last > 0) if self._must_dwell(bucket.arm) else bucket.arm

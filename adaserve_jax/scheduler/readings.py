@@ -1,30 +1,30 @@
-"""What `StepStats` has that is not counted step by step: read off the state when it is asked for."""
+"""What `StepStats` has that is not counted in it step by step: gauges, and counts that other parts keep (preemptions,
+the prefix cache, calibration), read off them when it is asked for."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from adaserve_jax.memory.residency import Residency
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.calibration import Calibrator
 from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.draft_planning import DraftPlanner
 from adaserve_jax.stats import StepStats
 
 
-class Gauges:
-    """Of one scheduler. has_draft: whether there is a draft here that could be resident. residency: where it is; None:
-    here, always."""
+class Readings:
+    """Of one scheduler. has_draft: whether there is a draft here that could be resident."""
 
     def __init__(
-        self, batch: Batch, controller: Controller, calibrator: Calibrator | None, *, has_draft: bool,
-        residency: Residency | None,
+        self, batch: Batch, controller: Controller, calibrator: Calibrator | None, draft: DraftPlanner, *,
+        has_draft: bool,
     ):  # fmt: skip
         self._batch = batch
         self._controller = controller
         self._calibrator = calibrator
+        self._draft = draft
         self._has_draft = has_draft
-        self._residency = residency
 
     def write(self, stats: StepStats) -> None:
         """Those that cost little: of requests, pages and the draft."""
@@ -38,8 +38,8 @@ class Gauges:
         return replace(
             stats,
             **self._cheap(),
-            pages_cached=pool.num_idle,
-            extension_cached=pool.extension_idle,
+            pages_cached=pool.num_cached,
+            extension_cached=pool.extension_cached,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
             swaps=dict(stats.swaps),
@@ -55,9 +55,9 @@ class Gauges:
     def _cheap(self) -> dict[str, Any]:
         batch, pool = self._batch, self._batch.pool
         extension_used = pool.extension_used
-        draft_is_here = self._residency is None or self._residency.draft_is_here
         return {
             "running": len(batch.running), "waiting": len(batch.queue), "preemptions": batch.preemptions,
             "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
-            "extension_total": pool.num_pages - pool.base_pages, "draft_resident": self._has_draft and draft_is_here,
+            "extension_total": pool.pages_in_force - pool.base_pages,
+            "draft_resident": self._has_draft and self._draft.is_resident,
         }  # fmt: skip
