@@ -268,7 +268,7 @@ def test_wrong_settings_are_refused(values, text):
 def test_an_engine_that_comes_back_is_another_run(start_server, path):
     with start_server() as server:
         recorder = Recorder(server.state, RecordStore.open(path), KEPT, every_s=0.01)
-        metrics = RequestMetrics(arrival_s=time.monotonic() - 1.0, output_tokens=0)
+        arrival_unix_s, metrics = time.time() - 1.0, RequestMetrics(arrival_s=time.monotonic() - 1.0, output_tokens=0)
         ended = EndedChoice("r", 0, "stop", None, "team", "chat", time.time(), None, None, metrics)
         recorder.observe(ended)
         server.engine.config = replace(server.engine.config, draft="other/draft")
@@ -283,7 +283,7 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
     assert [each.run.draft for each in found] == [found[0].run.draft, *["other/draft"] * 3]
     runs = [each.run.run_id for each in found]
     assert len(set(runs)) == 3 and runs[2] == runs[3]
-    assert found[0].key == "team" and found[0].arrival_unix_s == pytest.approx(time.time() - 1.0, abs=0.5)
+    assert found[0].key == "team" and found[0].arrival_unix_s == pytest.approx(arrival_unix_s, abs=0.5)
 
 
 @pytest.mark.parametrize(
