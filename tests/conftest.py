@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from adaserve_jax import LLM
     from adaserve_jax.engine.local import LocalEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +30,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "runtime", "models", "pallas_kernels", "tree",
+    "models", "tree", "runtime/test_compiling.py", "runtime/test_footprint.py", "runtime/test_mesh.py",
+    "runtime/test_hosts.py", "runtime/test_programs.py", "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
@@ -106,3 +108,16 @@ def demo_engine() -> Iterator[LocalEngine]:
     yield engine
     assert engine.stats().compiles_after_ready == 0
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def deterministic() -> Iterator[LLM]:
+    """The embedded pair in deterministic mode; leave it idle, on any policy."""
+    from adaserve_jax import LLM
+    from tests.engines import EXACT
+
+    with optimised():
+        made = LLM(eq8_eq9=True, **EXACT)
+    with made as llm:
+        yield llm
+        assert llm.stats().compiles_after_ready == 0

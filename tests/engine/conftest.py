@@ -1,4 +1,4 @@
-"""A `LocalEngine` whose executor is simulated, and one in deterministic mode."""
+"""A `LocalEngine` whose executor is simulated."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import assembly, llm
 from adaserve_jax.engine.local import LocalEngine
-from tests.conftest import optimised
 from tests.engine.simulated import Machine, Spelling
-from tests.engines import EXACT
 
 
 @pytest.fixture
@@ -38,13 +35,3 @@ def engine(machines: list[Machine]) -> Iterator[LocalEngine]:
     yield engine
     engine.close()
     assert [machine.closed for machine in machines] == [1]
-
-
-@pytest.fixture(scope="session")
-def deterministic() -> Iterator[LLM]:
-    """The embedded pair in deterministic mode; leave it idle, on any policy."""
-    with optimised():
-        made = LLM(eq8_eq9=True, **EXACT)
-    with made as llm:
-        yield llm
-        assert llm.stats().compiles_after_ready == 0

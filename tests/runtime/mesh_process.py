@@ -21,6 +21,7 @@ from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.runtime.footprint import page_bytes, weight_bytes
 from adaserve_jax.runtime.model import DeviceModel
 from tests.conftest import optimised
+from tests.engines import EXACT
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import VOCABULARY, write_family
 from tests.runtime.packed_model import TREE_PARENTS, TREE_TOKENS, build, plan_of, run, trees
@@ -35,16 +36,9 @@ CASES = {
 """Checkpoint, whether in the order of the deterministic mode, type of the weights, and numbers of devices."""
 OPTIMISED = ("norms", "converted", "demo_exact")
 """Those whose programs are read, and whose bits are compared."""
-TEXT_WAYS = (1, 4)
 PROMPTS = ["def add(a, b):\n", "import os\n", "Question: Tom has 3 apples.", "x = ["]
 ASKED = ({}, {"repetition_penalty": 1.5}, {"bad_words": ("self", "return"), "presence_penalty": 1.0}, {"logprobs": 3})
 """Changes of logits beside plain texts."""
-ENGINE = {
-    "deterministic": True, "max_requests": 4, "max_context": 96, "max_batch_tokens": 16, "max_depth": 2, "max_width": 1,
-    "num_pages": 16,
-}  # fmt: skip
-"""Of chains: `logits_of` has trees, and test_hosts.py texts by trees. Its programs are of four devices, and nobody
-else's."""
 
 
 def logits_of(model: DeviceModel) -> np.ndarray:
@@ -74,24 +68,29 @@ def ledger_bytes(model: DeviceModel, quantize: str) -> dict[str, int]:
     }
 
 
-def texts(ways: int) -> list[list[int]]:
+def texts_of(llm: LLM) -> list[list[int]]:
     params = [
         SamplingParams(max_tokens=24, temperature=temperature, seed=seed, ignore_eos=True, **asked)
         for seed, (temperature, asked) in enumerate(zip((0.0, 0.8, 1.2, 0.8), ASKED, strict=True))
     ]
+    outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
+    assert [len(output.choices[0].logprobs) for output in outputs] == [0, 0, 0, 24]
+    return [output.token_ids for output in outputs]
+
+
+def texts(ways: int) -> list[list[int]]:
     with optimised():
-        made = LLM(tp=ways, **ENGINE)
+        made = LLM(tp=ways, **EXACT)
     with made as llm:
-        outputs = llm.generate(PROMPTS, params, slo=SLO(tpot_ms=0.5))
+        found = texts_of(llm)
         assert llm.stats().compiles_after_ready == 0
         assert llm.stats().scheduler.accepted_tokens > 0
-        assert [len(output.choices[0].logprobs) for output in outputs] == [0, 0, 0, 24]
-    return [output.token_ids for output in outputs]
+    return found
 
 
 def refusal(**options: object) -> str:
     try:
-        LLM(**(ENGINE | options)).close()  # type: ignore[arg-type]
+        LLM(**(EXACT | options)).close()  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error)
     return ""
@@ -127,7 +126,7 @@ def main(folder: Path) -> None:
         "held": held,
         "ledger": ledger,
         "hlo": hlo,
-        "texts": {ways: texts(ways) for ways in TEXT_WAYS},
+        "texts": texts(4),
         "refusals": {"more": refusal(tp=8), "uneven": refusal(tp=3)},
     }
     (folder / "report.json").write_text(json.dumps(report))

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, EngineDeadError
 from adaserve_jax.runtime import hosts
@@ -154,7 +155,7 @@ def test_each_process_has_its_command() -> None:
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
-def test_two_processes_give_the_text_of_one() -> None:
+def test_two_processes_give_the_text_of_one(deterministic: LLM) -> None:
     options = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in EXACT.items()]
     together = [*options, "--tp", "2", "--num-processes", "2", "--coordinator", f"127.0.0.1:{free_port()}"]
     prompt = ["def add(a, b):\n", "--max-tokens", "32", "--temperature", "0.8", "--seed", "3"]
@@ -172,8 +173,7 @@ def test_two_processes_give_the_text_of_one() -> None:
     _, ended = follower.communicate(timeout=LIMIT_S)
     assert leader.returncode == follower.returncode == 0, notes + ended
     assert "process 0 stopped after" in ended
-    alone = start("generate", *prompt, *options)
-    text, _ = alone.communicate(timeout=LIMIT_S)
+    (alone,) = deterministic.generate([prompt[0]], SamplingParams(max_tokens=32, temperature=0.8, seed=3))
     spoken = [line for line in ours.splitlines(keepends=True) if not line.startswith("[Gloo]")]  # XLA's own, CPU only
-    assert "".join(spoken) == text
-    assert len(text) > 32
+    assert "".join(spoken) == f"{alone.text}\n"
+    assert len(alone.text) > 32

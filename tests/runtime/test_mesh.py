@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adaserve_jax import LLM
 from tests.conftest import ROOT
+from tests.runtime.mesh_process import texts_of
 from tests.runtime.test_programs import copies_of
 
 LIMIT_S = 400
@@ -69,17 +71,17 @@ def test_a_converted_checkpoint_divides_as_its_source_does(mesh: Mesh) -> None:
     assert np.abs(mesh.logits["norms_int8-1"] - mesh.logits["norms-1"]).max() > 1e-3
 
 
-def test_texts_do_not_depend_on_the_number_of_devices(mesh: Mesh) -> None:
-    texts = mesh.report["texts"]
-    assert all(len(text) == 24 for text in texts["1"])
-    assert texts["4"] == texts["1"]
+def test_texts_do_not_depend_on_the_number_of_devices(mesh: Mesh, deterministic: LLM) -> None:
+    one = texts_of(deterministic)
+    assert all(len(text) == 24 for text in one)
+    assert mesh.report["texts"] == one
 
 
 @pytest.mark.slow
-def test_texts_of_two_devices_are_those_of_one(mesh: Mesh, tmp_path: Path) -> None:
+def test_texts_of_two_devices_are_those_of_one(tmp_path: Path, deterministic: LLM) -> None:
     """In one process; test_hosts.py has one device in each of two."""
     on_devices(tmp_path, 2)
-    assert json.loads((tmp_path / "texts.json").read_text()) == {"2": mesh.report["texts"]["1"]}
+    assert json.loads((tmp_path / "texts.json").read_text()) == {"2": texts_of(deterministic)}
 
 
 def test_every_device_holds_its_share(mesh: Mesh) -> None:
