@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+KEEP := PYTHONDONTWRITEBYTECODE=# what tests compile of Python is kept: processes that they start need it again
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
@@ -37,14 +38,14 @@ serve: $(STAMP).serve ## start the server on the embedded pair: http://127.0.0.1
 	@$(BIN)/adaserve serve $(ARGS)
 
 test: $(STAMP).test ## run the suite (some minutes)
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(KEEP) $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP).test ## run everything, the slow tests too
-	@JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	@$(KEEP) JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 coverage: $(STAMP).test ## branches that the tests of the host packages take; fails under 95 % of any package
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile $(HOST_TESTS) $(ARGS)
+	@$(KEEP) $(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile $(HOST_TESTS) $(ARGS)
 	@$(BIN)/python scripts/coverage_check.py
 
 mutation: $(STAMP).test ## break the code in ways that tests must notice (some minutes): ARGS="bandit" for one part
