@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,11 +94,31 @@ def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
     assert core.scheduler.stats.draft_resident
 
 
+OFF_WHILE_FULL = """
+from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.controllers.fixed import fill
+from adaserve_jax.scheduler.policies import Policy
+
+
+class OffWhileFull(Controller):
+    def __init__(self, parts):
+        self.limits = parts.limits
+
+    def decide(self, load):
+        return fill(self.limits, load, depth=3 if load.num_decode < 6 else 0, width=1)
+
+
+off_while_full = Policy("chains while few requests run", OffWhileFull, selector="equal", elastic=True)
+"""
+
+
 @pytest.mark.slow
-def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without() -> None:
+def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without(tmp_path: Path) -> None:
+    (tmp_path / "off_while_full.py").write_text(OFF_WHILE_FULL)
+
     def texts(elastic: str) -> tuple[dict[str, list[int]], EngineStats, bool]:
         config = EngineConfig(
-            policy="nightjar", elastic=elastic, max_requests=8, max_context=256, page_size=16, num_pages=40,
+            policy=str(tmp_path / "off_while_full.py"), elastic=elastic, max_requests=8, max_context=256, page_size=16, num_pages=40,
             max_depth=3, max_width=1, max_batch_tokens=64, max_tree_tokens=32, deterministic=True,
         )  # fmt: skip
         engine, found, ended = LocalEngine(config), defaultdict(list), threading.Semaphore(0)
