@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-KEEP := PYTHONDONTWRITEBYTECODE=# what tests compile of Python is kept: processes that they start need it again
+# Bytecode is kept, whatever the environment says: every process that tests start needs it.
+KEEP := PYTHONDONTWRITEBYTECODE=
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install --quiet
 ARGS ?=
 HOST_TESTS := $(addprefix tests/,scheduler memory bench report results server cli)
