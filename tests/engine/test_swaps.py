@@ -118,8 +118,8 @@ def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without(tmp
 
     def texts(elastic: str) -> tuple[dict[str, list[int]], EngineStats, bool]:
         config = EngineConfig(
-            policy=str(tmp_path / "off_while_full.py"), elastic=elastic, max_requests=8, max_context=256, page_size=16, num_pages=40,
-            max_depth=3, max_width=1, max_batch_tokens=64, max_tree_tokens=32, deterministic=True,
+            policy=str(tmp_path / "off_while_full.py"), elastic=elastic, max_requests=8, max_context=256, page_size=16,
+            num_pages=40, max_depth=3, max_width=1, max_batch_tokens=64, max_tree_tokens=32, deterministic=True,
         )  # fmt: skip
         engine, found, ended = LocalEngine(config), defaultdict(list), threading.Semaphore(0)
 
