@@ -30,8 +30,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 OPTIMISED = (
-    "models", "tree", "runtime/test_compiling.py", "runtime/test_footprint.py", "runtime/test_mesh.py",
-    "runtime/test_hosts.py", "runtime/test_programs.py", "runtime/test_resample.py",
+    "models", "tree", "runtime/test_compiling.py", "runtime/test_footprint.py", "runtime/test_programs.py",
+    "runtime/test_resample.py",
     "bench/test_device_benchmark.py", "bench/test_throughput_benchmark.py",
     "engine/test_attention.py", "engine/test_device_memory.py", "engine/test_elastic_device.py",
     "engine/test_exactness.py", "engine/test_off_path.py",
@@ -83,8 +83,10 @@ def optimised() -> Iterator[None]:
 
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ import pytest
 
 import adaserve_jax
 from adaserve_jax.config import FIELD_HELP, EngineConfig
-from tests.conftest import LONGEST, ROOT
+from tests.conftest import LONGEST, OPTIMISED, ROOT
 
 MAX_LINES = 400
 MAX_LINES_OF = {"adaserve_jax/types.py": 500}  # the one vocabulary file
@@ -47,6 +47,10 @@ def modules_after(statement: str) -> set[str]:
 
 def test_files_that_are_run_first_are_there():
     assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+
+
+def test_what_is_compiled_as_users_run_it_is_there():
+    assert [name for name in OPTIMISED if not (ROOT / "tests" / name).exists()] == []
     assert "--no-loadscope-reorder" in MAKEFILE  # else xdist puts files of few tests last
 
 

@@ -227,10 +227,9 @@ class LocalEngine:
         except AdaServeError as error:
             self._sinks.fail(request.request_id, str(error), error.code, error.param)
         else:
-            if self._assembly.router is not None and request.draft_tag:
-                self._assembly.router.route(
-                    request
-                )  # which learns of a tag what its topic is: not from who was refused
+            router = self._assembly.router
+            if router is not None and request.draft_tag:
+                router.route(request)  # which learns of a tag what its topic is: not from who was refused
 
     def _draft_of(self, request: GenerateRequest) -> int:
         """The index of the draft that is to speculate for it. Nothing is learned from the request yet."""

@@ -24,7 +24,7 @@ BASELINE_S = 0.004
 
 @pytest.fixture(autouse=True, scope="module")
 def no_collection_of_all_garbage() -> Iterator[None]:
-    """It comes before each measurement, and takes half a second in a process that holds every library of the tests."""
+    """It comes before each measurement, and takes long in a process that holds every library of the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda *_: 0)
         yield
