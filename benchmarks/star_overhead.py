@@ -89,9 +89,6 @@ class Nothing:
     def reserve(self, key: int, tokens: int) -> bool:
         return True
 
-    def shrink(self, key: int, tokens: int) -> None:
-        return None
-
     def release(self, key: int) -> None:
         return None
 

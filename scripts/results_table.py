@@ -7,8 +7,7 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-ahead.json: of star_ahead.py. No number is
-typed. Imports no jax.
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from results_learning import cost_table, latency_table, online_tables
 from results_nightjar import nightjar_tables
 from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
-from results_star import ahead_tables, overhead_tables, table1_tables
+from results_star import overhead_tables, table1_tables
 
 from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
 
@@ -271,7 +270,6 @@ def main() -> int:
     new = between(new, "online-learning", online_tables(results / "online-learning"))
     new = between(new, "starsd", table1_tables(results / "starsd"))
     new = between(new, "starsd-overhead", overhead_tables(results / "starsd"))
-    new = between(new, "star-ahead", ahead_tables(results / "star-ahead.json"))
     status = json.loads((results / "reproduce.json").read_text())
     new = between(new, "reproduce", [stand_tables(status)])
     figures = FIGURES_PAGE.read_text()

@@ -114,9 +114,6 @@ class _NoEnd:
     def reserve(self, key: int, tokens: int) -> bool:
         return True
 
-    def shrink(self, key: int, tokens: int) -> None:
-        return None
-
     def release(self, key: int) -> None:
         return None
 

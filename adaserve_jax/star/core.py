@@ -3,23 +3,20 @@
 `DraftCore` is deterministic: no thread, no clock, no device, no gRPC. Who owns one calls it from one thread at a
 time: `receive` for what targets say, `next_batch` and `done` around each batch of the device, `expire` now and then.
 Every method takes `now`, seconds of one clock that never goes back; only what is received may have come before the
-latest batch ended. Frames may also be received while a batch is on the device, and are then of no use to work ahead.
+latest batch ended. Frames may also be received while a batch is on the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from adaserve_jax.star.admission import Admission
-from adaserve_jax.star.ahead import Ahead
 from adaserve_jax.star.counters import CoreStats
 from adaserve_jax.star.dispatch import Batch, BatchRow, Dispatcher
-from adaserve_jax.star.guess import Found
-from adaserve_jax.star.limits import DraftLimits, Expected, Quotas
+from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.messages import FromService, FromTarget, Tree
 from adaserve_jax.star.reception import Reception
 from adaserve_jax.star.registry import Registry
@@ -29,14 +26,15 @@ from adaserve_jax.types import CandidateTrees
 
 Answers = list[tuple[str, list[FromService]]]
 """By target, what to send it in one frame."""
+Columns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""index, token, parent, cell: i32[C]; log_q: f32[C]; as in `messages.Tree`."""
 _NONE = np.zeros(0, np.int32)
-_NOTHING = Found((_NONE, _NONE, _NONE, _NONE, np.zeros(0, np.float32)), np.zeros(0, np.float32))
+_NOTHING: Columns = (_NONE, _NONE, _NONE, _NONE, np.zeros(0, np.float32))
 
 
 class DraftCore:
     """Sessions, order and answers of one draft service. room: KV for its sessions. batching: whether several sessions
-    go to the device at once. tie_s: as of `Dispatcher`. ahead: whether what is idle drafts ahead.
-    admission: who may come; None: everybody."""
+    go to the device at once. tie_s: as of `Dispatcher`. admission: who may come; None: everybody."""
 
     def __init__(
         self,
@@ -46,7 +44,6 @@ class DraftCore:
         quotas: Quotas | None = None,
         batching: bool = True,
         tie_s: float = 0.001,
-        ahead: bool = False,
         admission: Admission | None = None,
     ):
         self.limits = limits
@@ -54,15 +51,11 @@ class DraftCore:
         self._admission = admission
         self._keeper = Keeper(room)
         self._dispatcher = Dispatcher(limits, self._keeper, batching=batching, tie_s=tie_s)
-        rows, longest = limits.max_rows if batching else 1, min(limits.max_context, room.capacity)
-        self._ahead = (
-            Ahead(limits.max_feed, rows, longest, Expected(limits), self._keeper, self.stats) if ahead else None
-        )
+        longest = min(limits.max_context, room.capacity)
         quotas = quotas or Quotas()
-        self._registry = Registry(limits, quotas, self._keeper, self.stats, self._ahead)
-        self._reception = Reception(self._registry, limits, quotas, longest, self.stats, admission, self._ahead)
+        self._registry = Registry(limits, quotas, self._keeper, self.stats)
+        self._reception = Reception(self._registry, limits, quotas, longest, self.stats, admission)
         self._flying: dict[int, Session] = {}  # by key
-        self._free_s = -math.inf  # since when the device has had no batch
         self._given_up: dict[str, list[FromService]] = {}
 
     # ---- what is going on ----
@@ -96,14 +89,7 @@ class DraftCore:
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
         """Take one frame of a target in, which came at `now`; returns what to answer at once. Never raises: what makes
         no sense ends its own session."""
-        answers = self._reception.receive(target_id, messages, now)
-        waiting = self._registry.newly_asked()
-        if self._ahead is not None:
-            told_s = max(now, self._free_s)  # what came during a batch is taken in after it
-            trees = [tree for session in waiting if (tree := self._made_ahead(session, told_s)) is not None]
-            self._ahead.asked(waiting, len(trees), now)
-            answers += trees
-        return answers
+        return self._reception.receive(target_id, messages, now)
 
     def gone(self, target_id: str, now: float) -> None:
         """Its stream has ended. What it waits for is dropped; its sessions stay until their leases end, for it to come
@@ -122,10 +108,9 @@ class DraftCore:
 
     # ---- the device ----
 
-    def next_batch(self, now: float, *, ahead: bool = True) -> Batch | None:
+    def next_batch(self, now: float) -> Batch | None:
         """What to run now; None when nothing can. Each is given back once, to `done` or `failed`. What is given up for
-        lack of time is answered by `given_up`. ahead: whether it may be work ahead; not while more waits to be
-        received."""
+        lack of time is answered by `given_up`."""
         ready = [session for session in self._registry.busy.values() if not session.flying]
         for session in ready:
             if session.asked is not None and self._dispatcher.is_late(session, now):
@@ -136,9 +121,6 @@ class DraftCore:
         batch = self._dispatcher.next([session for session in ready if session.key in self._registry.busy], now)
         if batch is not None:
             self._flying |= {row.key: self._registry.busy[row.key] for row in batch.rows}
-        elif ahead and self._ahead is not None and all(session.flying for session in self._registry.busy.values()):
-            batch, sessions = self._ahead.next(now)
-            self._flying |= sessions
         self.stats.evicted = self._keeper.evicted
         return batch
 
@@ -152,49 +134,36 @@ class DraftCore:
         `LocalDrafter` gives them; None where none was searched."""
         answers: dict[str, list[FromService]] = {}
         nodes = [_NOTHING] * len(batch.rows) if trees is None else _found(batch, trees)
-        for (row, session), found in zip(self._land(batch, now), nodes, strict=True):
-            if self._ahead is not None and batch.ahead:
-                self._ahead.landed(row, session, found)
+        for (row, session), found in zip(self._land(batch), nodes, strict=True):
             if session.closed:
                 continue
             session.fed(row.start, row.tokens)
             self.stats.fed_tokens += len(row.tokens)
-            if row.depth and not batch.ahead:
+            if row.depth:
                 self.stats.rounds += 1
                 self._answer(batch, row, session, found, now, answers)
             self._registry.note(session)
-        self._took(batch, now - batch.started_s, now)
+        if self._admission is not None and batch.depth:
+            self._admission.served(len(batch.rows), now - batch.started_s)
         return list(answers.items())
-
-    def _took(self, batch: Batch, seconds: float, now: float) -> None:
-        """Learn from how long it took."""
-        if self._ahead is not None and batch.ahead:
-            self._ahead.worth.ran(batch.started_s, now)
-        elif self._ahead is not None and batch.depth:
-            self._ahead.worth.searched(seconds)
-        if self._admission is not None and batch.depth and not batch.ahead:
-            self._admission.served(len(batch.rows), seconds)
 
     def failed(self, batch: Batch, now: float) -> Answers:
         """A batch could not run, and left the KV of its rows below their `start` as it was. Who waits for a tree of its
         sessions is answered an empty one; the tokens are fed again when they speak."""
         answers: dict[str, list[FromService]] = {}
-        for row, session in self._land(batch, now):
-            if self._ahead is not None and batch.ahead:
-                self._ahead.landed(row, session, None)
+        for row, session in self._land(batch):
             if session.closed:
                 continue
             session.unfed(row.start)
-            self.stats.failed += session.asked is not None or (row.depth > 0 and not batch.ahead)
+            self.stats.failed += session.asked is not None or row.depth > 0
             if session.asked is not None:
                 self._nothing(session, now, answers)
             self._registry.note(session)
         return list(answers.items())
 
-    def _land(self, batch: Batch, now: float) -> list[tuple[BatchRow, Session]]:
+    def _land(self, batch: Batch) -> list[tuple[BatchRow, Session]]:
         """The batch is off the device: its rows and their sessions."""
         self.stats.batches += 1
-        self._free_s = now
         landed = [(row, self._flying.pop(row.key)) for row in batch.rows]
         for _, session in landed:
             self._keeper.landed(session)
@@ -206,7 +175,7 @@ class DraftCore:
         assert asked is not None
         times = now - asked.received_s, 0.0
         width = max(asked.draft.width, 1)
-        tree = Tree(session.number, session.epoch, asked.draft.round, session.length, width, *_NOTHING.columns, *times)
+        tree = Tree(session.number, session.epoch, asked.draft.round, session.length, width, *_NOTHING, *times)
         session.answered, session.answered_s, session.asked = (asked.draft, tree), now, None
         answers.setdefault(session.target.id, []).append(tree)
 
@@ -215,7 +184,7 @@ class DraftCore:
         batch: Batch,
         row: BatchRow,
         session: Session,
-        found: Found,
+        columns: Columns,
         now: float,
         answers: dict[str, list[FromService]],
     ) -> None:
@@ -226,42 +195,21 @@ class DraftCore:
             return
         length = row.start + len(row.tokens)
         times = batch.started_s - asked.received_s, now - batch.started_s
-        tree = Tree(session.number, session.epoch, row.round, length, batch.width, *found.columns, *times)
+        tree = Tree(session.number, session.epoch, row.round, length, batch.width, *columns, *times)
         session.answered, session.answered_s, session.asked = (asked.draft, tree), now, None
         self.stats.trees += 1
         self.stats.queue_s += times[0]
         answers.setdefault(row.target_id, []).append(tree)
-        if self._ahead is not None:
-            self._ahead.answered(session, asked.draft, found)
-
-    def _made_ahead(self, session: Session, now: float) -> Tree | None:
-        """Answer the Draft that waits with the tree that was made ahead for it, if there is one."""
-        asked = session.asked
-        assert asked is not None and self._ahead is not None
-        found = self._ahead.take(session)
-        if found is None:
-            return None
-        draft, waited_s = asked.draft, now - asked.received_s
-        columns = found.cut(draft.width, draft.depth)
-        tree = Tree(session.number, session.epoch, draft.round, session.length, draft.width, *columns, waited_s, 0.0)
-        session.answered, session.answered_s, session.asked = (draft, tree), now, None
-        self.stats.rounds += 1
-        self.stats.trees += 1
-        self.stats.queue_s += waited_s
-        self._registry.note(session)
-        self._ahead.answered(session, draft, found)
-        return tree
 
 
-def _found(batch: Batch, trees: CandidateTrees) -> list[Found]:
+def _found(batch: Batch, trees: CandidateTrees) -> list[Columns]:
     """Of each row the nodes that are there, of its own levels."""
     assert trees.cell is not None and trees.log_q is not None
     own = np.array([row.depth * batch.width for row in batch.rows])
     row, index = np.nonzero((trees.log_f > -np.inf) & (np.arange(trees.log_f.shape[1]) < own[:, None]))
     nodes = (
         index.astype(np.int32),
-        *(part[row, index] for part in (trees.token, trees.parent, trees.cell, trees.log_q, trees.log_f)),
+        *(part[row, index] for part in (trees.token, trees.parent, trees.cell, trees.log_q)),
     )
     ends = np.searchsorted(row, np.arange(len(own) + 1)).tolist()
-    rows = (tuple(part[start:end] for part in nodes) for start, end in pairwise(ends))
-    return [Found(part[:5], part[5]) for part in rows]  # type: ignore[arg-type]
+    return [tuple(part[start:end] for part in nodes) for start, end in pairwise(ends)]  # type: ignore[misc]

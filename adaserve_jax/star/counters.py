@@ -17,9 +17,7 @@ class CoreStats:
     before; resyncs: sessions that had to be opened anew; refused: by code; expired: Drafts whose tree could not be
     ready in time; failed: Drafts whose batch failed; leases_ended: sessions, with those that went for others' sake;
     evicted: times that a session's KV went for another's; queue_s: seconds that answered Drafts waited for the device,
-    summed. ahead_trees: searched before they were asked for; ahead_hits: of these, what answered a Draft; ahead_misses:
-    what will answer none: its session asked for another text or shape, was opened anew, lost its room, or ended. Others
-    still may."""
+    summed."""
 
     batches: int = 0
     rounds: int = 0
@@ -34,9 +32,6 @@ class CoreStats:
     leases_ended: int = 0
     evicted: int = 0
     queue_s: float = 0.0
-    ahead_trees: int = 0
-    ahead_hits: int = 0
-    ahead_misses: int = 0
 
 
 @dataclass
@@ -44,8 +39,7 @@ class WorkerStats:
     """What the loop saw since it began, beside `CoreStats`. loop_s: seconds that it runs; idle_s, service_s: those of
     them without and with a batch on the device, the rest is its own work; searches, search_s: batches that searched,
     and their seconds; rows: batches that searched by the least of ROWS_EDGES that holds their rows; rows_searched: of
-    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target). ahead,
-    ahead_s: batches that nobody waited for, and their seconds, which are neither idle nor service."""
+    all of them; frames: taken in; nonsense: messages that made no sense, by whose they were (session, target)."""
 
     loop_s: float = 0.0
     idle_s: float = 0.0
@@ -56,8 +50,6 @@ class WorkerStats:
     rows_searched: int = 0
     frames: int = 0
     nonsense: Counter[str] = field(default_factory=Counter)
-    ahead: int = 0
-    ahead_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,13 @@ class BatchRow:
 @dataclass(frozen=True, eq=False)
 class Batch:
     """What the device runs at once. Either every row is searched, or none (depth 0). depth: of the deepest tree; width,
-    calibrated: of all. started_s: when it was handed out. ahead: nobody waits for it (`star.ahead`)."""
+    calibrated: of all. started_s: when it was handed out."""
 
     rows: tuple[BatchRow, ...]
     depth: int
     width: int
     calibrated: bool
     started_s: float
-    ahead: bool = False
 
     @property
     def num_tokens(self) -> int:

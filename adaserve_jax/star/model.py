@@ -91,13 +91,6 @@ class DraftModel:
         self._pages[key] = new if held is None else np.concatenate([held, new])
         return True
 
-    def shrink(self, key: int, tokens: int) -> None:
-        """The pages beyond its first `tokens` tokens are free."""
-        pages, kept = self._pages[key], self.pool.pages_for(tokens)
-        if kept < len(pages):
-            self._pages[key] = pages[:kept]
-            self.pool.free(pages[kept:])
-
     def release(self, key: int) -> None:
         """The session's KV is lost. One that has none is ignored."""
         pages = self._pages.pop(key, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adaserve_jax.star.admission import Admission
-from adaserve_jax.star.ahead import Ahead
 from adaserve_jax.star.counters import CoreStats
 from adaserve_jax.star.limits import (
     DraftLimits,
@@ -44,7 +43,7 @@ class Reception:
 
     def __init__(
         self, registry: Registry, limits: DraftLimits, quotas: Quotas, longest: int, stats: CoreStats,
-        admission: Admission | None, ahead: Ahead | None = None,
+        admission: Admission | None,
     ):  # fmt: skip
         self._registry = registry
         self._limits = limits
@@ -52,7 +51,6 @@ class Reception:
         self._longest = longest
         self._stats = stats
         self._admission = admission
-        self._ahead = ahead
         self._arrivals = 0
         self._stopped = False
 
@@ -189,14 +187,12 @@ class Reception:
         if session is None:
             return self._resync(draft)
         session.heard_s = now
-        answered, before, guess = session.answered, session.length, session.guess
+        answered, before = session.answered, session.length
         heard = session.hear(draft)
         self._registry.note(session)
         if heard is not Heard.TAKEN:
             return self._not_taken(session, heard, draft)
         follows = answered is not None and len(answered[1].index) > 0 and draft.round == answered[0].round + 1
-        if self._ahead is not None:
-            self._ahead.heard(session, guess, before, follows=follows)
         if self._admission is not None and answered is not None and follows:
             emitted = min(session.length - before, answered[0].depth + 1)
             if emitted > 0:

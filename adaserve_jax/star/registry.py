@@ -5,7 +5,6 @@ No thread, clock or device. What is said, and whether it may be, is reception.py
 
 from __future__ import annotations
 
-from adaserve_jax.star.ahead import Ahead
 from adaserve_jax.star.counters import CoreStats
 from adaserve_jax.star.limits import Allowance, DraftLimits, Quotas, is_id
 from adaserve_jax.star.messages import Open
@@ -16,16 +15,12 @@ from adaserve_jax.star.session import Asked, Session, Target
 class Registry:
     """Targets and their sessions. busy: sessions by key that wait for the device, or are on it."""
 
-    def __init__(
-        self, limits: DraftLimits, quotas: Quotas, keeper: Keeper, stats: CoreStats, ahead: Ahead | None = None
-    ):
+    def __init__(self, limits: DraftLimits, quotas: Quotas, keeper: Keeper, stats: CoreStats):
         self.busy: dict[int, Session] = {}
         self._limits = limits
         self._quotas = quotas
         self._keeper = keeper
         self._stats = stats
-        self._ahead = ahead
-        self._newly_asked: dict[int, Session] = {}
         self._targets: dict[str, Target] = {}
         self._next_key = 1
 
@@ -55,18 +50,13 @@ class Registry:
         else:
             self.busy.pop(session.key, None)
 
-    def newly_asked(self) -> list[Session]:
-        """Those whose Drafts have come since this was asked last, and wait."""
-        newly, self._newly_asked = self._newly_asked, {}
-        return [session for session in newly.values() if session.asked is not None and not session.closed]
-
     # ---- targets ----
 
     def come(self, target_id: str, now: float) -> None:
         """Its stream stands from now on. That costs it one message."""
         if target_id not in self._targets:
             allowance = Allowance(self._quotas.messages_per_s, self._quotas.messages_at_once, now)
-            self._targets[target_id] = Target(target_id, allowance, self._stats)
+            self._targets[target_id] = Target(target_id, allowance)
         self._targets[target_id].allowance.take(now)
         self._targets[target_id].here = True
 
@@ -98,7 +88,6 @@ class Registry:
         """Its Draft waits from now on."""
         session.asked = asked
         session.wanted_s = None
-        self._newly_asked[session.key] = session
         self.note(session)
 
     def expire(self, now: float) -> int:
@@ -133,8 +122,5 @@ class Registry:
     def end(self, session: Session) -> None:
         """It is over; its KV is given back."""
         del session.target.sessions[session.number]
-        session.drop_guess()
-        if self._ahead is not None:
-            self._ahead.drop(session)
         self._keeper.close(session)
         self.note(session)

@@ -24,10 +24,6 @@ class Room(Protocol):
         nothing has changed."""
         ...
 
-    def shrink(self, key: int, tokens: int) -> None:
-        """Give back what it has beyond its first `tokens` tokens."""
-        ...
-
     def release(self, key: int) -> None:
         """Give back all of it. Only called for keys that `reserve` has said True to, once."""
         ...
@@ -35,14 +31,12 @@ class Room(Protocol):
 
 class Keeper:
     """Reserves for sessions, and takes from others where it must: from those that wait for nothing, the least recently
-    used first; by force also from those that are only fed, and from Drafts that are less urgent, the least first. Room
-    for work ahead goes before anybody's. What a batch on the device uses stays until it has landed. evicted: sessions
-    that lost their KV so far."""
+    used first; by force also from those that are only fed, and from Drafts that are less urgent, the least first. What
+    a batch on the device uses stays until it has landed. evicted: sessions that lost their KV so far."""
 
     def __init__(self, room: Room):
         self._room = room
         self._held: OrderedDict[int, Session] = OrderedDict()
-        self._ahead: dict[int, Session] = {}
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -51,8 +45,6 @@ class Keeper:
     def reserve(self, session: Session, tokens: int, *, by_force: bool) -> bool:
         """Room for the first `tokens` tokens of a session."""
         while not self._room.reserve(session.key, tokens):
-            if self._end_work_ahead(session):
-                continue
             victim = self._victim(session, by_force)
             if victim is None:
                 return False
@@ -61,23 +53,6 @@ class Keeper:
             self.evicted += 1
         self._held[session.key] = session
         self._held.move_to_end(session.key)
-        return True
-
-    def reserve_free(self, session: Session, tokens: int) -> bool:
-        """Room for work ahead, for a session that has some: where nobody holds it, and until somebody needs it."""
-        if session.key not in self._held or not self._room.reserve(session.key, tokens):
-            return False
-        self._ahead[session.key] = session
-        return True
-
-    def _end_work_ahead(self, but: Session) -> bool:
-        """Take back the room of one session's work ahead, and with it the guess; False: there is none."""
-        session = next((s for s in self._ahead.values() if not s.flying and s is not but), None)
-        if session is None:
-            return False
-        del self._ahead[session.key]
-        session.drop_guess()
-        self._room.shrink(session.key, session.length)
         return True
 
     def close(self, session: Session) -> None:
@@ -103,6 +78,5 @@ class Keeper:
         return victim
 
     def _give_back(self, session: Session) -> None:
-        self._ahead.pop(session.key, None)
         if self._held.pop(session.key, None) is not None:
             self._room.release(session.key)

@@ -43,7 +43,6 @@ class DraftService:
             model,
             quotas=quotas_of(settings),
             batching=not settings.one_by_one,
-            ahead=settings.draft_ahead,
             admission=Admission(1 if settings.one_by_one else model.limits.max_requests),
         )
         self.audit = Audit()

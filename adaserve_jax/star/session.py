@@ -10,8 +10,6 @@ from enum import Enum
 
 import numpy as np
 
-from adaserve_jax.star.counters import CoreStats
-from adaserve_jax.star.guess import Ends, Guess
 from adaserve_jax.star.limits import Allowance
 from adaserve_jax.star.messages import Draft, Open, Tree
 
@@ -69,25 +67,21 @@ class Asked:
 
 
 class Target:
-    """One target that said Hello. here: its stream stands. served: the turn in which it was served last.
-    ends: where its rounds end. stats: of the service."""
+    """One target that said Hello. here: its stream stands. served: the turn in which it was served last."""
 
-    def __init__(self, target_id: str, allowance: Allowance, stats: CoreStats):
+    def __init__(self, target_id: str, allowance: Allowance):
         self.id = target_id
         self.allowance = allowance
-        self.stats = stats
         self.sessions: dict[int, Session] = {}
         self.here = True
         self.served = -1
-        self.ends = Ends()
 
 
 class Session:
     """One session. key: its own, never used again, also when target and number come again. computed: the draft's KV
     holds this many tokens of the text. asked: the Draft that waits for its tree. flying: a batch with it is on the
     device. closed: it has ended. feed: a message brought what the KV lacks, or asked for it, so it is worth feeding;
-    wanted_s: the deadline of a Draft that ran out of time for that lag's sake. heard_s: for the lease. guess:
-    what its text may be next; the KV holds that text's first guess.held tokens."""
+    wanted_s: the deadline of a Draft that ran out of time for that lag's sake. heard_s: for the lease."""
 
     def __init__(self, target: Target, opened: Open, key: int, now: float):
         self.target = target
@@ -108,7 +102,6 @@ class Session:
         self.feed = self.length > 0
         self.wanted_s: float | None = None
         self.heard_s = now
-        self.guess: Guess | None = None
         self._last: Draft | None = None
 
     @property
@@ -145,7 +138,6 @@ class Session:
             return Heard.DUPLICATE if same else Heard.CONFLICT
         self.epoch, self.sampling = epoch, sampling
         self.asked = self.answered = self._last = self.wanted_s = None
-        self.drop_guess()
         self._write(0, tokens)
         return Heard.TAKEN
 
@@ -165,7 +157,6 @@ class Session:
             return Heard.GAP
         self.round, self._last, self.answered = int(draft.round), draft, None
         self._write(base, draft.tokens)
-        self._hold_against_guess()
         return Heard.TAKEN
 
     def _hear_again(self, draft: Draft) -> Heard:
@@ -188,23 +179,7 @@ class Session:
         self.computed = min(self.computed, end, same)
         self.feed = self.computed < end
 
-    def _hold_against_guess(self) -> None:
-        """KV that was made ahead counts as far as the text has become what was guessed."""
-        guess = self.guess
-        if guess is None:
-            return
-        self.computed = max(self.computed, guess.common(self.text))
-        self.feed = self.computed < self.length
-        if not guess.is_of(self.text):
-            self.drop_guess()
-
     # ---- what is done ----
-
-    def drop_guess(self) -> None:
-        """Nothing is guessed any more; a tree that was made for it is a miss."""
-        if self.guess is not None and self.guess.found is not None:
-            self.target.stats.ahead_misses += 1
-        self.guess = None
 
     def fed(self, start: int, tokens: np.ndarray) -> None:
         """A batch wrote these tokens' KV from position `start` on; the text may have changed meanwhile."""
@@ -218,7 +193,6 @@ class Session:
         """Its KV from position `start` on is gone; it is fed anew when it speaks."""
         self.computed = min(self.computed, start)
         self.feed, self.wanted_s = False, None
-        self.drop_guess()
 
 
 def same_draft(one: Draft, other: Draft) -> bool:

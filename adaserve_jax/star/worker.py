@@ -29,7 +29,7 @@ EXPIRE_EVERY_S = 1.0
 LOOK_EVERY_S = 0.2
 """How often the snapshot is replaced, at least."""
 MOST_FAILURES = 3
-"""Of batches one after another, until the service ends; of batches ahead, until nothing is drafted ahead any more."""
+"""Of batches one after another, until the service ends."""
 MOST_MESSAGES = 1024
 """Taken in between two batches, up to the end of their frame, so that a flood does not keep the device waiting."""
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Worker:
         self._streams = Streams(self._load)
         self._stats = WorkerStats()
         self._stopping = False
-        self._failures = {False: 0, True: 0}  # one after another, by whether they were ahead
+        self._failures = 0  # of batches one after another
         self.died = False
         """Whether the device's failures ended it."""
         self._began_s = now = clock()
@@ -106,8 +106,7 @@ class Worker:
         if now - self._expired_s >= EXPIRE_EVERY_S:
             self._core.expire(now)
             self._expired_s = now
-        may_ahead = self._inbox.empty() and self._failures[True] < MOST_FAILURES
-        batch = None if self._stopping else self._core.next_batch(now, ahead=may_ahead)
+        batch = None if self._stopping else self._core.next_batch(now)
         for target_id, frame in self._core.given_up():
             self._streams.send(target_id, frame, now)
         if batch is not None:
@@ -131,22 +130,15 @@ class Worker:
         for target_id, frame in answers:
             self._streams.send(target_id, frame, now)
         if error is None:
-            self._failures[batch.ahead] = 0
+            self._failures = 0
             return
-        self._failures[batch.ahead] += 1
+        self._failures += 1
         _log.error("a batch of %d rows failed: %s", len(batch.rows), type(error).__name__, exc_info=error)
-        if self._failures[batch.ahead] < MOST_FAILURES:
-            return
-        if not batch.ahead:
+        if self._failures >= MOST_FAILURES:
             raise error
-        _log.error("%d batches ahead failed one after another: nothing is drafted ahead any more", MOST_FAILURES)
 
     def _note(self, batch: Batch, now: float) -> None:
         taken_s, stats = now - batch.started_s, self._stats
-        if batch.ahead:
-            stats.ahead += 1
-            stats.ahead_s += taken_s
-            return
         self._busy.add(batch.started_s, now)
         stats.service_s += taken_s
         if batch.depth:

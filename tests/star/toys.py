@@ -109,9 +109,6 @@ class ToyRoom:
         self.held[key] = wanted
         return True
 
-    def shrink(self, key: int, tokens: int) -> None:
-        self.held[key] = min(self.held[key], -(-tokens // self._page))
-
     def release(self, key: int) -> None:
         del self.held[key]
         self.wiped(key)
