@@ -52,7 +52,6 @@ def report(
     perfetto: Annotated[
         Path | None, typer.Option(help="file for that point's requests as trace events, which ui.perfetto.dev shows")
     ] = None,
-    parquet: Annotated[Path | None, typer.Option(help="folder for results, requests and samples as Parquet")] = None,
     records: Annotated[
         Path | None,
         typer.Option("--from", help="instead of folders: file that `adaserve serve --records` writes, or has written"),
@@ -75,7 +74,7 @@ def report(
     Definitions: docs/metrics.md; how to read a report: docs/reports.md. A time without a zone is the local one.
     """
     of_folders = {"-o": out, "--against": against, "--title": title, "--timeline": timeline, "--rate": rate}
-    of_folders |= {"--perfetto": perfetto, "--parquet": parquet}
+    of_folders |= {"--perfetto": perfetto}
     of_records = {"--since": since != SINCE, "--until": until != UNTIL, "--class": slo_class, "--key": key}
     of_records |= {"--format": format is not Format.table}
     if records is not None and not folders:
@@ -83,7 +82,7 @@ def report(
         _report_records(records, since, until, slo_class, key, format)
     elif folders and records is None:
         _refuse(of_records, "--from with a server's records, not to folders")
-        write_report(FolderReport(tuple(folders), out, against, title, timeline, rate, perfetto, parquet))
+        write_report(FolderReport(tuple(folders), out, against, title, timeline, rate, perfetto))
     else:
         raise ConfigError(
             "expected folders that `adaserve bench` or `adaserve simulate` wrote, or --from with the file of "

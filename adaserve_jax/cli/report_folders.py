@@ -30,7 +30,6 @@ class FolderReport:
     timeline: str | None
     rate: float | None
     perfetto: Path | None
-    parquet: Path | None
 
 
 def write_report(asked: FolderReport) -> None:
@@ -57,11 +56,6 @@ def write_report(asked: FolderReport) -> None:
         _note(f"{point.name} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev")
         if not point.row.valid:
             _note(f"warning: {invalid_point(point)}")
-    if asked.parquet is not None:
-        from adaserve_jax.report.parquet import write_parquet
-
-        files = write_parquet(loaded, asked.parquet)
-        _note(f"{', '.join(path.name for path in files)} in {asked.parquet}")
     if asked.out is None:
         _note(f"the whole report: adaserve report {' '.join(map(str, asked.folders))} -o report.html")
 
