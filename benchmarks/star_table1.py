@@ -43,9 +43,9 @@ from star_targets import PacedTarget, Shape, Tally, Text, remote_drafter, run_ta
 
 from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.formulas import accepted, full_targets, measured
+from adaserve_jax.star.service.admission import accepted, full_targets, measured
 
 TARGETS = (1, 2, 3, 4, 5, 6)
 COMPUTED = (*TARGETS, 8, 12, 16, 24, 32, 48, 64)

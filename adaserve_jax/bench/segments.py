@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from adaserve_jax.bench.traces import Trace
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.traces import Trace
 
 MINUTE_S = 60.0
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.formulas import ServiceTime, emitted, return_s, rounds
-from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.messages import Draft, FromService, FromTarget, Hello, Open, Tree, Welcome
+from adaserve_jax.star.service.admission import ServiceTime, emitted, return_s, rounds
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.limits import DraftLimits, Quotas
 from adaserve_jax.types import CandidateTrees
 
 WARM_UP = 0.25

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve_jax.bench.segments import busiest_swing
-from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.traces import load_trace
 from tests.bench.scripts import FOLDER, imported
 from tests.conftest import ROOT
 

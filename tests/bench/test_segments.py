@@ -13,9 +13,9 @@ from adaserve_jax.bench.segments import (
     thinned,
     with_lengths,
 )
-from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 
 def trace_of(*times_s: float, prompt: int = 100, output: int = 50) -> Trace:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.report_folders import print_summary, renderer
+from adaserve_jax.cli.report import print_summary, renderer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report import svg
 from adaserve_jax.results.jsonl import append_rows

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaserve_jax.star.core import Answers, DraftCore
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.service.core import Answers, DraftCore
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.types import CandidateTrees
 from tests.star.model_target import ModelSession, ModelTarget
 from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened

@@ -14,24 +14,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.timing import Effort
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.dispatch import Batch, BatchRow
-from adaserve_jax.star.http import StatusServer
-from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, Tree
-from adaserve_jax.star.metrics import PREFIX
-from adaserve_jax.star.model import DraftModel, load
-from adaserve_jax.star.service import DraftService
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.runtime.warmup import Effort
+from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, Tree, cells_hash
+from adaserve_jax.star.service.dispatch import Batch, BatchRow
+from adaserve_jax.star.service.main import DraftService, StatusServer
+from adaserve_jax.star.service.metrics import PREFIX
+from adaserve_jax.star.service.model import DraftModel, load
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
 from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint

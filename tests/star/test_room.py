@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.star.counters import CoreStats
-from adaserve_jax.star.limits import Allowance
-from adaserve_jax.star.room import Keeper
-from adaserve_jax.star.session import Asked, Session, Target
+from adaserve_jax.star.service.limits import Allowance
+from adaserve_jax.star.service.registry import Keeper
+from adaserve_jax.star.service.session import Asked, CoreStats, Session, Target
 from tests.star.toys import ToyRoom, draft, opened
 
 

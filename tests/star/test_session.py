@@ -7,9 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from adaserve_jax.star.counters import CoreStats
-from adaserve_jax.star.limits import Allowance
-from adaserve_jax.star.session import Heard, Session, Target
+from adaserve_jax.star.service.limits import Allowance
+from adaserve_jax.star.service.session import CoreStats, Heard, Session, Target
 from tests.star.toys import SAMPLED, draft, opened
 
 

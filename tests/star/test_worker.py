@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.counters import BusyMeter
 from adaserve_jax.star.messages import Load, Refused, Tree
-from adaserve_jax.star.worker import Worker
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.session import BusyMeter
+from adaserve_jax.star.service.worker import Worker
 from tests.star.streams import HANG_S
 from tests.star.toys import ToyDevice, ToyRoom, close, draft, hello, limits, opened
 
@@ -132,7 +132,7 @@ def test_the_load_is_told_every_quarter_second_at_most():
 
 
 def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
-    monkeypatch.setattr("adaserve_jax.star.worker.MOST_MESSAGES", 5)
+    monkeypatch.setattr("adaserve_jax.star.service.worker.MOST_MESSAGES", 5)
     bounds, room = limits(), ToyRoom()
     worker = Worker(DraftCore(bounds, room), ToyDevice(room, bounds), clock=Clock())
     stream = Stream()
