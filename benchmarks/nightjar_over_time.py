@@ -32,8 +32,8 @@ from nightjar_points import (
     made_segment,
     segment_of,
 )
+from segments import minute_counts
 
-from adaserve_jax.bench.segments import minute_counts
 from adaserve_jax.bench.simulation import simulate
 from adaserve_jax.bench.traces import Trace
 from adaserve_jax.cli.options import comma_list

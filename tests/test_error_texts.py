@@ -19,7 +19,6 @@ import pytest
 from adaserve_jax.bench import profile_plot
 from adaserve_jax.bench.arrivals import Arrival, Schedule
 from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.segments import shortened, with_lengths
 from adaserve_jax.bench.traces import trace_of
 from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
 from adaserve_jax.cli.app import app
@@ -63,6 +62,7 @@ from adaserve_jax.scheduler.fit import fit
 from adaserve_jax.scheduler.policy_names import find_policy
 from adaserve_jax.server.classes import SloClass
 from adaserve_jax.types import SLO, Limits, SamplingParams
+from benchmarks.segments import shortened, with_lengths
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))

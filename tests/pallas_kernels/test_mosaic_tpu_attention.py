@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.compat import pltpu, tpu_interpret
 from adaserve_jax.pallas_kernels.dtypes import DTYPES
-from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu, plain
+from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_tpu
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, check_supported
 from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
@@ -26,6 +26,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     AttentionSpec,
     make_case,
 )
+from tests.pallas_kernels import plain_attention
 from tests.pallas_kernels.test_paged_tree_attention import check_against_oracle, run
 
 LONG = {
@@ -108,7 +109,7 @@ def test_rows_that_see_nothing_are_zero_and_tiles_follow_one_another() -> None:
         tile=jnp.array([1, 0], jnp.int32), num_tiles=jnp.array([2, 0], jnp.int32), bits=jnp.asarray(bits),
     )  # fmt: skip
     out = np.asarray(mosaic_tpu.attend(operands, interpret=True))
-    np.testing.assert_allclose(out, plain.attend(operands), atol=2e-6)
+    np.testing.assert_allclose(out, plain_attention.attend(operands), atol=2e-6)
     assert not out[1].any() and not out[0, 0, [1, 1 + queries]].any()
     assert out[0, 0, [0, 2]].any()
 
