@@ -32,8 +32,8 @@ from nightjar_points import (
     made_segment,
     segment_of,
 )
+from segments import minute_counts
 
-from adaserve_jax.bench.segments import minute_counts
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError

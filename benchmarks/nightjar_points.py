@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
-from adaserve_jax.bench.segments import (
+from segments import (
     MINUTE_S,
     at_once,
     busiest_swing,
@@ -21,6 +20,7 @@ from adaserve_jax.bench.segments import (
     thinned,
     with_lengths,
 )
+
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.sim.machines import Machine, load_machine

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nightjar_points import CLASSES, POISSON, PROFILE, SETUPS, made_segment, segment_of
+from segments import at_once, poisson_arrivals, shortened, thinned, with_lengths
 from throughput_prompts import Prompts
 
-from adaserve_jax.bench.segments import at_once, poisson_arrivals, shortened, thinned, with_lengths
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from star_sim import StarPlan, StarRow, closed_row, simulated_row
 
-from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.service.admission import ServiceTime, emitted, full_targets, max_targets, max_targets_batched

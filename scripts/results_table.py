@@ -29,7 +29,9 @@ from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_star import overhead_tables, table1_tables
 
-from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from throughput_rows import REFERENCE, ThroughputRow, aims, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"

@@ -12,8 +12,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+from segments import MINUTE_S, poisson_arrivals
 
-from adaserve_jax.bench.segments import MINUTE_S, poisson_arrivals
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.workloads.readers.azure import CONTEXT, GENERATED, TIME

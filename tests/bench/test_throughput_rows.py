@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.throughput import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
+from benchmarks.throughput_rows import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
 
 ROW = ThroughputRow(
     commit="0" * 40, machine="m", device="cpu", jax_version="0.9", torch_version=None, transformers_version=None,

@@ -1,8 +1,7 @@
 """Many targets at one draft service, on a virtual clock: the service's own core, with devices that only take time.
 
 Sessions, order and batches are those of `star.core.DraftCore`; a target asks for one tree per row, waits until all are
-there, verifies, and asks again. What it accepts of a chain is drawn level by level. Imports no jax. The scripts under
-benchmarks/ that plan for draft services use it.
+there, verifies, and asks again. What it accepts of a chain is drawn level by level. Imports no jax.
 """
 
 from __future__ import annotations
