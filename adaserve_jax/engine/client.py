@@ -14,6 +14,8 @@ from typing import Protocol
 
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
+from adaserve_jax.scheduler.queue import due_s
+from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.stats import DrafterStats, LearningStats, StepStats, counter, gauge
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
@@ -93,6 +95,14 @@ class EngineInfo:
     deterministic: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     drafts: tuple[str, ...] = ()
+
+    def check_prompt(self, prompt_tokens: int, param: str = "prompt") -> None:
+        """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
+        check_prompt(prompt_tokens, self.max_context, param)
+
+    def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
+        """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
+        return due_s(arrival_s, priority, ttft_slo_s)
 
 
 @dataclass(frozen=True)

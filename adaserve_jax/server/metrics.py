@@ -1,6 +1,7 @@
-"""Prometheus metrics: per request as it ends, and the engine's totals read at each scrape. Documented in docs/http.md.
+"""Prometheus metrics of one server: requests as they end, and the engine's statistics at each scrape.
 
-No label ever holds a raw target or anything that a user wrote; slo classes come from the server's configuration.
+docs/http.md lists them. No label holds a raw target or anything that a user wrote: classes come from the server's
+configuration, drafts and services from the operator.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from adaserve_jax.stats import DrafterStats, MetricSpec, ServiceState, StepStats
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 RATIO_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""Upper edges of TPOT / target; met is <= 1."""
+"""Upper edges of the histogram of TPOT / target; a target is met at <= 1."""
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own. Used from the event loop only, but for the counters of
-    what was dropped."""
+    """All metrics of one server, in a registry of their own.
+
+    Used from the event loop, except records_dropped and spans_dropped, which other threads count.
+    """
 
     def __init__(self, client: EngineClient):
         self.registry = CollectorRegistry()
@@ -65,21 +68,21 @@ class ServerMetrics:
         return Histogram(f"adaserve_{name}", text, buckets=edges, registry=self.registry)
 
     def text(self) -> bytes:
-        """The exposition in Prometheus' text format."""
+        """Return the exposition in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def observe_tokens(self, gap_s: float, count: int) -> None:
-        """`count` tokens of one choice arrived together, `gap_s` after those before."""
+        """Count `count` tokens of one choice that arrived together, `gap_s` seconds after those before."""
         self._gap.observe(gap_s)
         if count > 1:
             self._gap.observe(0.0, count - 1)
 
     def observe_rate_limited(self, limit: str) -> None:
-        """One request was refused because its key was over that limit."""
+        """Count a request that was refused because its API key was over `limit`."""
         self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
-        """One choice ended, for whatever reason; one that did not finish has met no target."""
+        """Count a choice that ended; one that did not finish has met no target."""
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
         met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None and status == "finished" else (False, False)
         for kind, target_s, kept in zip(("tpot", "ttft"), (choice.tpot_slo_s, choice.ttft_slo_s), met, strict=True):
@@ -103,7 +106,10 @@ class ServerMetrics:
 
 
 class GapHistogram(Collector):
-    """What is observed for every token, and so without the locks of the library's histogram: event loop only."""
+    """Histogram of the gaps between tokens, used from the event loop only.
+
+    It is observed for every token, so it does without the locks of the library's histogram.
+    """
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
@@ -124,7 +130,7 @@ class GapHistogram(Collector):
 class EngineCollector(Collector):
     """Collector of the engine's statistics, read at each scrape.
 
-    A statistic declares its metric (`stats.Metric`); only what follows from several statistics is written here.
+    A statistic declares its metric (`stats.MetricSpec`); only what follows from several statistics is written here.
     """
 
     def __init__(self, client: EngineClient):

@@ -1,6 +1,6 @@
-"""The request bodies of the API, as pydantic models: what is accepted, what it means, what is refused by name.
+"""Request and response bodies of the API as pydantic models, from which the OpenAPI document is made.
 
-Types are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so that a response can name them.
+Types of requests are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so that a response can name them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adaserve_jax.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
 def _valid_unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no tokenizer and no encoder takes."""
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer or encoder takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -37,7 +37,7 @@ ValidText = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 def _few_entries(value: object) -> object:
-    """Refuse a huge mapping before each of its entries is looked at."""
+    """Refuse a huge mapping before its entries are validated."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_many", "at most {most} token ids", {"most": MAX_LOGIT_BIASES})
     return value
@@ -50,8 +50,8 @@ Biases = Annotated[dict[str, float], BeforeValidator(_few_entries)]
 INT32 = 2**31
 
 
-def later(shown: str, *neutral: Any) -> Any:
-    """A field that OpenAI's API has and this server does not implement: refused, but for null and what is neutral."""
+def unsupported(shown: str, *neutral: Any) -> Any:
+    """Return a field of OpenAI's API that is not implemented: only null and the neutral values are accepted."""
     description = f"Not implemented: only {shown} is accepted."
     return Field(None, description=description, json_schema_extra={"enum": [None, *neutral]})
 
@@ -63,7 +63,7 @@ class Body(BaseModel):
         return sorted(self.model_extra or {})
 
     def unsupported_field(self) -> str | None:
-        """The first unimplemented field that asks for something."""
+        """Return the first unimplemented field that asks for something."""
         for name, field in type(self).model_fields.items():
             if not isinstance(field.json_schema_extra, dict) or "enum" not in field.json_schema_extra:
                 continue
@@ -165,8 +165,8 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(
         None, description="Report log probabilities of the output's tokens and of so many likeliest, 0 to 20."
     )
-    best_of: Any = later("1", 1)
-    suffix: Any = later("null")
+    best_of: Any = unsupported("1", 1)
+    suffix: Any = unsupported("null")
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": 40}]}
@@ -196,12 +196,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
     top_logprobs: int | None = Field(None, description="And of so many likeliest, 0 to 20; only with logprobs.")
-    tools: Any = later("[]", [])
-    tool_choice: Any = later("none and auto", "none", "auto")
-    functions: Any = later("[]", [])
-    function_call: Any = later("none and auto", "none", "auto")
-    modalities: Any = later('["text"]', ["text"])
-    audio: Any = later("null")
+    tools: Any = unsupported("[]", [])
+    tool_choice: Any = unsupported("none and auto", "none", "auto")
+    functions: Any = unsupported("[]", [])
+    function_call: Any = unsupported("none and auto", "none", "auto")
+    modalities: Any = unsupported('["text"]', ["text"])
+    audio: Any = unsupported("null")
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}], "slo_tpot_ms": 40}]}
@@ -220,9 +220,8 @@ class DetokenizeBody(Body):
     tokens: Ids = Field(description="Token ids.")
 
 
-# The response bodies of the API, as pydantic models: they write the responses and the OpenAPI document.
-
 FinishedBy = Literal["stop", "length"]
+"""Finish reasons of OpenAI's API."""
 
 
 class PromptTokensDetails(BaseModel):
