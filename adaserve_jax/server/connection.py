@@ -62,7 +62,7 @@ class DirectBody:
 
     @property
     def ready(self) -> bool:
-        """Whether the client reads fast enough; if not, use `send`, which waits for it."""
+        """True while the client reads fast enough; otherwise use `send`, which waits for it."""
         return not self._flow.write_paused and not self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
@@ -171,7 +171,7 @@ class Drainable(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request has not ended."""
+        """True while a request has not ended."""
         ...
 
     def drain(self) -> None:

@@ -99,7 +99,7 @@ class ResponseFormat(BaseModel):
 
 
 class GenerationBody(Body):
-    """What completions and chat have in common."""
+    """Fields that completions and chat share."""
 
     model: str | None = Field(None, description="The served model's name; left out: the one that is served.")
     max_tokens: int | None = Field(None, description="Most tokens to generate.")

@@ -107,7 +107,7 @@ class ServerState:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any request still holds room."""
+        """True while a request holds room."""
         return self.slots.used > 0
 
     def health(self) -> Health:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UsageOptions:
-    """Where a stream reports token counts: in a last event without choices, and in every event (counts so far)."""
+    """Events of a stream that report token counts: a last one without choices, and every one (counts so far)."""
 
     in_last_event: bool = False
     in_every_event: bool = False
