@@ -206,7 +206,7 @@ def test_prompts_alone_must_get_a_token(tmp_path):
     text = ONE.replace(FILLED, "Decision(0, 0, 0, 0, False)")
     run = Run.of(limits_of(), policy=written(tmp_path, text))
     run.add(request_of("r"))
-    with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, tree_token_cap 0, prefill_toke"):
+    with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, tree_token_cap 0"):
         run.step()
     numpy = ONE.replace(FILLED, "Decision(np.int64(0), 0, len(load.need_rate), np.int32(8), False)")
     run = Run.of(limits_of(), policy=written(tmp_path, numpy + "import numpy as np\n", "integers.py"))

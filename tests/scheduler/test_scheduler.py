@@ -259,7 +259,7 @@ def test_lower_priority_is_preempted_first():
             "context_length_exceeded",
             r"cache of 240 tokens, got 200 \+",
         ),
-        (request_of("taken"), "sequence_id", "invalid_request", "request id 'taken' is in use; choose another"),
+        (request_of("taken"), "request_id", "invalid_request", "request id 'taken' is in use; choose another"),
     ],
 )
 def test_requests_that_can_never_be_served(request_, param, code, text):
