@@ -88,8 +88,8 @@ def tables(lines: Sequence[Line]) -> str:
 
 def _about(commits: str) -> str:
     return (
-        f"`benchmarks/policy_sweeps.py` simulated these sweeps at commit {commits}. They compare every policy on AdaServe's "
-        "traces, over rates, shares of urgent requests and SLO scales. The summary is in docs/results.md."
+        f"`benchmarks/policy_sweeps.py` simulated these sweeps at commit {commits}. They compare every policy on "
+        "AdaServe's traces, over rates, shares of urgent requests and SLO scales. The summary is in docs/results.md."
     )
 
 

@@ -134,7 +134,10 @@ def _mixed(result: dict[str, Any]) -> str:
             accepted = last(runs[way], domain) if way in runs else None
             cells += [_share(accepted), "-" if accepted is None else f"{accepted - one:+.3f}"]
         rows.append(line(domain, *cells))
-    about = f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance is that after the last request:"
+    about = (
+        f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance is that after the last "
+        "request:"
+    )
     return "\n\n".join([about, "\n".join([MIXED, *rows]), _where(result)])
 
 

@@ -158,8 +158,8 @@ def load_table(result: dict[str, Any]) -> str:
     ratio = median(a / b for a, b in zip(*(times_of[layout] for layout in LAYOUTS), strict=True))
     about = (
         f"{result['checkpoint']}, weights {result['quantize']}; {len(times_of['converted'])} loads of each layout in "
-        f"turns: medians of times, and the largest peak. Files were in the page cache. Without the import, the converted "
-        f"layout loads {ratio:.2f} times as fast. {result['machine']}. Commit {result['commit'][:12]}."
+        f"turns: medians of times, and the largest peak. Files were in the page cache. Without the import, the "
+        f"converted layout loads {ratio:.2f} times as fast. {result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
 
