@@ -47,9 +47,9 @@ def readme(result: dict[str, Any], tables: Tables) -> str:
     parts = [
         "# Nightjar's tables, simulated",
         f"`benchmarks/nightjar_tables.py` simulated these tables at commit {commits}: means over {seeds} independent "
-        f"{'run' if seeds == 1 else 'runs'}, ratios within runs. The lengths and the shape of the dynamic load are those "
-        f"of {segment['trace']}: {segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request has a "
-        "target.",
+        f"{'run' if seeds == 1 else 'runs'}, ratios within runs. The lengths and the shape of the dynamic load are "
+        f"those of {segment['trace']}: {segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request "
+        "has a target.",
         "*Throughput* is all output tokens over the time of the run. Below saturation it equals the offered load under "
         "every policy. *While busy* is the same over the time in which a request is in the system. *Latency* is the "
         "mean time from arrival to the last token.",

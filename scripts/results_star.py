@@ -145,8 +145,8 @@ def _judged(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, 
     better = "met" if ratio["measured"] >= 1.5 else "**missed**"
     return (
         f"N_full = {full}. Load of the draft with more targets than that, one by one: {load} (aim 95%: {met}). "
-        f"Batched over one by one at N = {most}: {ratio['measured']:.2f} times the tokens/s (aim 1.5: {better}); {ratio['simulated']:.2f} in "
-        f"simulation, {ratio['closed']:.2f} by closed form."
+        f"Batched over one by one at N = {most}: {ratio['measured']:.2f} times the tokens/s (aim 1.5: {better}); "
+        f"{ratio['simulated']:.2f} in simulation, {ratio['closed']:.2f} by closed form."
     )
 
 
