@@ -19,14 +19,14 @@ from typing import Annotated
 
 import typer
 
-from adaserve_jax.bench.acceptance import AcceptanceModel
-from adaserve_jax.bench.machines import Machine, load_machine
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.sim.acceptance import AcceptanceModel
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 PLAIN = "ar"
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 40, 64, 256

@@ -23,15 +23,14 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax import LLM, SLO, SamplingParams
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.models.held_out import held_out_code
-from adaserve_jax.results.calibration_error import honest_error
+from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from adaserve_jax.scheduler.calibration import PREDICTIONS, errors_by_mode
-from adaserve_jax.tree.chances import MODES, ChanceTable, write_chances
+from adaserve_jax.scheduler.acceptance import PREDICTIONS, errors_by_mode, honest_error
+from adaserve_jax.tree.acceptance_table import MODES, ChanceTable, write_chances
+from adaserve_jax.workloads.workload import load_workload
 
 AIM = 0.03
 WRONG = 0.9

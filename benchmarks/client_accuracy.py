@@ -28,17 +28,16 @@ from paced_engine import PacedEngine
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.bench.client_engine import ClientEngine
-from adaserve_jax.bench.engine import Ask, BenchEngine
-from adaserve_jax.bench.http_engine import UrlEngine
+from adaserve_jax.bench.engine import Ask, BenchEngine, Due, LoopResult
+from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
-from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.open_loop import Due, LoopResult
-from adaserve_jax.bench.workload import WorkloadItem
+from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
+from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import WorkloadItem
 
 SERVER = Path(__file__).resolve().parent / "null_server.py"
 AIMS_MS = {"late_p50": 1.0, "error_p99": 5.0}

@@ -29,17 +29,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.request_columns import RequestColumns
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import RequestColumns, SimulationPlan, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace
 
 CLASSES = (("code", SLO(relative=1.2, ttft_ms=4000)), ("chat", SLO(tpot_ms=50, ttft_ms=4000)),
            ("summarization", SLO(tpot_ms=150, ttft_ms=4000)))  # fmt: skip

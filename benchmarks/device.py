@@ -33,18 +33,18 @@ from rich.table import Table
 from adaserve_jax.bench.console import result_table
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.models.quantize import SCALE
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.types import CostSamples
+from adaserve_jax.workloads.workload import load_workload
 
 CONSOLE = Console(width=140)
 

@@ -18,15 +18,14 @@ import numpy as np
 from device_ceilings import Ceilings, best_seconds, in_turns, repeated
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.pallas_kernels.dtypes import DTYPES
+from adaserve_jax.pallas_kernels.compat import DTYPES
 from adaserve_jax.pallas_kernels.move_pages import api as moves_api
 from adaserve_jax.pallas_kernels.move_pages.specs import FULL as FULL_MOVES
 from adaserve_jax.pallas_kernels.move_pages.specs import TINY as TINY_MOVES
 from adaserve_jax.pallas_kernels.move_pages.specs import MoveSpec
 from adaserve_jax.pallas_kernels.move_pages.specs import make_case as make_moves
 from adaserve_jax.pallas_kernels.paged_tree_attention import api
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
-from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     CPU,
     FULL,
@@ -37,7 +36,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import (
     page_table,
     trees,
 )
-from adaserve_jax.tree.ancestors import ancestor_bits
+from adaserve_jax.tree.verify import ancestor_bits
 from tests.oracles.attention import oracle_attention
 
 LAYERS = 12

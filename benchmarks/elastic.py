@@ -32,11 +32,11 @@ from rich.table import Table
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, Shape, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.runtime.timing import Effort, measure
+from adaserve_jax.runtime.warmup import Effort, measure
 
 DRAFT_SHAPES = {
     "110M": Shape(layers=5, hidden=384, heads=6, kv_heads=2, mlp=1536),

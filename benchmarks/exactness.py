@@ -18,13 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from adaserve_jax import LLM, SLO, SamplingParams
-from adaserve_jax.bench.workload import load_workload
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import decode, logits
-from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.tree.noise import gumbel_noise
+from adaserve_jax.tree.sampling import gumbel_noise
+from adaserve_jax.workloads.workload import load_workload
 
 POLICIES = ("ar", "spec:4", "adaserve")
 TEMPERATURES = (0.0, 0.8, 1.2)

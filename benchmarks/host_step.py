@@ -19,11 +19,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.base import Feedback, Load
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams
 
 TARGET_MS = {"step, 16 requests": 1.0, "step, 64 requests": 2.5, "selector, 64 x 24": 0.15}

@@ -23,11 +23,11 @@ from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import QUANTIZE, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.runtime.timing import measure
+from adaserve_jax.runtime.warmup import measure
 
 ROWS = 8
 CONTEXT = 1024

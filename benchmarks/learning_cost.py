@@ -23,12 +23,8 @@ import typer
 from nightjar_offload import grown_draft
 from throughput import grown_target
 
-from adaserve_jax.bench.arrivals import make_schedule, parse_arrivals
-from adaserve_jax.bench.engine import Ask
-from adaserve_jax.bench.local import LocalBenchEngine
-from adaserve_jax.bench.open_loop import Due
-from adaserve_jax.bench.probe import AtPoint
-from adaserve_jax.bench.workload import Workload, load_workload
+from adaserve_jax.bench.engine import Ask, AtPoint, Due
+from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import EngineConfig
@@ -36,6 +32,8 @@ from adaserve_jax.errors import AdaServeError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.provenance import machine_name, source_commit
+from adaserve_jax.workloads.arrivals import make_schedule, parse_arrivals
+from adaserve_jax.workloads.workload import Workload, load_workload
 
 DRAIN_S = 60.0
 PLAIN, LEARNING = "plain", "learning"

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.distill.batches import pack
-from adaserve_jax.distill.forward import Fields, summed
-from adaserve_jax.distill.scoring import Scorer
+from adaserve_jax.distill.offline import Scorer
+from adaserve_jax.distill.programs import Fields, summed
+from adaserve_jax.distill.records import pack
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params

@@ -22,14 +22,14 @@ import typer
 from learning_prompts import domains
 from learning_runs import sampling
 from throughput import grown_target
+from throughput_rows import paired_ratio
 
 from adaserve_jax import LLM, EngineConfig
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, progress_bar
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.results.throughput import paired_ratio
 
 PLAIN = "ar"
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
 from adaserve_jax.results.provenance import machine_name, source_commit
 
@@ -53,9 +53,8 @@ def measure_here(folder: Path, dtype: str, quantize: str = "none") -> Load:
     import jax.numpy as jnp
 
     from adaserve_jax.models.config import ModelConfig
-    from adaserve_jax.models.convert import DTYPES
-    from adaserve_jax.models.converted import is_converted
-    from adaserve_jax.models.loading import load_params
+    from adaserve_jax.models.loading import is_converted, load_params
+    from adaserve_jax.models.writing import DTYPES
 
     converted = is_converted(folder)
     jnp.zeros(1).block_until_ready()

@@ -33,7 +33,7 @@ from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
 from adaserve_jax.results.jsonl import make_folder
 

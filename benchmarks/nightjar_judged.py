@@ -15,8 +15,7 @@ from nightjar_rounds import Rounds
 from nightjar_views import BUSY, FEWER_IS_BETTER, LATENCY, THROUGHPUT
 from rich.console import Console
 from rich.table import Table
-
-from adaserve_jax.results.throughput import Ratio, paired_ratio
+from throughput_rows import Ratio, paired_ratio
 
 JUDGED = (THROUGHPUT, BUSY, LATENCY)
 AIM_LOAD, AIM = "low", 1.2

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 from throughput import grown_target
 
-from adaserve_jax.bench.local import LocalBenchEngine
+from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, Shape, grow
 from adaserve_jax.results.jsonl import make_folder
 

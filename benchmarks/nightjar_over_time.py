@@ -32,15 +32,15 @@ from nightjar_points import (
     made_segment,
     segment_of,
 )
+from segments import minute_counts
 
-from adaserve_jax.bench.segments import minute_counts
-from adaserve_jax.bench.simulation import simulate
-from adaserve_jax.bench.traces import Trace
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.sim.simulation import simulate
+from adaserve_jax.workloads.traces import Trace
 
 INTERVAL_S = 30.0
 POLICIES = f"{PLAIN},spec:3,dsd,{OURS}"

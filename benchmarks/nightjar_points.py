@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-
-from adaserve_jax.bench.machines import Machine, load_machine
-from adaserve_jax.bench.segments import (
+from segments import (
     MINUTE_S,
     at_once,
     busiest_swing,
@@ -22,11 +20,13 @@ from adaserve_jax.bench.segments import (
     thinned,
     with_lengths,
 )
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace
+
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest, load_trace
 
 PLAIN, V1, OURS, MAIN = "ar", "nightjar-v1", "nightjar", "adaserve"
 METHODS = (

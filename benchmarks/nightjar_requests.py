@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nightjar_points import CLASSES, POISSON, PROFILE, SETUPS, made_segment, segment_of
+from segments import at_once, poisson_arrivals, shortened, thinned, with_lengths
 from throughput_prompts import Prompts
 
-from adaserve_jax.bench.segments import at_once, poisson_arrivals, shortened, thinned, with_lengths
-from adaserve_jax.bench.traces import Trace
-from adaserve_jax.bench.workload import Workload, WorkloadItem
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.workloads.traces import Trace
+from adaserve_jax.workloads.workload import Workload, WorkloadItem
 
 MAX_CONTEXT = 1024
 LOADS = tuple(CLASSES)

@@ -19,12 +19,12 @@ from nightjar_views import FIGURES
 from adaserve_jax.bench.engine import BenchEngine
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.workload import Workload
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.workloads.workload import Workload
 
 
 @dataclass

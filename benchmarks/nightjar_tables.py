@@ -29,16 +29,16 @@ import typer
 from nightjar_points import QUICK, Point, Scale, Setup, Workloads, find_setups, made_segment, points, segment_of
 from nightjar_views import FIGURES, Line, pages_of
 
-from adaserve_jax.bench.machines import Machine
-from adaserve_jax.bench.simulation import simulate
-from adaserve_jax.bench.simulation_rows import result_rows
-from adaserve_jax.bench.traces import Trace
+from adaserve_jax.bench.simulate import result_rows
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import machine_name, new_run_id, source_commit
 from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.sim.machines import Machine
+from adaserve_jax.sim.simulation import simulate
+from adaserve_jax.workloads.traces import Trace
 
 LINES = "nightjar-lines.json"
 SWAPS = ("expand", "contract", "failed")

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from throughput import grown_target
 from throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
+from throughput_rows import Ratio, paired_ratio
 from throughput_systems import Batch, Engine, Measured
 
 from adaserve_jax import SLO
@@ -38,12 +39,11 @@ from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
-from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from adaserve_jax.results.throughput import Ratio, paired_ratio
 
 POLICY = "off"
 MAX_CONTEXT = 512

@@ -31,11 +31,10 @@ from learning_runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, ju
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.distill.offline import reset_top_layer
 from adaserve_jax.learn_config import LearnConfig
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import init_params
-from adaserve_jax.models.export import export
-from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.writing import export
 from adaserve_jax.results.provenance import machine_name, source_commit
 
 DEMO = "demo"

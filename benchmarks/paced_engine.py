@@ -20,11 +20,10 @@ from rich.console import Console
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.server.serve import serve
+from adaserve_jax.server.serve import WarmUpBar, serve
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.warm_up import WarmUpBar
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics
 

@@ -31,16 +31,14 @@ import typer
 from policy_sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
 from policy_sweeps_tables import Line, tables, verdict
 
-from adaserve_jax.bench.machines import Machine, load_machine
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.simulation_points import as_run, tune_fixed
-from adaserve_jax.bench.simulation_rows import result_rows
-from adaserve_jax.bench.tuning import Grid
+from adaserve_jax.bench.simulate import Grid, as_run, result_rows, tune_fixed
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
 from adaserve_jax.results.provenance import new_run_id, source_commit
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 
 QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
 

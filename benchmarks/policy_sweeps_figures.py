@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from policy_sweeps_points import BASELINE_GROUP, OURS, PAPER, SWEEPS
 from policy_sweeps_tables import Line, best_baseline, grouped
 
-from adaserve_jax.bench.simulation_points import TUNED
+from adaserve_jax.bench.simulate import TUNED
 
 STYLES = {
     OURS: {"color": "#0072B2", "marker": "o", "linewidth": 2.4, "label": "adaserve"},

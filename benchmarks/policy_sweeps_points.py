@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from adaserve_jax.bench.fluctuating import DURATION_S, fluctuating_trace
-from adaserve_jax.bench.machines import Machine
-from adaserve_jax.bench.reshaping import at_rate, with_requests
-from adaserve_jax.bench.simulation_points import TUNED
-from adaserve_jax.bench.traces import Trace, load_trace
+from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.policies import POLICIES
+from adaserve_jax.sim.machines import Machine
+from adaserve_jax.workloads.reshaping import at_rate, with_requests
+from adaserve_jax.workloads.traces import DURATION_S, Trace, fluctuating_trace, load_trace
 
 OURS, PAPER = "adaserve", "adaserve-paper"
 OURS_GROUP, AUTHORS_GROUP, BASELINE_GROUP, TUNED_GROUP = "ours", "authors", "baseline", "tuned"

@@ -8,7 +8,7 @@ from typing import Any
 
 from policy_sweeps_points import BASELINE_GROUP, OURS, PAPER, SWEEPS, TARGETS
 
-from adaserve_jax.bench.simulation_points import TUNED
+from adaserve_jax.bench.simulate import TUNED
 from adaserve_jax.results.schema import ALL_CLASSES
 
 

@@ -32,15 +32,10 @@ from rich.table import Table
 from throughput import grown_target
 from validation_requests import PROMPT_PARTS, Asked, as_trace, as_workload, asked_requests
 
-from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance
-from adaserve_jax.bench.local import LocalBenchEngine
-from adaserve_jax.bench.machines import Machine, load_machine
+from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.profiling import measure_profile
-from adaserve_jax.bench.recording import AcceptanceRecord
+from adaserve_jax.bench.profile import measure_profile
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace
 from adaserve_jax.cli.terminal import notes, open_bench_engine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
@@ -50,6 +45,10 @@ from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.provenance import source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_acceptance
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from adaserve_jax.workloads.traces import Trace
 
 COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
 SIMULATIONS = 5

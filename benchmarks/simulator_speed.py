@@ -19,14 +19,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.bench.machines import Machine, load_machine
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
-from adaserve_jax.bench.simulation import ALWAYS_WAITS, SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
 from adaserve_jax.types import SLO, CandidateTrees, Request, SamplingParams
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 POLICIES = ("spec:4", "ar", "adaserve", "adaserve-paper")
 MOST_RUNNING_AND_RATE = ((64, 6.0), (256, 9.0))

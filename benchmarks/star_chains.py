@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from star_targets import Text
 
-from adaserve_jax.runtime.timing import Effort
-from adaserve_jax.star.dispatch import Batch, BatchRow
-from adaserve_jax.star.model import DraftModel, load
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.runtime.warmup import Effort
+from adaserve_jax.star.service.dispatch import Batch, BatchRow
+from adaserve_jax.star.service.model import DraftModel, load
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
 
 QUICK = Effort((16,), passes=1, repeats=1, repeats_beyond=0, all_depths=False)

@@ -26,7 +26,7 @@ def run_alone(
     port: Connection, model: Path, texts: Sequence[Text], shape: Shape, max_context: int, max_feed: int
 ) -> None:
     """The process: says "ready", then answers each number of seconds with what it found in them; 0: end."""
-    from adaserve_jax.star.model import load
+    from adaserve_jax.star.service.model import load
     from adaserve_jax.star.settings import DraftServiceSettings
 
     settings = DraftServiceSettings(

@@ -71,8 +71,8 @@ def chain_of(model: Path, depth: int, context: int) -> tuple[Callable[[], object
     """What drafts one chain of one request behind so many tokens, and what frees the device."""
     import numpy as np
 
-    from adaserve_jax.runtime.timing import decode_plan, draft_plan
-    from adaserve_jax.star.model import load
+    from adaserve_jax.runtime.warmup import decode_plan, draft_plan
+    from adaserve_jax.star.service.model import load
     from adaserve_jax.star.settings import DraftServiceSettings
 
     settings = DraftServiceSettings(
@@ -124,7 +124,7 @@ def _grown() -> Path:
 
 
 def _device() -> str:
-    from adaserve_jax.runtime.identity import device_name
+    from adaserve_jax.runtime.loading import device_name
 
     return device_name(1)
 

@@ -32,18 +32,18 @@ from rich.console import Console
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.channel import GrpcTransport
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.limits import DraftLimits, Quotas
+from adaserve_jax.star.client.channel import GrpcTransport
+from adaserve_jax.star.client.drafter import RemoteDrafter
+from adaserve_jax.star.client.link import Lost, Received, Stream, Transport
 from adaserve_jax.star.messages import Draft, FromService, Hello, Open, Tree
-from adaserve_jax.star.remote import RemoteDrafter
-from adaserve_jax.star.server import DraftServer
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.limits import DraftLimits, Quotas
+from adaserve_jax.star.service.server import DraftServer
+from adaserve_jax.star.service.worker import Worker
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.star.transport import Lost, Received, Stream, Transport
 from adaserve_jax.star.wire import METHOD, Caps, WireError, read_service_frame, target_frame
-from adaserve_jax.star.worker import Worker
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
 
 WIDTH = 4
@@ -88,9 +88,6 @@ class Nothing:
 
     def reserve(self, key: int, tokens: int) -> bool:
         return True
-
-    def shrink(self, key: int, tokens: int) -> None:
-        return None
 
     def release(self, key: int) -> None:
         return None

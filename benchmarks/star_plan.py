@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from star_sim import StarPlan, StarRow, closed_row, simulated_row
 
-from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.formulas import ServiceTime, emitted, full_targets, max_targets, max_targets_batched
+from adaserve_jax.star.service.admission import ServiceTime, emitted, full_targets, max_targets, max_targets_batched
 
 SERVICE_S, GROWTH, MAX_ROWS = 0.010, 0.1, 64
 TARGETS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -18,9 +18,8 @@ from typing import Any
 from cpu_time import Watch
 from star_colocated import run_alone
 from star_service import Counts, Service
+from star_sim import StarRow
 from star_targets import Shape, Tally, Text
-
-from adaserve_jax.bench.star_sim import StarRow
 
 MAX_ROWS, MAX_FEED, MAX_CONTEXT = 6, 32, 512
 """Requests of a batch, tokens that are fed at once, and tokens of a request: sizes between compiled ones are padded, so

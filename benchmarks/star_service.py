@@ -68,14 +68,13 @@ def service(
     max_batch: int,
     max_feed: int,
     max_context: int,
-    ahead: bool = False,
 ) -> Iterator[Service]:
     """Start one that drafts chains, wait until it is ready, end it with SIGTERM afterwards. Raises RuntimeError."""
     command = [
         sys.executable, "-m", "adaserve_jax.cli", "draft", "--model", str(model), "--listen", "127.0.0.1:0",
         "--http", "127.0.0.1:0", "--max-depth", str(depth), "--max-width", "1", "--max-context", str(max_context),
         "--max-batch", str(max_batch), "--max-batch-tokens", str(max_feed),
-        *(["--one-by-one"] if one_by_one else []), *(["--draft-ahead"] if ahead else []),
+        *(["--one-by-one"] if one_by_one else []),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

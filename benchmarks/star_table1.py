@@ -39,13 +39,13 @@ from star_engines import EngineRuns
 from star_paper import COLOCATED_TPS, paper_rows
 from star_runs import MAX_CONTEXT, MAX_FEED, MAX_ROWS, Run, alone_in_turns, medians, spread, targets_at
 from star_service import Service, service
+from star_sim import StarPlan, StarRow, closed_row, simulated_row
 from star_targets import PacedTarget, Shape, Tally, Text, remote_drafter, run_target
 
-from adaserve_jax.bench.star_sim import StarPlan, StarRow, closed_row, simulated_row
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.formulas import accepted, full_targets, measured
+from adaserve_jax.star.service.admission import accepted, full_targets, measured
 
 TARGETS = (1, 2, 3, 4, 5, 6)
 COMPUTED = (*TARGETS, 8, 12, 16, 24, 32, 48, 64)

@@ -17,13 +17,12 @@ from typing import Any, Self
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.channel import GrpcTransport
-from adaserve_jax.star.messages import Hello
-from adaserve_jax.star.remote import RemoteDrafter
-from adaserve_jax.tree.chances import read_chances
+from adaserve_jax.star.client.channel import GrpcTransport
+from adaserve_jax.star.client.drafter import RemoteDrafter
+from adaserve_jax.star.messages import Hello, cells_hash
+from adaserve_jax.tree.acceptance_table import read_chances
 from adaserve_jax.types import CandidateTrees, Drafter, DraftPlan, RowSampling, StepPlan
 
 DEADLINE_MS = 5_000.0

@@ -10,8 +10,8 @@ from star_targets import Text, texts_as_json, texts_from_json
 from throughput_prompts import Prompts
 
 from adaserve_jax import LLM, SamplingParams
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 

@@ -32,6 +32,7 @@ import jax
 import typer
 from throughput_figures import point_figures, show
 from throughput_prompts import MAX_TOKENS, MIN_TOKENS, Prompts
+from throughput_rows import Conditions, ThroughputRow, read_rows, write_rows
 from throughput_systems import Batch, Engine, Measured, Transformers
 
 from adaserve_jax import SLO
@@ -39,12 +40,11 @@ from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
-from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
-from adaserve_jax.results.throughput import Conditions, ThroughputRow, read_rows, write_rows
 
 System = Callable[[Batch, int], Measured]
 """system(batch, settle_tokens): one timed call."""

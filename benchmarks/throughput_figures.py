@@ -7,9 +7,8 @@ from statistics import fmean, median
 
 from rich.console import Console
 from rich.table import Table
+from throughput_rows import REFERENCE, Figures, ThroughputRow, aims
 from throughput_systems import Measured
-
-from adaserve_jax.results.throughput import REFERENCE, Figures, ThroughputRow, aims
 
 THROUGHPUT = (
     "requests", "T", "system", "decode\ntokens/s", f"times {REFERENCE}", "whole call\ntokens/s", f"times {REFERENCE}",

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from cpu_time import Watch
+from throughput_rows import ASSISTED
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import GenerateOutput
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.results.throughput import ASSISTED
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import DraftTrees, LogitEdits, Progress, StepOutcome, StepPlan
 

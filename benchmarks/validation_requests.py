@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace
-from adaserve_jax.bench.workload import Workload, WorkloadItem
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest, load_trace
+from adaserve_jax.workloads.workload import Workload, WorkloadItem
 
 PROMPT_PARTS = 13
 """A prompt keeps one of so many of its tokens."""

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adaserve_jax import LLM, EngineConfig, SamplingParams
-from adaserve_jax.bench.recording import AcceptanceRecorder, RecordingExecutor
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.memory.ledger import Ledger
-from adaserve_jax.memory.migration import Migration
-from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.memory.page_pool import Migration, PagePool
 from adaserve_jax.scheduler import selection
+from adaserve_jax.sim.acceptance import AcceptanceRecorder, RecordingExecutor
 from adaserve_jax.types import CandidateTrees, DraftTrees, Executor, StepPlan
 
 PROMPTS = {

@@ -19,8 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
 
-from adaserve_jax.memory.advice import mib
-from adaserve_jax.memory.ledger import MIB, Ledger
+from adaserve_jax.memory.ledger import MIB, Ledger, mib
 from scripts.concept_capture import NEEDS, PROMPTS, Pages, Step, capture, pages_over_time
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "figures"

@@ -1,5 +1,5 @@
-"""What was measured of draft services, in docs/results.md: Table 1 of StarSD and the paper's, what the protocol costs,
-whether drafting ahead pays. Imports no jax.
+"""What was measured of draft services, in docs/results.md: Table 1 of StarSD and the paper's, and what the protocol
+costs. Imports no jax.
 """
 
 from __future__ import annotations
@@ -33,38 +33,6 @@ def overhead_tables(folder: Path) -> list[str]:
     head = ("requests", "candidates of each", "p50, ms", "p90", "p99", "bare gRPC, p50", "a target's drafter, p50",
             "processes that ran", "machine", "commit")  # fmt: skip
     return [table(head, rows)] if rows else []
-
-
-def ahead_tables(path: Path) -> list[str]:
-    """Of what benchmarks/star_ahead.py wrote; nothing where it did not."""
-    if not path.exists():
-        return []
-    result = json.loads(path.read_text())
-    head = (
-        "levels of a chain", "targets", "tokens/s without", "with it", "times", "rounds answered at once",
-        "trees made ahead, of all rounds", "device at work for who waits", "without drafting ahead", "at work ahead",
-        "a draft waits longer, ms",
-    )  # fmt: skip
-    rows = [
-        (str(each["depth"]), str(each["n"]), f"{each['off_tokens_s']:.1f}", f"{each['on_tokens_s']:.1f}",
-         f"{each['ratio']:.3f}", f"{each['hits']:.0%}", f"{each['made']:.0%}", f"{each['load_on']:.0%}",
-         f"{each['load_off']:.0%}", f"{each['ahead_load']:.0%}",
-         f"{(each['wait_on_s'] - each['wait_off_s']) * 1e3:.2f}")
-        for each in result["rows"]
-    ]  # fmt: skip
-    by_n: dict[int, list[float]] = {}
-    for each in result["rows"]:
-        by_n.setdefault(each["n"], []).append(each["ratio"])
-    spans = "; ".join(f"{n}: {min(ratios):.3f} to {max(ratios):.3f}" for n, ratios in sorted(by_n.items()))
-    times = ", ".join(f"{seconds * 1e3:.1f}" for seconds in result["times"]["service_s"].values())
-    about = (
-        f"Times of tokens/s by number of targets: {spans}. Made with `{result['command']}`: {result['texts']} texts of "
-        f"{result['target']} of {result['new_tokens']} tokens, temperature {result['temperature']:g}, and the demo's "
-        f"draft; on a virtual clock with S(n) = {times} ms, t_v = {result['times']['verify_s'] * 1e3:.1f} ms and t_c = "
-        f"{result['times']['network_s'] * 1e3:.1f} ms, as Table 1 had them at commit {result['times']['commit'][:12]}. "
-        f"Commit {result['commit'][:12]}."
-    )
-    return [table(head, rows), about]
 
 
 def _of(result: dict[str, Any]) -> list[str]:

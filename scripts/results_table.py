@@ -7,8 +7,7 @@ policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
 client_accuracy.py; online-learning/*.json, learning-latency-*.json and learning-cost-*.json: of online_learning.py,
 learning_latency.py and learning_cost.py; cluster-plan/points.jsonl and star-plan.json: of cluster_plan.py and
-star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py; star-ahead.json: of star_ahead.py. No number is
-typed. Imports no jax.
+star_plan.py; starsd/*.json: of star_table1.py and star_overhead.py. No number is typed. Imports no jax.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_star import overhead_tables, table1_tables
 
-from adaserve_jax.results.throughput import REFERENCE, ThroughputRow, aims, read_rows
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from throughput_rows import REFERENCE, ThroughputRow, aims, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"

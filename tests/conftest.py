@@ -17,7 +17,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from adaserve_jax import LLM
-    from adaserve_jax.engine.local import LocalEngine
+    from adaserve_jax.engine.thread_engine import LocalEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,7 +101,7 @@ def code_as_users_run_it(request: pytest.FixtureRequest) -> Iterator[None]:
 def demo_engine() -> Iterator[LocalEngine]:
     """The embedded pair in the thread mode; shared by all tests, so leave it idle and on `adaserve`."""
     from adaserve_jax.config import EngineConfig
-    from adaserve_jax.engine.local import LocalEngine
+    from adaserve_jax.engine.thread_engine import LocalEngine
     from tests.engines import DEMO
 
     engine = LocalEngine(EngineConfig(**DEMO))

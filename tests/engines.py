@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaserve_jax.runtime import executor as executor_module
-from adaserve_jax.runtime.compiling import compile_all
+from adaserve_jax.runtime.compile import compile_all
 from adaserve_jax.runtime.executor import ModelExecutor
 
 DEMO: dict[str, Any] = {

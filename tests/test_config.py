@@ -11,7 +11,7 @@ import pytest
 from adaserve_jax import DrafterConfig, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig, LearnOptions
-from adaserve_jax.scheduler.policy_names import policy_of
+from adaserve_jax.scheduler.policies import policy_of
 
 
 @pytest.mark.parametrize(

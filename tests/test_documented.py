@@ -11,13 +11,14 @@ import pytest
 
 import adaserve_jax
 from adaserve_jax import errors
-from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.cli import http_reference
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.server import protocol, responses
+from adaserve_jax.server import schema as protocol
+from adaserve_jax.server import schema as responses
+from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 from tests.conftest import ROOT
 from tests.documents import Row, names, rows, section

@@ -17,11 +17,6 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench import profile_plot
-from adaserve_jax.bench.arrivals import Arrival, Schedule
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.segments import shortened, with_lengths
-from adaserve_jax.bench.traces import trace_of
-from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.bench_url import UrlOptions, _header
 from adaserve_jax.cli.cluster import restart
@@ -29,19 +24,18 @@ from adaserve_jax.cli.distill import _check_mode
 from adaserve_jax.cli.grow import _shape
 from adaserve_jax.cli.report import report
 from adaserve_jax.cluster import rolling
-from adaserve_jax.cluster.asking import NoAnswer
+from adaserve_jax.cluster.keeper import NoAnswer
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.rolling import replace_in_turn
 from adaserve_jax.cluster.run_folder import MOST_SOCKET_PATH, RunFolder
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.grammar_schema import refuse
-from adaserve_jax.constraints.grammar_vocabulary import Vocabulary
+from adaserve_jax.constraints.grammar import Vocabulary, refuse
 from adaserve_jax.distill.routing import Router
 from adaserve_jax.engine import process_main
 from adaserve_jax.engine.client import MAX_SALT_CHARS, GenerateRequest, check_salt
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import (
     AdaServeError,
     CheckpointError,
@@ -57,12 +51,18 @@ from adaserve_jax.models.quantize import Int8Rows
 from adaserve_jax.models.rope import read_rope
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.runtime import hosts, pair
-from adaserve_jax.runtime.planned import plan_memory
-from adaserve_jax.scheduler.fit import fit
-from adaserve_jax.scheduler.policy_names import find_policy
-from adaserve_jax.server.classes import SloClass
+from adaserve_jax.runtime import loading as pair
+from adaserve_jax.runtime import multihost as hosts
+from adaserve_jax.runtime.loading import plan_memory
+from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.scheduler.slo import fit
+from adaserve_jax.server.settings import SloClass
+from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO, Limits, SamplingParams
+from adaserve_jax.workloads.arrivals import Arrival, Schedule
+from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
+from adaserve_jax.workloads.traces import trace_of
+from benchmarks.segments import shortened, with_lengths
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))
@@ -262,7 +262,8 @@ def test_pictures_need_their_package(monkeypatch: pytest.MonkeyPatch):
 
 def test_ray_that_is_not_there_and_a_folder_of_others_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ray = pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
-    from adaserve_jax.cluster import ray_members, ray_up
+    from adaserve_jax.cluster import ray_cluster as ray_members
+    from adaserve_jax.cluster import ray_cluster as ray_up
 
     def refuses(*_: object, **__: object) -> None:
         raise ConnectionError("nobody there")

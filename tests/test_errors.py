@@ -19,22 +19,21 @@ from typing import Any, cast
 import pytest
 
 from adaserve_jax import errors
-from adaserve_jax.bench.slo_table import parse_slos
 from adaserve_jax.cli.cluster import _detach, route
 from adaserve_jax.cli.grow import _shape
-from adaserve_jax.cluster.asking import NoAnswer, ask_now
-from adaserve_jax.cluster.control import give_order
-from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.keeper import NoAnswer, ask_now
+from adaserve_jax.cluster.run_folder import RunFolder, give_order
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.constraints.bounded_work import BoundedWork
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.engine.process import ProcessEngine
-from adaserve_jax.engine.supervision import SupervisedEngine
+from adaserve_jax.constraints.sandbox import BoundedWork
+from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.supervisor import SupervisedEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.types import StepPlan
+from adaserve_jax.workloads.workload import parse_slos
 from tests.conftest import ROOT
 
 PACKAGE, TESTS = ROOT / "adaserve_jax", ROOT / "tests"

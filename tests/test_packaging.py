@@ -15,12 +15,13 @@ import yaml
 
 from adaserve_jax.cli.app import app as cli
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.process import CLOSE_LIMIT_S
-from adaserve_jax.engine.wire import SAVE_LIMIT_S
-from adaserve_jax.server import records, traces
+from adaserve_jax.engine.ipc import SAVE_LIMIT_S
+from adaserve_jax.engine.process_engine import CLOSE_LIMIT_S
+from adaserve_jax.server import records
+from adaserve_jax.server import tracing as traces
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.config_file import ConfigFile, read_config
-from adaserve_jax.server.draining import ABORT_GRACE_S
+from adaserve_jax.server.connection import ABORT_GRACE_S
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.server.routes import paths_of

@@ -1,4 +1,4 @@
-"""What the repository promises about itself: documented options, small files, import direction, a README that runs."""
+"""What the repository promises about itself: documented options, import direction, a README that runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import adaserve_jax
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from tests.conftest import LONGEST, OPTIMISED, ROOT
 
-MAX_LINES = 400
-MAX_LINES_OF = {"adaserve_jax/types.py": 500}  # the one vocabulary file
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
 SKIPPED_FOLDERS = {".git", ".venv", ".cache", ".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
 SERVER_PACKAGES = ("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client", "llguidance")
@@ -76,11 +74,6 @@ def test_every_dependency_is_justified():
     names = {re.match(r"[A-Za-z0-9_-]+", item).group() for item in listed}
     text = (ROOT / "docs" / "dependencies.md").read_text()
     assert sorted(name for name in names if f"`{name}`" not in text) == []
-
-
-def test_package_files_stay_small():
-    sizes = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {name: lines for name, lines in sizes.items() if lines >= MAX_LINES_OF.get(name, MAX_LINES)} == {}
 
 
 def test_no_file_names_a_path_of_one_machine():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from adaserve_jax.bench.workload import Workload
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.workload import Workload
 
 LOADS = (0.5, 1.5)
 """Offered output tokens, over those of one request served alone without speculation in the same time."""

@@ -5,15 +5,268 @@ An engine is in this process (`client_engine.py`, `local.py`) or behind a URL; t
 
 from __future__ import annotations
 
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from adaserve_jax.bench.open_loop import Due, LoopResult
-from adaserve_jax.bench.recording import AcceptanceRecorder
-from adaserve_jax.bench.workload import WorkloadItem
+import numpy as np
+
+from adaserve_jax.engine.client import EngineClient, GenerateRequest, OutputChunk
+from adaserve_jax.errors import SLO_INFEASIBLE, EngineDeadError, QueueFullError, RequestError
+from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.sim.acceptance import AcceptanceRecorder
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO
+from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.workloads.workload import WorkloadItem
+
+# What a client notes of one request, whoever it asks, and the record that comes of it.
+
+
+@dataclass(frozen=True)
+class AtPoint:
+    """What the records of a point have in common. start_s: time.monotonic at the loop's start. baseline_s: what
+    relative targets multiply."""
+
+    run_id: str
+    point: str
+    policy: str
+    rate_rps: float
+    start_s: float
+    baseline_s: float
+
+
+class Probe(ABC):
+    """One request, from when it was due; times are time.monotonic. token_times_s: of each output token."""
+
+    def __init__(self, due_at_s: float) -> None:
+        self.due_at_s = self.submitted_at_s = due_at_s
+        self.ended_at_s: float | None = None
+        self.token_times_s: list[float] = []
+
+    @property
+    def late_s(self) -> float:
+        """How much later than due it was submitted."""
+        return max(0.0, self.submitted_at_s - self.due_at_s)
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_at_s is not None
+
+    @abstractmethod
+    def record(self, at: AtPoint) -> RequestRecord:
+        """Its line of requests.jsonl."""
+
+    def _record_of(
+        self, metrics: RequestMetrics, at: AtPoint, request_id: str, status: Status, code: str | None
+    ) -> RequestRecord:
+        times = self.token_times_s
+        return RequestRecord.of(
+            metrics,
+            run_id=at.run_id,
+            point=at.point,
+            policy=at.policy,
+            rate_rps=at.rate_rps,
+            request_id=request_id,
+            status=status,
+            error_code=code,
+            due_s=round(self.due_at_s - at.start_s, 6),
+            late_s=round(self.late_s, 6),
+            token_offsets_s=tuple(round(t - times[0], 6) for t in times),
+        )
+
+
+# Watches one request from the client's side: when it was due, submitted, when each token came, how it ended.
+
+
+class RequestProbe(Probe):
+    """The sink of one request. The engine's thread calls it, so it only notes times (time.monotonic, seconds)."""
+
+    def __init__(self, request: GenerateRequest, due_at_s: float, on_end: Callable[[], None]):
+        super().__init__(due_at_s)
+        self.request = request
+        self._on_end = on_end
+        self._last: OutputChunk | None = None
+        self._refusal: tuple[Status, str | None] | None = None
+        self._cut_off = False
+
+    def submit(self, client: EngineClient) -> None:
+        """Submit now; a refusal ends the request here. Passes on EngineDeadError and Ctrl-C, noted."""
+        self.submitted_at_s = time.monotonic()
+        try:
+            client.submit(self.request, self)
+        except QueueFullError:
+            self._refuse("rejected", "queue_full")
+        except RequestError as error:
+            self._refuse("rejected", error.code)
+        except EngineDeadError:
+            self._refuse("failed", "engine_dead")
+            raise
+        except KeyboardInterrupt:
+            self.cut_off(client)
+            self._refuse("unfinished", None)
+            raise
+
+    def __call__(self, chunk: OutputChunk) -> None:
+        now = time.monotonic()
+        self.token_times_s.extend([now] * len(chunk.token_ids))
+        if chunk.finish_reason is not None:
+            self._last = chunk
+            self._end(now)
+
+    def cut_off(self, client: EngineClient) -> None:
+        """Stop the request at the end of the run; unless it ends by itself first, it counts as unfinished."""
+        self._cut_off = True
+        client.abort(self.request.request_id)
+
+    def record(self, at: AtPoint) -> RequestRecord:
+        """The request's record; times by the engine's metrics where it gave them, else as seen here."""
+        status, code = self._status()
+        metrics = self._last.metrics if self._last is not None and self._last.metrics is not None else None
+        return self._record_of(metrics or self._observed(at.baseline_s), at, self.request.request_id, status, code)
+
+    def _refuse(self, status: Status, code: str | None) -> None:
+        self._refusal = (status, code)
+        self._end(time.monotonic())
+
+    def _end(self, now: float) -> None:
+        if self.ended_at_s is None:
+            self.ended_at_s = now
+            self._on_end()
+
+    def _status(self) -> tuple[Status, str | None]:
+        if self._refusal is not None:
+            return self._refusal
+        reason = None if self._last is None else self._last.finish_reason
+        if reason in ("stop", "length"):
+            return "finished", None
+        if reason == "error":
+            refused = self._last is not None and self._last.error_code == SLO_INFEASIBLE
+            return ("rejected", SLO_INFEASIBLE) if refused else ("failed", "engine_error")
+        return ("unfinished", None) if self._cut_off else ("failed", "aborted")
+
+    def _observed(self, baseline_s: float) -> RequestMetrics:
+        times = self.token_times_s
+        return RequestMetrics(
+            arrival_s=self.submitted_at_s,
+            first_token_s=times[0] if times else None,
+            last_token_s=times[-1] if times else None,
+            prompt_tokens=len(self.request.prompt_ids),
+            output_tokens=len(times),
+            tpot_slo_s=self.request.slo.tpot_s(baseline_s),
+            ttft_slo_s=self.request.slo.ttft_s,
+            slo_class=self.request.slo_class,
+            slo_feasible=False if self._status()[1] == SLO_INFEASIBLE else None,
+        )
+
+
+# Submits requests at their due times whatever the engine does, and waits a bounded time for the rest.
+
+
+@dataclass(frozen=True)
+class Due:
+    """A request that is ready, due_s seconds after the start. prepared: what the engine's `prepare` made of it."""
+
+    due_s: float
+    prepared: object
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """One open-loop run. start_s: time.monotonic at its start. wall_s: from there to the last end, or to the cut-off
+    when requests were cut off. late_*_s: how far behind its own schedule the client submitted."""
+
+    probes: tuple[Probe, ...]
+    start_s: float
+    wall_s: float
+    late_max_s: float
+    late_p99_s: float
+    interrupted: bool
+    engine_died: bool
+
+    @classmethod
+    def of(
+        cls, probes: Sequence[Probe], start_s: float, cut_off_s: float | None, *, interrupted: bool, engine_died: bool
+    ) -> LoopResult:
+        """cut_off_s: when what was left was cut off; None: nothing was."""
+        ends = [each.ended_at_s for each in probes if each.ended_at_s is not None] if cut_off_s is None else [cut_off_s]
+        late = np.array([each.late_s for each in probes] or [0.0])
+        wall_s = max(ends, default=start_s) - start_s
+        late_max_s, late_p99_s = float(late.max()), float(np.percentile(late, 99))
+        return cls(tuple(probes), start_s, wall_s, late_max_s, late_p99_s, interrupted, engine_died)
+
+
+class _Outstanding:
+    """Counts requests submitted and not yet ended, and says so; ends come from the engine's thread."""
+
+    def __init__(self, on_change: Callable[[int], None] | None) -> None:
+        self._count = 0
+        self._on_change = on_change
+        self._changed = threading.Condition()
+
+    def add(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._say()
+
+    def remove(self) -> None:
+        with self._changed:
+            self._count -= 1
+            self._say()
+            self._changed.notify_all()
+
+    def wait_none(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._count <= 0, timeout_s)
+
+    def _say(self) -> None:
+        if self._on_change is not None:
+            self._on_change(self._count)
+
+
+def drive(
+    client: EngineClient, requests: Sequence[Due], *, drain_s: float, settle_s: float = 10.0,
+    on_progress: Callable[[int], None] | None = None,
+) -> LoopResult:  # fmt: skip
+    """Submit `requests` (GenerateRequests, in order of due_s) on time, then wait at most `drain_s` for those in flight.
+
+    What is left then is aborted and has `settle_s` to end. Ctrl-C stops submitting and cuts off likewise; requests
+    not yet submitted are not part of the result. on_progress: told how many are in flight whenever that changes, from
+    any thread; it must be quick.
+    """
+    outstanding = _Outstanding(on_progress)
+    probes: list[RequestProbe] = []
+    interrupted = engine_died = False
+    start_s = time.monotonic()
+    try:
+        for due in requests:
+            _sleep_until(start_s + due.due_s)
+            probes.append(RequestProbe(cast(GenerateRequest, due.prepared), start_s + due.due_s, outstanding.remove))
+            outstanding.add()
+            probes[-1].submit(client)
+        outstanding.wait_none(drain_s)
+    except KeyboardInterrupt:
+        interrupted = True
+    except EngineDeadError:
+        engine_died = True
+    cut_off_s = time.monotonic()
+    left = [probe for probe in probes if not probe.ended]
+    for probe in left:
+        probe.cut_off(client)
+    outstanding.wait_none(settle_s)
+    return LoopResult.of(
+        probes, start_s, cut_off_s if left else None,
+        interrupted=interrupted, engine_died=engine_died or not client.is_alive(),
+    )  # fmt: skip
+
+
+def _sleep_until(when_s: float) -> None:
+    remaining = when_s - time.monotonic()
+    if remaining > 0:
+        time.sleep(remaining)
+
 
 OnFlight = Callable[[int], None]
 """on_flight(requests in flight), called often and from any thread: it notes the number and returns."""

@@ -10,19 +10,332 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Literal, TypeGuard
 
-from adaserve_jax.bench.http_connection import HttpConnection
-from adaserve_jax.bench.http_requests import Prepared
-from adaserve_jax.bench.http_served import served_metrics
-from adaserve_jax.bench.http_sse import EventReader, EventTooLarge
-from adaserve_jax.bench.http_tokens import Event, Seen, TokenSource, event_of, token_times
-from adaserve_jax.bench.probe import AtPoint, Probe
-from adaserve_jax.errors import SLO_INFEASIBLE
+from adaserve_jax.bench.engine import Ask, AtPoint, Probe
+from adaserve_jax.errors import SLO_INFEASIBLE, ConfigError
+from adaserve_jax.http_client.connection import HttpConnection
+from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord, Status
-from adaserve_jax.types import RequestMetrics
+from adaserve_jax.types import SLO, RequestMetrics
+from adaserve_jax.workloads.workload import WorkloadItem
+
+# The bytes of the requests that a bench sends to a URL, made ahead of the run. Opens nothing.
+
+USAGE_LADDER: tuple[Mapping[str, Any], ...] = (
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    {"stream_options": {"include_usage": True}},
+    {},
+)
+"""Ways to ask for token counts in a stream, the best first; servers that refuse one get the next."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What one server takes. usage: of USAGE_LADDER. own: it is of this package, so that it knows targets, salts and
+    every parameter of sampling."""
+
+    model: str
+    usage: Mapping[str, Any]
+    own: bool
+    baseline_s: float
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as it goes onto the wire, and what its record needs. slo: as the client accounts for it."""
+
+    request_id: str
+    message: bytes
+    slo: SLO
+    slo_class: str
+    max_tokens: int
+
+
+def prepare(ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = "") -> Prepared:
+    """written: the prompt of an item that is known by its lengths only. Raises ConfigError when the item cannot be
+    asked of this server."""
+    if ask.slo.relative is not None and dialect.baseline_s <= 0:
+        raise ConfigError("a relative target needs a baseline, and none could be measured; give baseline_s")
+    body = request_body(ask, settings, dialect, written)
+    return Prepared(ask.request_id, message(settings, *body), ask.slo, ask.item.slo_class, ask.max_tokens)
+
+
+def request_body(
+    ask: Ask, settings: UrlSettings, dialect: Dialect, written: str = ""
+) -> tuple[str, dict[str, Any]]:  # fmt: skip
+    """Route and body. Whatever sampling the server would fill in by itself is said where that is standard."""
+    route, content = _content(ask.item, ask.item.prompt or written, settings.endpoint)
+    body: dict[str, Any] = {
+        "model": dialect.model, **content, "stream": True, **dialect.usage, "max_tokens": ask.max_tokens,
+        "temperature": ask.item.temperature, "top_p": 1.0, "seed": ask.seed,
+    }  # fmt: skip
+    if dialect.own:
+        body |= {"top_k": 0, "min_p": 0.0, "cache_salt": ask.cache_salt}
+        if ask.item.by_length:
+            body["ignore_eos"] = True
+    if dialect.own if settings.send_slo is None else settings.send_slo:
+        tpot_s = ask.slo.tpot_s(dialect.baseline_s)
+        targets = {"slo_tpot_ms": None if tpot_s is None else 1e3 * tpot_s, "slo_ttft_ms": ask.slo.ttft_ms}
+        body |= {name: value for name, value in targets.items() if value is not None}
+    return route, body | dict(settings.extra_body)
+
+
+def message(settings: UrlSettings, route: str, body: Mapping[str, Any] | None) -> bytes:
+    """A whole HTTP request; GET without a body."""
+    content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+    headers = {
+        "host": settings.authority,
+        "accept": "text/event-stream, application/json",
+        "accept-encoding": "identity",
+        "user-agent": "adaserve-bench",
+    }
+    if body is not None:
+        headers |= {"content-type": "application/json", "content-length": str(len(content))}
+    if settings.api_key is not None:
+        headers["authorization"] = f"Bearer {settings.api_key}"
+    if not settings.spare_connections:
+        headers["connection"] = "close"
+    headers |= {name.lower(): value for name, value in settings.headers}
+    lines = [f"{'GET' if body is None else 'POST'} {settings.route(route)} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + content
+
+
+def _content(item: WorkloadItem, prompt: str, endpoint: str) -> tuple[str, dict[str, Any]]:
+    if not prompt and not item.messages:
+        raise ConfigError("a request known by its lengths only needs a made prompt before it is sent to a URL")
+    if item.messages or endpoint == "chat":
+        turns = [{"role": m.role, "content": m.content} for m in item.messages]
+        if endpoint == "completions":
+            raise ConfigError(
+                "a request with messages cannot be sent to completions; leave the endpoint at auto, or make it chat"
+            )
+        return "v1/chat/completions", {"messages": turns or [{"role": "user", "content": prompt}]}
+    return "v1/completions", {"prompt": prompt}
+
+
+# What a server of this package says of a request in its last event, as the metrics of a request.
+
+MOST_MS = 1e9
+"""No request waits longer."""
+
+
+def served_metrics(said: Mapping[str, Any]) -> RequestMetrics:
+    """Counts of verifications and the wait before the first of them, `first_scheduled_s` counting from an arrival at 0.
+    What is absent, or no number, is as if nothing was said."""
+    speculative = said.get("speculative")
+    speculative = speculative if isinstance(speculative, Mapping) else {}
+    slo = said.get("slo")
+    feasible = slo.get("feasible") if isinstance(slo, Mapping) else None
+    queue_ms = said.get("queue_time_ms")
+    return RequestMetrics(
+        0.0,
+        first_scheduled_s=queue_ms / 1e3 if _is_time(queue_ms) else None,
+        verify_steps=_count(speculative.get("verify_steps")),
+        accepted_tokens=_count(speculative.get("accepted_tokens")),
+        slo_feasible=feasible if isinstance(feasible, bool) else None,
+    )
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_MS
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+
+
+# How many tokens each event of a stream brought, and so when each token came. Knows nothing of connections.
+#
+# Servers differ: some say the count so far in every event (this package, vLLM, SGLang, on
+# `continuous_usage_stats`; llama.cpp in its `timings`), most say it once at the end, some never. An event may
+# hold several tokens, or part of one.
+
+TokenSource = Literal["usage", "usage_spread", "events"]
+SOURCES: tuple[TokenSource, ...] = ("usage", "usage_spread", "events")
+"""From the surest to the least sure: the count so far in the events; the final count, spread over the events by the
+length of their texts; one token for each event with text, which is a lower bound."""
+MOST_TOKENS = 2**20
+"""A count above it is no count."""
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one event says of the first choice. count: output tokens so far, where it says so. error: an object that a
+    failure brings, or its text. served: what a server of this package says of the request in its last event."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    count: int | None = None
+    prompt_tokens: int | None = None
+    error: object = None
+    has_choice: bool = False
+    served: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """An event that brought text, or a count above the one before. at_s: when its bytes were read."""
+
+    at_s: float
+    length: int
+    count: int | None
+
+
+def event_of(body: object) -> Event:
+    """The event whose JSON is `body`; whatever is not as expected counts as absent, as servers send more than they
+    document."""
+    if not isinstance(body, Mapping):
+        return Event()
+    usage, timings = _object(body.get("usage")), _object(body.get("timings"))
+    choice = _first(body.get("choices"))
+    reason = choice.get("finish_reason")
+    count = _http_tokens_count(usage.get("completion_tokens"))
+    return Event(
+        text=_text(choice),
+        finish_reason=reason if isinstance(reason, str) else None,
+        count=_http_tokens_count(timings.get("predicted_n")) if count is None else count,
+        prompt_tokens=_http_tokens_count(usage.get("prompt_tokens")),
+        error=body.get("error"),
+        has_choice=bool(choice),
+        served=body["metrics"] if isinstance(body.get("metrics"), Mapping) else None,
+    )
+
+
+def token_times(seen: Sequence[Seen], total: int | None) -> tuple[list[float], TokenSource]:
+    """When each output token came, and how that is known. seen: in the order of reading. total: the final count, None
+    where the server did not say.
+
+    Tokens of one event share its time. With a count in every event the tokens are those between two counts; a final
+    count is spread in proportion to the texts, each event with text having one at least while there are enough.
+    """
+    if not seen:
+        return [], "events" if total is None else "usage"
+    if all(each.count is not None for each in seen) and (len(seen) > 1 or total is None or seen[0].count == total):
+        return _by_counts(seen, total), "usage"
+    if total is not None:
+        return _spread(seen, total), "usage_spread"
+    return [each.at_s for each in seen if each.length], "events"
+
+
+def worst(sources: Sequence[TokenSource]) -> TokenSource | None:
+    """The least sure of them; None of nothing."""
+    return max(sources, key=SOURCES.index, default=None)
+
+
+def _by_counts(seen: Sequence[Seen], total: int | None) -> list[float]:
+    times: list[float] = []
+    for each in seen:
+        times += [each.at_s] * ((each.count or 0) - len(times))
+    return times + [seen[-1].at_s] * ((total or 0) - len(times))
+
+
+def _spread(seen: Sequence[Seen], total: int) -> list[float]:
+    texts = [each for each in seen if each.length] or [seen[-1]]
+    if total <= len(texts):  # parts of characters, or of words that a stop text held back: the first one is the first
+        step = (len(texts) - 1) / max(1, total - 1)
+        return [texts[round(i * step)].at_s for i in range(total)]
+    extra, whole = total - len(texts), sum(each.length for each in texts) or 1
+    shares, so_far = [0], 0
+    for each in texts:
+        so_far += each.length
+        shares.append(round(extra * so_far / whole))
+    shares[-1] = extra
+    return [each.at_s for each, (low, high) in zip(texts, pairwise(shares), strict=True) for _ in range(1 + high - low)]
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    text = choice.get("text")
+    if isinstance(text, str):
+        return text
+    delta = _object(choice.get("delta"))
+    return "".join(part for name in _TEXTS if isinstance(part := delta.get(name), str))
+
+
+def _first(choices: object) -> Mapping[str, Any]:
+    listed = choices if isinstance(choices, list) else []
+    return next((_object(each) for each in listed if _object(each).get("index", 0) == 0), {})
+
+
+def _object(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _http_tokens_count(value: object) -> int | None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= MOST_TOKENS else None
+
+
+# Splits a stream of bytes into server-sent events, however the bytes come. Knows nothing of JSON.
+
+MAX_EVENT_BYTES = 2**22
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class EventTooLarge(ValueError):
+    """One event has more bytes than any server of tokens sends."""
+
+
+class EventReader:
+    """The `data` of each event, as the HTML standard defines event streams: lines end with LF, CR or CRLF, also in
+    turns; lines of one event are joined; comments and other fields are left out. Bytes that begin a character whose
+    rest comes later wait for it, as does half a line."""
+
+    def __init__(self) -> None:
+        self._rest: list[bytes] = []
+        self._data: list[bytes] = []
+        self._size = 0
+        self._after_cr = False
+        self._at_start = True
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Events that `part` completes. Raises EventTooLarge."""
+        if not part:
+            return []
+        if self._after_cr and part[:1] == b"\n":
+            part = part[1:]
+        self._after_cr = part.endswith(b"\r")
+        self._size += len(part)
+        if b"\n" not in part and b"\r" not in part:
+            self._rest.append(part)
+            self._check()
+            return []
+        *lines, rest = _LINE_END.split(b"".join((*self._rest, part)))
+        self._rest = [rest] if rest else []
+        events = [event for line in lines if (event := self._line(line)) is not None]
+        self._size = len(rest) + sum(map(len, self._data))
+        self._check()
+        return events
+
+    def close(self) -> list[bytes]:
+        """The event that was not ended when the stream was: some servers leave out the last empty line."""
+        self._line(b"".join(self._rest))
+        left, self._data, self._rest = self._data, [], []
+        return [b"\n".join(left)] if left else []
+
+    def _line(self, line: bytes) -> bytes | None:
+        if self._at_start:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            self._at_start = False
+        if not line:
+            event = b"\n".join(self._data) if self._data else None
+            self._data.clear()
+            return event
+        name, _, value = line.partition(b":")
+        if name == b"data":
+            self._data.append(value.removeprefix(b" "))
+        return None
+
+    def _check(self) -> None:
+        if self._size > MAX_EVENT_BYTES:
+            raise EventTooLarge(f"one event of the stream has more than {MAX_EVENT_BYTES} bytes")
+
 
 MAX_ERROR_BYTES = 2**16
 MAX_ANSWER_BYTES = 2**26

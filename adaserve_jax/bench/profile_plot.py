@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from adaserve_jax.bench.proposal import knee
+from adaserve_jax.bench.profile import knee
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import Profile
 

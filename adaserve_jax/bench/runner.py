@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import adaserve_jax
-from adaserve_jax.bench.arrivals import Arrival
-from adaserve_jax.bench.engine import Ask, BenchEngine, OpenEngine, RecordingEngine
-from adaserve_jax.bench.loads import Loaded, load_all
-from adaserve_jax.bench.open_loop import Due, LoopResult
-from adaserve_jax.bench.plan import BenchPlan, Load, Point
-from adaserve_jax.bench.probe import AtPoint
-from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.resuming import (
+from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due, LoopResult, OpenEngine, RecordingEngine
+from adaserve_jax.bench.plan import BenchPlan, Load, Loaded, Point, load_all
+from adaserve_jax.bench.resume import (
     ACCEPTANCE,
     Begun,
     FolderUse,
@@ -25,19 +24,107 @@ from adaserve_jax.bench.resuming import (
     check_baseline,
     drop_unfinished,
 )
-from adaserve_jax.bench.sampling import Sampler
-from adaserve_jax.bench.watching import Watch
-from adaserve_jax.bench.workload import Workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import append_rows
 from adaserve_jax.results.provenance import machine_name, settings_hash, source_commit
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
-from adaserve_jax.results.samples import Sample
+from adaserve_jax.results.samples import SAMPLE_S, Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
-from adaserve_jax.scheduler.policy_files import file_hashes
+from adaserve_jax.scheduler.policies import file_hashes
+from adaserve_jax.sim.acceptance import AcceptanceRecord
+from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.arrivals import Arrival
+from adaserve_jax.workloads.workload import Workload
+
+# What a bench run tells while it runs.
+
+
+class Watch:
+    """Notified of a run's progress; this one ignores it."""
+
+    def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
+        """What will be measured; rows of what already was."""
+
+    def begins(self, point: Point) -> None:
+        """Its warm-up begins."""
+
+    def in_flight(self, requests: int) -> None:
+        """So many requests are in flight. From any thread, often: it must be quick."""
+
+    def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
+        """Its rows are written. notes: sentences of the engine."""
+
+
+# Samples an engine while a point is measured, from a thread of its own: what becomes samples.jsonl.
+
+
+class Sampler:
+    """Reads `stats` when its context begins, every SAMPLE_S in it, and when it ends. Where `stats` gives None it takes
+    none. A reading is a copy of some forty numbers, and is made at most ten times a second. What `stats` raises is
+    raised when the context ends.
+
+    now: seconds of a clock. wait(seconds): waits, at most until the context ends, and says whether it has.
+    """
+
+    def __init__(
+        self, stats: Callable[[], StepStats | None], *, now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ):  # fmt: skip
+        self._stats, self._now = stats, now
+        self._error: BaseException | None = None
+        self._since: StepStats | None = None
+        self._taken: list[tuple[float, StepStats]] = []
+        self._over = threading.Event()
+        self._wait = wait or self._over.wait
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> Sampler:
+        self._since = self._stats()
+        if self._since is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._since is not None:
+            self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def samples(self, *, run_id: str, point: str, start_s: float) -> list[Sample]:
+        """What was taken since start_s, by time.monotonic."""
+        if self._since is None:
+            return []
+        return [
+            Sample.of(stats, self._since, run_id=run_id, point=point, t_s=at_s - start_s)
+            for at_s, stats in self._taken
+            if at_s >= start_s
+        ]
+
+    def _run(self) -> None:
+        try:
+            self._take_all()
+        except Exception as error:  # of a thread nobody would see it
+            self._error = error
+
+    def _take_all(self) -> None:
+        """Late once, on time again: no sample is made up for."""
+        due_s = self._now() + SAMPLE_S
+        while not self._wait(max(0.0, due_s - self._now())):
+            self._take()
+            due_s += SAMPLE_S * max(1, math.ceil((self._now() - due_s) / SAMPLE_S))
+        self._take()
+
+    def _take(self) -> None:
+        stats = self._stats()
+        if stats is not None:
+            self._taken.append((self._now(), stats))
+
 
 WARMUP_TOKENS = 16
 INTERRUPTED = "interrupted"

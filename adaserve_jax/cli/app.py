@@ -19,7 +19,7 @@ from adaserve_jax.cli.draft import draft
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
-from adaserve_jax.cli.help_page import Command, Group
+from adaserve_jax.cli.options import Command, Group
 from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.profile import profile
 from adaserve_jax.cli.report import report

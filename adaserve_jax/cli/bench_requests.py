@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from adaserve_jax.bench.mixing import as_chat, parse_lengths, with_lengths
-from adaserve_jax.bench.readers import FORMATS
-from adaserve_jax.bench.slo_table import EXAMPLE, SloTable, parse_slos
-from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.mixing import as_chat, parse_lengths, with_lengths
+from adaserve_jax.workloads.readers import FORMATS
+from adaserve_jax.workloads.workload import EXAMPLE, SloTable, Workload, load_workload, parse_slos
 
 TRACE = "trace"
 FORMAT_HELP = f"format of the files: {', '.join(FORMATS)}; auto: found out from what they hold"

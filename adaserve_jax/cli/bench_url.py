@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from adaserve_jax.bench.engine import BenchEngine
-from adaserve_jax.bench.http_settings import FIELD_HELP, UrlSettings
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.http_client.settings import FIELD_HELP, UrlSettings
 
 
 def _help(name: str) -> str:
@@ -58,7 +58,7 @@ class UrlOptions:
 
     def open(self, policy: str | None) -> BenchEngine:
         """The server behind the URL. Raises ConfigError: it cannot be measured, or a package is missing."""
-        from adaserve_jax.bench.http_engine import UrlEngine
+        from adaserve_jax.bench.http_load import UrlEngine
 
         baseline_s = None if self.baseline_ms is None else self.baseline_ms / 1e3
         settings = UrlSettings(

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adaserve_jax.cli.help_page import Command, Group
-from adaserve_jax.cli.options import takes
+from adaserve_jax.cli.options import Command, Group, takes
 from adaserve_jax.errors import AdaServeError, ConfigError
 
 PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "msgspec", "zmq", "prometheus_client", "h11")
@@ -95,7 +94,7 @@ def up(
         if detach:
             _detach(folder)
         elif orchestrator == "ray":
-            from adaserve_jax.cluster.ray_up import run_up_on_ray
+            from adaserve_jax.cluster.ray_cluster import run_up_on_ray
 
             run_up_on_ray(plan, folder, address, placement)
         else:
@@ -147,7 +146,7 @@ def route(router: RouterSettings) -> None:
 @cluster.command("status", cls=Command)
 def status(run_folder: Folder = None) -> None:
     """Say what a cluster consists of, and how its processes are."""
-    from adaserve_jax.cluster.asking import NoAnswer, ask_now
+    from adaserve_jax.cluster.keeper import NoAnswer, ask_now
 
     folder = _folder(run_folder)
     state = folder.read()
@@ -174,7 +173,7 @@ def restart(
     run_folder: Folder = None,
 ) -> None:
     """Replace every target, one after another, without losing a request; or drafts, without which targets decode."""
-    from adaserve_jax.cluster.control import REPLACED, give_order
+    from adaserve_jax.cluster.run_folder import REPLACED, give_order
 
     if what not in REPLACED:
         raise ConfigError(f"what is replaced must be one of {', '.join(REPLACED)}, got {what!r}")
@@ -190,11 +189,11 @@ def down(
     ] = None,
 ) -> None:
     """Stop a cluster: requests in flight finish, then all its processes end."""
-    from adaserve_jax.cluster.control import give_order
+    from adaserve_jax.cluster.run_folder import give_order
 
     if address is not None:
         try:
-            from adaserve_jax.cluster.ray_up import down_on_ray
+            from adaserve_jax.cluster.ray_cluster import down_on_ray
         except ModuleNotFoundError as error:
             raise _needs(error) from error
         typer.echo(f"{down_on_ray(address)} actors were ended")

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.config_example import example
-from adaserve_jax.server.config_file import read_config
+from adaserve_jax.server.config_file import example, read_config
 
 
 def config(

@@ -6,9 +6,8 @@ from dataclasses import MISSING
 from typing import get_type_hints
 
 from adaserve_jax.cli.options import ENV_PREFIX
-from adaserve_jax.server.config_example import HELP, default_of, toml_value
-from adaserve_jax.server.config_file import SECTIONS, TABLES, fields_of, type_words
-from adaserve_jax.server.keys import digest_of
+from adaserve_jax.server.config_file import HELP, SECTIONS, TABLES, default_of, fields_of, toml_value, type_words
+from adaserve_jax.server.settings import digest_of
 
 HEAD = f"""# Configuration file
 

@@ -17,22 +17,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.bench.readers import AUTO
-from adaserve_jax.bench.workload import PACKAGED, load_workload
 from adaserve_jax.cli.bench_requests import FORMAT_HELP
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.points import say
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.writing import TYPES, check_new
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.types import Progress
+from adaserve_jax.workloads.readers import AUTO
+from adaserve_jax.workloads.workload import PACKAGED, load_workload
 
 if TYPE_CHECKING:
-    from adaserve_jax.distill.offline import Distillation, Evaluation
-    from adaserve_jax.distill.opening import Models
+    from adaserve_jax.distill.offline import Distillation, Evaluation, Models
     from adaserve_jax.models.tokenizer import Tokenizer
 
 INTERRUPTED_STATUS = 130
@@ -84,7 +83,7 @@ def distill(
     target_folder = resolve_folder(target, "target") if asks_target else draft_folder
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.distill.opening import Models, write_draft  # imports jax
+        from adaserve_jax.distill.offline import Models, write_draft  # imports jax
 
         models = Models.find(target_folder, draft_folder)
         if from_checkpoint is not None:
@@ -175,7 +174,7 @@ def _check_state(state: Path, *, resume: bool) -> None:
 def _open(
     models: Models, prompts: list[list[int]], config: OfflineConfig, dtype: str, progress: Progress, stop: _Interrupts
 ) -> Distillation:
-    from adaserve_jax.distill.opening import Prompts, open_distillation
+    from adaserve_jax.distill.offline import Prompts, open_distillation
 
     kept = Prompts.of(prompts, config, models.max_context)
     for count, why in ((kept.repeated, "repeated or empty"), (kept.too_long, "too long for the models' context")):
@@ -188,7 +187,7 @@ def _type(name: str) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from adaserve_jax.runtime.compiling import use_compile_cache
+    from adaserve_jax.runtime.compile import use_compile_cache
 
     use_compile_cache(None)
     if name == "auto":
@@ -227,7 +226,7 @@ def _write_learned(
     progress: Progress,
 ) -> str:  # fmt: skip
     """What to say of its version."""
-    from adaserve_jax.distill.opening import learned_online, write_draft
+    from adaserve_jax.distill.offline import learned_online, write_draft
 
     params, noted = learned_online(models, folder, name, config, _type(dtype), progress)
     write_draft(params, models.draft_folder, out, save_dtype, progress)

@@ -21,7 +21,7 @@ def draft(settings: DraftServiceSettings) -> None:
         progress = bar.enter_context(progress_bar())
         progress("loading", 0, 1)
         try:
-            from adaserve_jax.star.service import run  # imports jax
+            from adaserve_jax.star.service.main import run  # imports jax
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in STAR_PACKAGES:
                 raise

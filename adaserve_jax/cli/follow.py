@@ -12,7 +12,7 @@ def follow(config: EngineConfig) -> None:
     """Hold a part of the target for another process, where several hosts serve one model. Give it the options of
     that `adaserve serve`, and --process-id 1, 2, ...; it ends when that does."""
     with progress_bar() as progress:
-        from adaserve_jax.runtime.follow import follow as run
+        from adaserve_jax.runtime.multihost import follow as run
 
         steps = run(config, progress)
     notes().print(f"process 0 stopped after {steps} steps", style="dim", highlight=False)

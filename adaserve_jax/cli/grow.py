@@ -10,7 +10,7 @@ import typer
 
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, Shape
 from adaserve_jax.models.grow import grow as grow_checkpoint
 from adaserve_jax.results.provenance import count_parameters

@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from adaserve_jax.server import protocol, responses
+from adaserve_jax.server import schema as protocol
+from adaserve_jax.server import schema as responses
 
 HEAD = """# HTTP fields
 

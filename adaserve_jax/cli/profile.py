@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,14 +11,85 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.bench.traces import load_trace
-from adaserve_jax.cli.memory import show_ledger, write_ledger
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import FIELD_HELP, EngineConfig
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.ledger import MIB, Ledger
 from adaserve_jax.results.profile import Profile, write_profile
-from adaserve_jax.scheduler.policy_names import policy_of
+from adaserve_jax.scheduler.policies import policy_of
+from adaserve_jax.workloads.traces import load_trace
+
+# What `adaserve profile --memory` shows: the ledger of an engine, as tables and as JSON. Measures nothing.
+
+WIDTH = 100
+
+
+def show_ledger(ledger: Ledger) -> None:
+    """To stdout: every part, in one table per layout."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, WIDTH))
+    for title, expanded in _layouts(ledger).items():
+        console.print(_memory_table(ledger, title, expanded))
+    limit = ledger.limit
+    console.print(
+        f"limit {limit.bytes / MIB:,.1f} MiB: {limit.source}"
+        f"{'; copies on the host count too' if limit.covers_host else ''}",
+        highlight=False,
+    )
+
+
+def write_ledger(path: Path, ledger: Ledger) -> None:
+    """As JSON, in bytes: parts by layout, the limit, and what page and workspace are made of."""
+    layouts = {
+        title: [asdict(part) for part in ledger.parts(expanded=expanded)]
+        for title, expanded in _layouts(ledger).items()
+    }
+    report: dict[str, Any] = {
+        "kind": "adaserve ledger",
+        "fits": ledger.fits,
+        "limit": asdict(ledger.limit),
+        "layouts": layouts,
+        "num_pages": ledger.num_pages,
+        "extension_pages": ledger.extension_pages,
+        "target_page_bytes": ledger.sizes.target_page,
+        "draft_page_bytes": ledger.sizes.draft_page,
+        "reserve_bytes": ledger.sizes.reserve,
+        "workspace_bytes_by_tokens": ledger.workspace.by_tokens if ledger.workspace is not None else None,
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _layouts(ledger: Ledger) -> dict[str, bool]:
+    """Titles, and whether the draft is away."""
+    layouts = {"draft resident" if ledger.sizes.draft_weights else "without a draft": False}
+    return layouts | ({"draft away, pages in its place": True} if ledger.extension_pages else {})
+
+
+def _memory_table(ledger: Ledger, title: str, expanded: bool) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("part")
+    for header in ("device, MiB", "host, MiB", "share of limit"):
+        table.add_column(header, justify="right")
+    parts = ledger.parts(expanded=expanded)
+    for part in parts:
+        table.add_row(
+            part.name, _mib(part.device_bytes), _mib(part.host_bytes), _share(ledger.counted(part), ledger)
+        )  # fmt: skip
+    table.add_section()
+    sums = (sum(part.device_bytes for part in parts), sum(part.host_bytes for part in parts))
+    table.add_row("all", *(_mib(each) for each in sums), _share(ledger.taken(expanded=expanded), ledger))
+    return table
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f}" if size else ""
+
+
+def _share(size: int, ledger: Ledger) -> str:
+    return f"{size / ledger.limit.bytes:.1%}"
+
 
 TABLE_COLUMNS = 120
 
@@ -63,7 +136,7 @@ def profile(
         need_matplotlib(plot)
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.bench.profiling import measure_profile, with_offsets  # imports jax
+        from adaserve_jax.bench.profile import measure_profile, with_offsets  # imports jax
 
         measured = measure_profile(
             config, name=name, check_s=check_seconds, acceptance=acceptance or None, progress=progress
@@ -81,7 +154,7 @@ def profile(
 def _show_memory(config: EngineConfig, out: Path | None) -> None:
     """Raises ConfigError after showing a ledger that does not fit."""
     with progress_bar() as progress:
-        from adaserve_jax.runtime.planned import plan_memory  # imports jax
+        from adaserve_jax.runtime.loading import plan_memory  # imports jax
 
         resolved, workspace = plan_memory(config, progress, swaps=policy_of(config).elastic)
     ledger = resolved.ledger(workspace)

@@ -7,9 +7,7 @@ from typing import Any
 import typer
 
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.help_page import argument_name, usage_of
-from adaserve_jax.cli.options import ENV_PREFIX
-from adaserve_jax.cli.panels import OWN, by_panel
+from adaserve_jax.cli.options import ENV_PREFIX, OWN, argument_name, by_panel, usage_of
 
 HEAD = f"""# Command line
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from adaserve_jax.report.words import ms, percent
 from adaserve_jax.results.schema import Summary
-from adaserve_jax.results.served_report import ClassReport, Percentiles, ServedReport, Targets
+from adaserve_jax.results.served import ClassReport, Percentiles, ServedReport, Targets
 
 MOST_COLUMNS = 1000
 Cell = Callable[[ClassReport], str]

@@ -9,19 +9,8 @@ from typing import Annotated
 
 import typer
 
-from adaserve_jax.bench.acceptance import load_acceptance
-from adaserve_jax.bench.fluctuating import RATE_RPS, fluctuating_trace
-from adaserve_jax.bench.machines import load_machine, packaged_machines
-from adaserve_jax.bench.mixing import parse_lengths, with_lengths
-from adaserve_jax.bench.readers import AUTO
-from adaserve_jax.bench.reshaping import Shape, reshape
-from adaserve_jax.bench.resuming import check_folder
-from adaserve_jax.bench.routers import ROUTERS, find_router
-from adaserve_jax.bench.simulation import Simulated, SimulationPlan
-from adaserve_jax.bench.simulation_points import simulate_all
-from adaserve_jax.bench.simulation_rows import Varied
-from adaserve_jax.bench.traces import Trace, adjusted, save_trace, trace_of
-from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.bench.resume import check_folder
+from adaserve_jax.bench.simulate import Varied, simulate_all
 from adaserve_jax.cli.bench_requests import FORMAT_HELP, LENGTHS_HELP, SLOS_HELP, parse_rate, read_slos
 from adaserve_jax.cli.options import comma_list
 from adaserve_jax.cli.points import note_point, print_rows, say, say_what_is_next
@@ -31,7 +20,16 @@ from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.scheduler.policy_names import expand, find_policy
+from adaserve_jax.routing.routers import ROUTERS, find_router
+from adaserve_jax.scheduler.policies import expand, find_policy
+from adaserve_jax.sim.acceptance import load_acceptance
+from adaserve_jax.sim.machines import load_machine, packaged_machines
+from adaserve_jax.sim.simulation import Simulated, SimulationPlan
+from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
+from adaserve_jax.workloads.readers import AUTO
+from adaserve_jax.workloads.reshaping import Shape, reshape
+from adaserve_jax.workloads.traces import RATE_RPS, Trace, adjusted, fluctuating_trace, save_trace, trace_of
+from adaserve_jax.workloads.workload import load_workload
 
 
 def simulate(

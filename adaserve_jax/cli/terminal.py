@@ -17,7 +17,7 @@ from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
-    from adaserve_jax.bench.local import LocalBenchEngine
+    from adaserve_jax.bench.local_client import LocalBenchEngine
     from adaserve_jax.engine.llm import LLM
 
 
@@ -56,7 +56,7 @@ def open_bench_engine(config: EngineConfig, *, record: bool = False) -> LocalBen
     """A ready engine to measure; loading and compiling are shown. record: whether it notes acceptance. Imports jax."""
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.bench.local import LocalBenchEngine
+        from adaserve_jax.bench.local_client import LocalBenchEngine
 
         return LocalBenchEngine(config, progress, record=record)
 

@@ -9,16 +9,172 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
+import ssl
+import sys
 import time
-from collections.abc import Callable
-from typing import Literal
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-from adaserve_jax.cluster.asking import NoAnswer, ask
-from adaserve_jax.cluster.member import Child, Member, Patience, how_it_ended, launch, signal_group
+from adaserve_jax.cluster import tied
 from adaserve_jax.errors import AdaServeError
+
+# One process of a cluster: its command, how patient one is with it, how it is started, and how it ended.
+
+MOST_LOG_BYTES = 2**24
+"""A log that is longer when its process starts is put aside, in the place of the one that was put aside before."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds. every: between two looks. start: from a start until it must be ready; unwell: that a process may be
+    unwell until it is replaced; grace: from SIGTERM to SIGKILL; margin: of what a
+    grace is beyond the limits that a process has itself. first_wait, most_wait: before another start, doubled
+    each time; well: after so many seconds ready, the next wait is the first one again. ask: for one look."""
+
+    every: float = 0.5
+    start: float = 900.0
+    unwell: float = 30.0
+    grace: float = 45.0
+    margin: float = 10.0
+    first_wait: float = 0.5
+    most_wait: float = 30.0
+    well: float = 60.0
+    ask: float = 5.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process. argv: the command. health_url: what it says of itself there, one of `well`, makes it ready; without
+    a status, 200 does; "": ready once it runs. log: file that its output is appended to. pass_fds: file descriptors
+    that it inherits."""
+
+    name: str
+    argv: tuple[str, ...]
+    health_url: str
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pass_fds: tuple[int, ...] = ()
+    well: tuple[str, ...] = ("ok",)
+    patience: Patience = Patience()
+
+
+class Child(Protocol):
+    """The part of asyncio's Process that is used."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def launch(member: Member) -> Child:
+    """Start it in a session of its own, tied to this process. Raises OSError."""
+    command = (sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), str(member.patience.grace), *member.argv)
+    descriptor = _open_log(member.log)
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=descriptor, stderr=descriptor,
+            env={**os.environ, **member.environment}, start_new_session=True, pass_fds=member.pass_fds,
+        )  # fmt: skip
+    finally:
+        os.close(descriptor)
+
+
+def _open_log(path: Path) -> int:
+    """A descriptor to append to it; where it cannot be written, what a process says is lost, and it runs all the
+    same."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > MOST_LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", path, error.strerror)
+        return os.open(os.devnull, os.O_WRONLY)
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to a process and all that it started, as far as they are still there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def how_it_ended(status: int | None) -> str:
+    """In words, behind the name of a process."""
+    if status is not None and status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+# One small HTTP request to a process of the cluster, in a thread: health, and orders to the router.
+
+
+def _opener(certificate: str | None) -> urllib.request.OpenerDirector:
+    """Never through a proxy: members are called by their own addresses. The certificate may name the cluster's public
+    host only, and is known by itself: it must be the one in that file, or signed by it. None: whoever answers will do,
+    who is told nothing. Raises OSError."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    if certificate is None:
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+
+
+_ANYBODY = _opener(None)
+
+
+class NoAnswer(AdaServeError):
+    """A process of the cluster did not answer."""
+
+
+def ask_now(
+    url: str, *, body: Any = None, token: str = "", certificate: str | None = None, timeout_s: float = 5.0
+) -> tuple[int, dict[str, Any]]:
+    """Status and JSON object, {} where the answer is none; POST with a body, else GET. certificate: file of the one
+    that https is to be spoken with, without which no token is sent over it. Raises NoAnswer."""
+    if token and certificate is None and url.startswith("https:"):
+        raise NoAnswer(f"{url} is not asked: whose certificate it has is not known, and a token would be told")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {**headers, "content-type": "application/json"})
+    try:
+        opener = _ANYBODY if certificate is None else _opener(certificate)  # anew: the file may be replaced
+        with opener.open(request, timeout=timeout_s) as answer:
+            return answer.status, _object(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, _object(error.read())
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise NoAnswer(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
+
+
+async def ask(
+    url: str, *, body: Any = None, token: str = "", certificate: str | None = None, timeout_s: float = 5.0
+) -> tuple[int, dict[str, Any]]:
+    """`ask_now` beside the event loop."""
+    return await asyncio.to_thread(ask_now, url, body=body, token=token, certificate=certificate, timeout_s=timeout_s)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
 
 Phase = Literal["waiting", "starting", "ready", "failing", "backoff", "stopping", "stopped"]
 USAGE_STATUS = 2

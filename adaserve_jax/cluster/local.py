@@ -14,16 +14,11 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from adaserve_jax.cluster.control import OrderServer
-from adaserve_jax.cluster.keeper import Keeper
-from adaserve_jax.cluster.member import Member
-from adaserve_jax.cluster.orchestrator import announce, announce_end, state_head
+from adaserve_jax.cluster.keeper import Keeper, Member
 from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, Placed, draft_at, target_at
-from adaserve_jax.cluster.rolling import Replace, RouterOrders, restart_members
-from adaserve_jax.cluster.router import url_of
-from adaserve_jax.cluster.router_command import router_command
-from adaserve_jax.cluster.run_folder import RunFolder
-from adaserve_jax.cluster.signals import stop_on_signals
+from adaserve_jax.cluster.rolling import Replace, RouterOrders, announce, announce_end, restart_members, state_head
+from adaserve_jax.cluster.router import router_command, url_of
+from adaserve_jax.cluster.run_folder import OrderServer, RunFolder, stop_on_signals
 from adaserve_jax.server.serve import listen
 
 WRITE_EVERY_S = 0.2

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaserve_jax.cluster.member import Member, Patience
+from adaserve_jax.cluster.keeper import Member, Patience
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.draining import ABORT_GRACE_S
+from adaserve_jax.server.connection import ABORT_GRACE_S
 
 TARGET_COMMAND = ("{python}", "-m", "adaserve_jax.cli", "serve", "--host", "{host}", "--port", "{port}", "{drafter}")
 DRAFT_COMMAND = (

@@ -6,25 +6,23 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 import socket
+import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adaserve_jax.cluster.choosing import Chooser
-from adaserve_jax.cluster.forwarding import Forwarder
-from adaserve_jax.cluster.passing import unavailable, whole_body
-from adaserve_jax.cluster.polling import Poller
-from adaserve_jax.cluster.router_metrics import RouterMetrics
+from adaserve_jax.cluster.forwarding import Forwarder, RouterMetrics, unavailable, whole_body
 from adaserve_jax.cluster.settings import RouterSettings, checked_urls
-from adaserve_jax.cluster.targets import TargetSet
+from adaserve_jax.cluster.targets import Chooser, Poller, TargetSet
 from adaserve_jax.errors import AdaServeError, ConfigError
-from adaserve_jax.server.connection import http_config
-from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
+from adaserve_jax.server.auth import Keyring
+from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config
 from adaserve_jax.server.errors import ApiError
-from adaserve_jax.server.keyring import Keyring
 from adaserve_jax.server.middleware import BodyLimit, Boundary, HeadLimit
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
@@ -224,3 +222,32 @@ def url_of(listener: socket.socket, settings: ServerSettings) -> str:
 
 def _named(targets: Iterable[str]) -> str:
     return ", ".join(targets) or "no target yet"
+
+
+# The command that starts a router in a process of its own: `python -m adaserve_jax.cluster.router`.
+#
+# Its settings come as JSON in its environment, where other users do not see an API key; a socket may be
+# inherited.
+
+SETTINGS = "ADASERVE_ROUTER_SETTINGS"
+
+
+def router_command(settings: RouterSettings, descriptor: int | None) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Command and environment. descriptor: of a bound socket that the process inherits; None: it binds its own port."""
+    own = () if descriptor is None else (str(descriptor),)
+    return (sys.executable, "-m", __name__, *own), {SETTINGS: json.dumps(asdict(settings))}
+
+
+def main() -> None:
+    values = json.loads(os.environ.pop(SETTINGS))
+    values["targets"] = tuple(values["targets"])
+    listener = socket.socket(fileno=int(sys.argv[1])) if len(sys.argv) > 1 else None
+    try:
+        sys.exit(run_router(RouterSettings(**values), listener))
+    except AdaServeError as error:
+        print(f"adaserve: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

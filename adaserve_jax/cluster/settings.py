@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from adaserve_jax.bench.routers import find_router
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.routing.routers import find_router
 from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
 

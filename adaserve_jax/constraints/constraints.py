@@ -8,19 +8,239 @@ same tokens (docs/architecture/constraints.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from adaserve_jax.constraints.choice import ConstrainedChoice, asked
-from adaserve_jax.constraints.contained import contained
-from adaserve_jax.constraints.dead_ends import dead_end
-from adaserve_jax.constraints.masks import all_but
-from adaserve_jax.constraints.positions import Positions
+from adaserve_jax.constraints.bad_words import BadWords, spellings
+from adaserve_jax.constraints.masks import all_but, forbid
 from adaserve_jax.constraints.protocols import Grammars, Spells
-from adaserve_jax.constraints.shared import Shared
+from adaserve_jax.constraints.sandbox import contained
 from adaserve_jax.errors import AdaServeError, RequestError
 from adaserve_jax.sampling import SamplingParams
-from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepPlan
+from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepOutcome, StepPlan
+
+# The tokens that one choice's penalties and biases concern: those it has seen, how often, and those with a
+# bias.
+
+
+class Touched:
+    """Columns of E tokens, each once, in the order in which they came; they grow as the output does."""
+
+    def __init__(self, biases: Sequence[tuple[int, float]], prompt_ids: np.ndarray, most: int):
+        """biases: of tokens, each once. prompt_ids: i32[U], each once. most: tokens that there can ever be."""
+        first = [token for token, _ in biases]
+        tokens = [*first, *np.setdiff1d(prompt_ids, first, assume_unique=True).tolist()]
+        self._place = {token: place for place, token in enumerate(tokens)}
+        self._token = np.zeros(most, np.int32)
+        self._output_count = np.zeros(most, np.int32)
+        self._in_prompt = np.zeros(most, bool)
+        self._bias = np.zeros(most, np.float32)
+        self._token[: len(tokens)] = tokens
+        self._bias[: len(first)] = [bias for _, bias in biases]
+        self._in_prompt[: len(tokens)] = np.isin(tokens, prompt_ids)
+
+    def copy(self) -> Touched:
+        """One that grows by itself."""
+        twin = copy(self)
+        twin._place = self._place.copy()
+        twin._token, twin._output_count = self._token.copy(), self._output_count.copy()
+        twin._in_prompt, twin._bias = self._in_prompt.copy(), self._bias.copy()
+        return twin
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        """Take in output tokens."""
+        for token in token_ids:
+            self._output_count[self._place_of(token)] += 1
+
+    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """token, output_count: i32[E]; in_prompt: bool[E]; bias: f32[E]. Views: they change with the next token."""
+        columns = (self._token, self._output_count, self._in_prompt, self._bias)
+        token, output_count, in_prompt, bias = (column[: len(self._place)] for column in columns)
+        return token, output_count, in_prompt, bias
+
+    def _place_of(self, token: int) -> int:
+        place = self._place.setdefault(token, len(self._place))
+        self._token[place] = token
+        return place
+
+
+# What the choices of one request have in common of what they ask, made once for all of them. Imports no jax.
+
+
+@dataclass(eq=False)
+class Shared:
+    """bad_words: None where there are none. touched: before the first token of output; None where no penalty and no
+    bias applies. start: of the grammar, as `protocols.Grammars.prepare` gives it; None without one."""
+
+    counts_output: bool = False
+    bad_words: BadWords | None = None
+    touched: Touched | None = None
+    start: Future[Any] | None = None
+
+    @classmethod
+    def of(cls, sampling: SamplingParams, prompt_ids: np.ndarray, tokenizer: Spells, vocab_size: int) -> Shared:
+        """All but the start. prompt_ids: i32[tokens]. Raises RequestError: a bad word is no valid Unicode."""
+        penalised = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+        spelled = spellings(tokenizer, sampling.bad_words)
+        touched = None
+        if penalised or sampling.logit_bias:
+            seen = np.unique(prompt_ids) if penalised else prompt_ids[:0]
+            most = len(sampling.logit_bias) + len(seen) + sampling.max_tokens
+            touched = Touched(sampling.logit_bias, seen, min(most, vocab_size))
+        return cls(penalised, BadWords(spelled) if spelled else None, touched)
+
+
+# What one choice asks of its logits, given its output so far. Knows one request and nothing of steps or
+# devices.
+
+ASKING = (
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias", "bad_words", "logprobs",
+    "json_schema",
+)  # fmt: skip
+"""Fields of SamplingParams that change logits or tell of them."""
+_DEFAULTS = SamplingParams()
+
+
+def asked(sampling: SamplingParams) -> list[str]:
+    """The fields by which a request asks for anything here."""
+    return [name for name in ASKING if getattr(sampling, name) != getattr(_DEFAULTS, name)]
+
+
+class ConstrainedChoice:
+    """One choice between its admission and its end."""
+
+    def __init__(self, request: Request, shared: Shared, vocab_size: int):
+        sampling = request.sampling
+        self.sampling = sampling
+        self.has_grammar = sampling.json_schema is not None
+        self.output: list[int] = []
+        self.touched = None if shared.touched is None else shared.touched.copy()
+        """Where penalties or biases apply."""
+        self.failure: AdaServeError | None = None
+        """Following it failed: it must end."""
+        self.gave_up: str | None = None
+        """Why the grammar gave up at a node of the last tree."""
+        self._counts_output = shared.counts_output
+        self._bad_words = words = shared.bad_words
+        self._without_words = None if words is None else all_but(vocab_size, words.always)
+        self._without_stops = all_but(vocab_size, request.stop_token_ids) if request.stop_token_ids else None
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Take in output tokens."""
+        self.output += token_ids
+        if self.touched is not None and self._counts_output:
+            self.touched.count(token_ids)
+
+    @property
+    def bans(self) -> bool:
+        """Whether any token is forbidden at the root; if not, none is below it."""
+        return self.has_grammar or self._bad_words is not None or self._waits_for_stops
+
+    def apply_bans(self, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, masks: np.ndarray) -> None:
+        """Forbid after each node of a tree what bad_words and min_tokens do. tokens, parents, depths: i32[N], the root
+        (depth 0) first; masks: u32[N, words], in place."""
+        if self._waits_for_stops and self._without_stops is not None:
+            early = len(self.output) + depths < self.sampling.min_tokens
+            masks[early] &= self._without_stops
+        if self._bad_words is not None:
+            masks &= self._without_words
+            for node, token in self._bad_words.completions(self.output, tokens, parents):
+                forbid(masks[node], token)
+
+    @property
+    def _waits_for_stops(self) -> bool:
+        return self._without_stops is not None and len(self.output) < self.sampling.min_tokens
+
+
+# The sampled positions of a step, as trees.
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Tree nodes, then the ends of prompts as trees of one node, N of them. row, token, parent, depth: i32[N]; parent
+    is a position too, -1 for a root."""
+
+    row: np.ndarray
+    token: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+
+    @classmethod
+    def of(cls, plan: StepPlan, trees: DraftTrees) -> Positions:
+        final = np.flatnonzero(plan.prefill_final)
+        last = plan.prefill_counts.cumsum()[final] - 1
+        root = np.zeros(len(final), np.int32)
+        return cls(
+            np.concatenate([trees.row, final + plan.num_decode]).astype(np.int32),
+            np.concatenate([trees.token, plan.prefill_tokens[last]]),
+            np.concatenate([trees.parent, root - 1]),
+            np.concatenate([trees.depth, root]),
+        )
+
+    def spans(self, num_rows: int) -> list[int]:
+        """[R + 1]: row r has the positions from spans[r] to spans[r + 1]."""
+        return np.searchsorted(self.row, np.arange(num_rows + 1)).tolist()
+
+
+def edited_rows(edits: LogitEdits, plan: StepPlan, trees: DraftTrees) -> np.ndarray:
+    """bool[R]: rows of which anything changes at any sampled position."""
+    edited = np.zeros(plan.num_rows, bool)
+    edited[Positions.of(plan, trees).row[edits.changed]] = True
+    return edited
+
+
+# Texts after which what a request forbids leaves no token: the step is cut before what it drew there.
+#
+# A grammar whose only way on is a word that is banned leads there; so may a grammar that a tokenizer cannot
+# spell.
+
+MAX_REASON_CHARS = 300
+
+
+def dead_end(gave_up: str | None) -> RequestError:
+    """What a request is told that came there. gave_up: why its grammar did, if it did."""
+    if gave_up is None:
+        why = "json_schema, bad_words and min_tokens together allow no token after this text; leave one of them out"
+        return RequestError(why, code="no_token_allowed")
+    return RequestError(
+        f"the JSON schema costs more after this text than it may; make it simpler: {gave_up[:MAX_REASON_CHARS]}",
+        param="response_format",
+        code="no_token_allowed",
+    )
+
+
+def without_dead_ends(
+    outcome: StepOutcome, edits: LogitEdits, plan: StepPlan, trees: DraftTrees, request_ids: Sequence[str]
+) -> tuple[StepOutcome, list[str]]:
+    """The outcome without tokens that stand where none was allowed, and the requests that came there. request_ids: of
+    the step's rows."""
+    ends = _dead_ends(edits, plan, trees, outcome.accepted)
+    if not ends:
+        return outcome, []
+    counts = outcome.counts.copy()
+    for row, left in ends.items():
+        counts[row] = left
+    return replace(outcome, counts=counts), [request_ids[row] for row in ends]
+
+
+def _dead_ends(edits: LogitEdits, plan: StepPlan, trees: DraftTrees, accepted: np.ndarray) -> dict[int, int]:
+    """How many tokens are left, by row. accepted: bool[nodes], of the walk; the end of a prompt always is."""
+    if edits.allowed is None:
+        return {}
+    dead = np.flatnonzero(~edits.allowed.any(axis=1)).tolist()
+    if not dead:
+        return {}
+    positions = Positions.of(plan, trees)
+    found: dict[int, int] = {}
+    for position in dead:
+        if position >= trees.num_nodes or accepted[position]:
+            row, depth = int(positions.row[position]), int(positions.depth[position])
+            found[row] = min(depth, found.get(row, depth))
+    return found
 
 
 class Constraints:

@@ -7,27 +7,182 @@ between two rounds, so that a run that was stopped ends as if it had not been.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import shutil
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.distill.batches import Batch, pack
+from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.distill.offline_config import OfflineConfig
-from adaserve_jax.distill.records import Record
-from adaserve_jax.distill.scoring import Scorer
+from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.records import LOG_ZERO, PADDING, Batch, Record, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
-from adaserve_jax.distill.written import Writer
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.decoder import Params
+from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.decoder import Params, attend_dense, decode, init_params, logits
+from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.settings import read_json
+from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
+from adaserve_jax.models.writing import export
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.types import Progress
+
+# The texts that the target wrote for a run of distillation, by prompt: written once, learned from in every
+# epoch, and kept on disk while the run is, so that going on with it needs none of them again.
+
+FILE = "texts.npz"
+OnDone = Callable[[int], None]
+
+
+@dataclass(eq=False)
+class Writer:
+    """Writes texts after prompts. prompts: i32[tokens] each; models: (target, draft) weights, that of the draft changes
+    while it learns. kept: the target's texts by prompt index."""
+
+    generator: Generator
+    config: OfflineConfig
+    eos_ids: tuple[int, ...]
+    prompts: Sequence[np.ndarray]
+    target: Params
+    kept: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def by_target(self, indices: Sequence[int], on_done: OnDone) -> list[np.ndarray]:
+        """The target's text after each of these prompts, in order."""
+        missing = [index for index in indices if index not in self.kept]
+        if missing:
+            written = self._written(missing, 0, 1.0, None, on_done)
+            self.kept |= dict(zip(missing, written, strict=True))
+        return [self.kept[index] for index in indices]
+
+    def by_both(self, indices: Sequence[int], epoch: int, draft: Params, on_done: OnDone) -> list[np.ndarray]:
+        """Texts of the draft as it is, or of both models by turns, in order; others in each epoch."""
+        return self._written(indices, 1 + epoch, self.config.target_share, draft, on_done)
+
+    def _written(
+        self, indices: Sequence[int], stream: int, mix: float, draft: Params | None, on_done: OnDone
+    ) -> list[np.ndarray]:
+        config = self.config
+        drawing = Drawing(mix, config.max_tokens, config.temperature, self.eos_ids)
+        seeds = [_seed(config.seed, stream, index) for index in indices]
+        prompts = [self.prompts[index] for index in indices]
+        return self.generator.texts((self.target, draft), prompts, seeds, drawing, on_done)
+
+    def save(self, folder: Path) -> None:
+        """Write the target's texts; a file that is there already is replaced whole."""
+        lengths = np.array([len(text) for text in self.kept.values()], np.int32)
+        tokens = np.concatenate([*self.kept.values(), np.empty(0, np.int32)])
+        new = folder / f"new-{FILE}"
+        np.savez(new, prompt=np.array(list(self.kept), np.int32), length=lengths, tokens=tokens)
+        new.replace(folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Take the texts that were saved. Raises CheckpointError: the file is broken."""
+        try:
+            with (folder / FILE).open("rb") as opened, np.load(opened) as held:
+                parts = np.split(held["tokens"].astype(np.int32), np.cumsum(held["length"]))
+                self.kept = dict(zip(held["prompt"].tolist(), parts[:-1], strict=True))
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise CheckpointError(f"{folder / FILE} cannot be read ({error}); remove {folder} and begin anew") from None
+
+
+def _seed(seed: int, stream: int, index: int) -> int:
+    """u64, of one text."""
+    return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0])
+
+
+# What the target says at every position of finished texts, as records to learn from.
+#
+# Axes: T packed tokens, K likeliest tokens of the target, V vocabulary.
+
+LEAST_TOKENS = 512
+"""Texts share a forward of at least so many tokens."""
+COLUMNS = 64
+"""Positions whose scores over the vocabulary are in memory at once."""
+
+
+class Scorer:
+    """Scores texts with one model. top_k: tokens kept for each position; vocab_size: those that both models have;
+    temperature: of the distribution. Compiles on first use, for each power of two of tokens."""
+
+    def __init__(self, config: ModelConfig, *, top_k: int, vocab_size: int, temperature: float):
+        self._program = jax.jit(partial(_top, config, min(top_k, vocab_size), vocab_size, temperature))
+
+    def records(
+        self,
+        params: Params,
+        texts: Sequence[np.ndarray],
+        first: Sequence[int],
+        on_done: Callable[[int], None] | None = None,
+    ) -> list[Record]:
+        """One record per text, in order, with a row for each position from `first` to the last but one token.
+
+        texts: i32[tokens], each longer than its first + 1. on_done: called with the number of texts that are scored.
+        """
+        size = LEAST_TOKENS
+        while size < max(map(len, texts)):
+            size *= 2
+        records: list[Record] = []
+        for begin, end in _shared(texts, size):
+            records += self._scored(params, texts[begin:end], first[begin:end], size)
+            if on_done is not None:
+                on_done(end)
+        return records
+
+    def _scored(self, params: Params, texts: Sequence[np.ndarray], first: Sequence[int], size: int) -> list[Record]:
+        tokens, position = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        segment = np.full(size, PADDING, np.int32)
+        starts = np.cumsum([0, *map(len, texts)])
+        for number, (text, start) in enumerate(zip(texts, starts[:-1], strict=True)):
+            here = slice(start, start + len(text))
+            tokens[here], position[here], segment[here] = text, np.arange(len(text)), number
+        ids, log_p = (np.asarray(part) for part in self._program(params, tokens, position, segment))
+        found = []
+        for text, start, row in zip(texts, starts[:-1].tolist(), first, strict=True):
+            rows = slice(start + row, start + len(text) - 1)
+            at = np.arange(row, len(text) - 1, dtype=np.int32)
+            found.append(Record(text, at, ids[rows].copy(), log_p[rows].copy()))
+        return found
+
+
+def _shared(texts: Sequence[np.ndarray], size: int) -> list[tuple[int, int]]:
+    """Runs [begin, end) of texts that have `size` tokens together at most."""
+    runs, begin, filled = [], 0, 0
+    for index, text in enumerate(texts):
+        if filled + len(text) > size:
+            runs.append((begin, index))
+            begin, filled = index, 0
+        filled += len(text)
+    return [*runs, (begin, len(texts))]
+
+
+def _top(
+    config: ModelConfig, top_k: int, vocab_size: int, temperature: float, params: Params, tokens: jax.Array,
+    position: jax.Array, segment: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(ids i32[T, K], natural logs of their probabilities f32[T, K]), likeliest first."""
+    hidden = decode(params, config, tokens, position, attend_dense(config, segment))
+
+    def top(columns: jax.Array) -> tuple[Any, Any]:
+        scores = logits(params, config, columns)[:, :vocab_size] / temperature
+        log_p, ids = jax.lax.top_k(jax.nn.log_softmax(scores), top_k)
+        return ids.astype(jnp.int32), jnp.maximum(log_p, LOG_ZERO)
+
+    blocks = hidden.reshape(hidden.shape[0], -1, COLUMNS).transpose(1, 0, 2)
+    ids, log_p = jax.lax.map(top, blocks)
+    return ids.reshape(-1, top_k), log_p.reshape(-1, top_k)
+
 
 SAVE_EVERY_S = 120.0
 SETTINGS, WEIGHTS = "settings.json", "weights"
@@ -267,3 +422,151 @@ def reset_top_layer(params: Params, fresh: Params) -> Params:
     return {
         name: fresh[name].astype(weight.dtype) if name.startswith(prefix) else weight for name, weight in params.items()
     }
+
+
+# Makes a run of distillation from checkpoint folders and prompts, and checkpoint folders from what was learned.
+
+LEAST_LENGTH, MOST_LENGTH = 128, 2048
+"""Tokens of a micro-step; longer texts are learned from in windows."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and a draft, before their weights are read. eos_ids: end a text of the target."""
+
+    target_folder: Path
+    draft_folder: Path
+    target: ModelConfig
+    draft: ModelConfig
+    tokenizer: Tokenizer
+
+    @classmethod
+    def find(cls, target_folder: Path, draft_folder: Path) -> Models:
+        """Raises CheckpointError: a folder cannot be read, or the vocabularies differ."""
+        tokenizer = Tokenizer.from_folder(target_folder)
+        target, draft = ModelConfig.from_folder(target_folder), ModelConfig.from_folder(draft_folder)
+        check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
+        return cls(target_folder, draft_folder, target, draft, tokenizer)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys((*self.target.eos_token_ids, *self.tokenizer.eos_token_ids)))
+
+    @property
+    def max_context(self) -> int:
+        return min(self.target.max_position, self.draft.max_position)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts to learn from, i32[tokens], all different; and how many were left out: repeated ones, and those that
+    leave no room for max_tokens in the models' context."""
+
+    kept: list[np.ndarray]
+    repeated: int
+    too_long: int
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], config: OfflineConfig, max_context: int) -> Prompts:
+        """Raises ConfigError: fewer than two are left, one to learn from and one to measure on."""
+        different = list(dict.fromkeys(tuple(prompt) for prompt in prompts if prompt))
+        room = max_context - config.max_tokens
+        kept = [np.array(prompt, np.int32) for prompt in different if len(prompt) <= room]
+        found = cls(kept, len(prompts) - len(different), len(different) - len(kept))
+        if len(kept) < 2:
+            raise ConfigError(
+                f"expected at least 2 different prompts of at most {room} tokens (context {max_context} less "
+                f"max-tokens {config.max_tokens}), got {len(kept)} of {len(prompts)}: {found.repeated} repeated or "
+                f"empty, {found.too_long} too long"
+            )
+        return found
+
+
+def open_distillation(
+    models: Models, prompts: Prompts, config: OfflineConfig, dtype: Any, *, progress: Progress,
+    wants_stop: Callable[[], bool],
+) -> Distillation:  # fmt: skip
+    """Load both models and compile training. Raises CheckpointError: as loading."""
+    target = load_params(models.target_folder, models.target, dtype, _named(progress, "loading target"))
+    draft = load_draft(models, config, dtype, progress)
+    programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype)
+    programs.compile(progress)
+    generator = Generator(models.target, models.draft, rows=config.rows, dtype=dtype)
+    writer = Writer(generator, config, models.eos_ids, prompts.kept, target)
+    scorer = Scorer(
+        models.target, top_k=programs.top_k, vocab_size=min(models.target.vocab_size, models.draft.vocab_size),
+        temperature=config.loss_temperature,
+    )  # fmt: skip
+    held_out, trained = split(len(prompts.kept), config.held_out, config.seed)
+    settings = {
+        **asdict(config), "target": str(models.target_folder.resolve()), "draft": str(models.draft_folder.resolve()),
+        "dtype": str(jnp.dtype(dtype)), "prompts": f"sha256 {_hash(prompts.kept)}",
+    }  # fmt: skip
+    return Distillation(
+        config, Trainer(programs, draft), writer, scorer, held_out, trained, settings=settings, progress=progress,
+        wants_stop=wants_stop,
+    )  # fmt: skip
+
+
+def load_draft(models: Models, config: OfflineConfig, dtype: Any, progress: Progress) -> Params:
+    """The weights that training begins with."""
+    params = load_params(models.draft_folder, models.draft, dtype, _named(progress, "loading draft"))
+    if config.reset_top_layer:
+        return reset_top_layer(params, init_params(models.draft, config.seed, dtype))
+    return params
+
+
+def learned_online(models: Models, folder: Path, name: str, config: OfflineConfig, dtype: Any, progress: Progress) -> (
+    tuple[Params, dict[str, Any]]
+):  # fmt: skip
+    """The latest version that a server left in its learn_folder of the draft of that name, and what it noted of it.
+
+    Raises CheckpointError: there is none, or it began with another draft, type or rank.
+    """
+    drafts = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    if name not in drafts:
+        found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
+        raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
+    programs = TrainPrograms(models.draft, config.learn, LEAST_LENGTH, dtype)
+    programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
+    trainer = Trainer(programs, load_draft(models, config, dtype, progress))
+    noted = trainer.load(folder / name)
+    if noted is None:
+        raise CheckpointError(f"{folder / name}: expected a checkpoint, found none; nothing was learned yet")
+    return trainer.weights(), noted
+
+
+def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: Progress) -> None:
+    """Write a checkpoint folder that is whole, or not there. Raises ConfigError, CheckpointError."""
+    partial = out.with_name(f".{out.name}-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            export(params, source, partial, dtype=dtype, progress=progress)
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{out}: the draft cannot be written: {error.strerror or error}") from None
+
+
+def _length(prompts: Sequence[np.ndarray], config: OfflineConfig) -> int:
+    """Tokens of a micro-step: as long as the longest text may be, within bounds."""
+    longest = max(map(len, prompts)) + config.max_tokens
+    length = LEAST_LENGTH
+    while length < min(longest, MOST_LENGTH):
+        length *= 2
+    return length
+
+
+def _named(progress: Progress, what: str) -> Progress:
+    return lambda _, done, total: progress(what, done, total)
+
+
+def _hash(prompts: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(len(prompt).to_bytes(8, "little") + prompt.astype("<i4").tobytes())
+    return digest.hexdigest()

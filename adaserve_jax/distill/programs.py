@@ -6,6 +6,7 @@ All are compiled before serving starts; weights, optimiser state and batches are
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,15 +17,167 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from adaserve_jax.distill.batches import Batch
-from adaserve_jax.distill.forward import Fields, summed
-from adaserve_jax.distill.trainable import Trained, begin, merged
+from adaserve_jax.distill.records import Batch
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.decoder import Params, param_specs
-from adaserve_jax.runtime.compiling import CompileCounter, Declared, compile_all
+from adaserve_jax.models.decoder import Params, attend_dense, decode, logits, param_specs
+from adaserve_jax.runtime.compile import CompileCounter, Declared, compile_all
 from adaserve_jax.types import Progress
+
+# Distances of the draft's distribution from the target's, from the target's K likeliest tokens.
+#
+# A position has K + 1 categories: those K tokens, and all others as one. With K = V there are no others and the
+# distance is exact; else it is one from below (data processing). Axes: N rows, K tokens, V vocabulary.
+
+TAIL_FLOOR = 1e-6
+"""Least share of all others that a logarithm is taken of: 1 - sum p of f32 knows no smaller one."""
+LEAST_LOG_P = -100.0
+"""In the place of log 0: exp of it is 0 in f32, and 0 times it is no NaN."""
+
+
+def row_losses(
+    draft_logits: jax.Array, ids: jax.Array, log_p: jax.Array, *, kind: str, beta: float, temperature: float
+) -> tuple[jax.Array, jax.Array]:
+    """The distance of each row, in nats, and what it says of acceptance.
+
+    draft_logits: f32[N, V], at temperature 1. ids: i32[N, K], different ones. log_p: f32[N, K], the target's
+    log-probabilities of these at `temperature`, at which the draft's are taken too; NaN makes the row's loss NaN.
+    kind: "kl", KL(p || q); "reverse_kl", KL(q || p); "jsd", beta KL(p || m) + (1 - beta) KL(q || m) with
+    m = beta p + (1 - beta) q. Returns (loss f32[N], overlap f32[N]): overlap is the sum of min(p, q) over the K tokens,
+    the acceptance rate from below. Source: online speculative decoding eq. 3 and 4, and its acceptance rate.
+    """
+    log_q = _log_q(draft_logits / temperature, ids)
+    log_p = _log_p(log_p, has_tail=ids.shape[1] < draft_logits.shape[1])
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    overlap = jnp.minimum(p, q)[:, : ids.shape[1]].sum(1)
+    if kind == "kl":
+        return (p * (log_p - log_q)).sum(1), overlap
+    if kind == "reverse_kl":
+        return (q * (log_q - log_p)).sum(1), overlap
+    assert kind == "jsd", kind
+    log_m = jnp.logaddexp(jnp.log(beta) + log_p, jnp.log1p(-beta) + log_q)
+    return (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(1), overlap
+
+
+def _log_q(scores: jax.Array, ids: jax.Array) -> jax.Array:
+    """f32[N, K + 1], or f32[N, V] for K = V. The share of all others is summed from their own scores: 1 - sum q would
+    leave nothing of a small one."""
+    chosen = jnp.take_along_axis(scores, ids, axis=1)
+    if ids.shape[1] < scores.shape[1]:
+        rows = jnp.arange(len(ids))[:, None]
+        others = jax.nn.logsumexp(scores.at[rows, ids].set(-jnp.inf), axis=1, keepdims=True)
+        chosen = jnp.concatenate([chosen, others], axis=1)
+    return jax.nn.log_softmax(chosen, axis=1)
+
+
+def _log_p(log_p: jax.Array, *, has_tail: bool) -> jax.Array:
+    """The same categories of the target. Rounded values may add up to more than 1; they are scaled back."""
+    log_p = jnp.maximum(log_p.astype(jnp.float32), LEAST_LOG_P)
+    total = jnp.exp(log_p).sum(1, keepdims=True)
+    if has_tail:
+        log_p = jnp.concatenate([log_p, jnp.log(jnp.maximum(1 - total, TAIL_FLOOR))], axis=1)
+    return log_p - jnp.log(jnp.maximum(total, 1))
+
+
+# The draft's scores and distances at the rows of a packed batch: a pure function, to be differentiated.
+#
+# Axes: T packed tokens, N rows, K tokens of the target per row, V vocabulary.
+
+
+class Fields(NamedTuple):
+    """The arrays of a `Batch`, in its order."""
+
+    tokens: jax.Array
+    position: jax.Array
+    segment: jax.Array
+    at: jax.Array
+    ids: jax.Array
+    log_p: jax.Array
+    weight: jax.Array
+
+
+def rows_logits(params: Params, config: ModelConfig, fields: Fields) -> jax.Array:
+    """f32[N, V]: the draft's scores for the successor of each row's token, texts side by side not seeing each other."""
+    hidden = decode(params, config, fields.tokens, fields.position, attend_dense(config, fields.segment))
+    return logits(params, config, hidden[:, fields.at])
+
+
+def summed(params: Params, config: ModelConfig, learn: LearnConfig, fields: Fields) -> tuple[jax.Array, jax.Array]:
+    """Weighted sums over the rows of (loss, overlap), f32 each. A row of weight 0 adds exactly 0 to them and to every
+    gradient, whatever it holds."""
+    real = fields.weight > 0
+    log_p = jnp.where(real[:, None], fields.log_p, -jnp.log(fields.log_p.shape[1] + 1.0))
+    loss, overlap = row_losses(
+        rows_logits(params, config, fields), jnp.where(real[:, None], fields.ids, 0), log_p,
+        kind=learn.learn_loss, beta=learn.learn_beta, temperature=learn.learn_temperature,
+    )  # fmt: skip
+    return (
+        jnp.where(real, fields.weight * loss, 0).sum(),
+        jnp.where(real, fields.weight * overlap, 0).sum(),
+    )
+
+
+# What of a draft is trained: all its weights, or low-rank updates of its matrices. Pure functions inside
+# programs.
+#
+# Source of the low-rank form: LoRA (Hu et al.), W + A B, with A = 0 at the start so that nothing changes yet.
+
+
+class LowRank(NamedTuple):
+    """a: f32[out, r]; b: f32[r, in]; they stand for the update a @ b of one weight."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+Trained = dict[str, Any]
+"""By name of the weight: f32 of its shape, or a LowRank."""
+
+
+def begin(params: Params, rank: int) -> tuple[Trained, Params]:
+    """(what is trained, what it stands on): all weights in f32 and nothing, or for rank > 0 a LowRank for each matrix
+    but the embedding, and all weights as they are."""
+    if rank == 0:
+        return {name: weight.astype(jnp.float32) for name, weight in params.items()}, {}
+    names = [name for name, weight in params.items() if _is_updated(name, weight.shape)]
+    keys = jax.random.split(jax.random.key(0), len(names))
+    trained = {name: _low_rank(params[name].shape, rank, key) for name, key in zip(names, keys, strict=True)}
+    return trained, params
+
+
+def merged(trained: Trained, base: Params, dtype: Any) -> Params:
+    """The draft's weights in the type in which it serves."""
+    if not base:
+        return {name: weight.astype(dtype) for name, weight in trained.items()}
+    return {
+        name: (weight.astype(jnp.float32) + _product(trained[name])).astype(dtype) if name in trained else weight
+        for name, weight in base.items()
+    }
+
+
+def num_trained(config: ModelConfig, rank: int) -> int:
+    """Numbers that are trained."""
+    shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
+    if rank == 0:
+        return sum(math.prod(shape) for shape in shapes.values())
+    return sum(rank * sum(shape) for name, shape in shapes.items() if _is_updated(name, shape))
+
+
+def _is_updated(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name != "embed"
+
+
+def _low_rank(shape: tuple[int, ...], rank: int, key: jax.Array) -> LowRank:
+    outputs, inputs = shape
+    return LowRank(
+        jnp.zeros((outputs, rank), jnp.float32), jax.random.normal(key, (rank, inputs), jnp.float32) * inputs**-0.5
+    )
+
+
+def _product(update: LowRank) -> jax.Array:
+    return jnp.matmul(update.a, update.b, precision=jax.lax.Precision.HIGHEST)
+
 
 CLIP_NORM = 1.0
 """Most that the norm of a mean gradient may be; a longer one is shortened to it."""

@@ -6,14 +6,16 @@ is the target's distribution after the token at 0-based index t, so it predicts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.scheduler.commit import StepUpdates
+from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Request, StepOutcome, StepPlan
 
 LOG_ZERO = -1e4
 """Stands for -inf in kept rows: its exponential is 0 in every float type, and a product with it is a number."""
@@ -211,3 +213,280 @@ class Recorder:
         for text in self._texts.values():
             if text.rows != np.count_nonzero(self._owner == text.handle):
                 raise IntegrityError(f"a text of the recorder counts {text.rows} rows, which is not what it has")
+
+
+# Where the target overruled the draft: the verdict of a step, row by row. Knows no device.
+
+
+def overruled(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
+    """The nodes at which walks stopped although the draft had candidates to follow, none of them the target's token.
+
+    i64[n], indices of packed nodes, of rows in order. What the draft proposed counts, not what was selected of it: a
+    stop where nothing was proposed, or at a proposed token that was not verified, is no error of the draft. The
+    position to learn from is that of the node, which predicts the token. Source: Online speculative decoding
+    (docs/equations.md).
+    """
+    num_decode = plan.num_decode
+    if not candidates.token.shape[1] or not num_decode:
+        return np.zeros(0, np.int64)
+    walked = np.flatnonzero(outcome.accepted)  # packed row after row, parents before children
+    last = walked[np.searchsorted(trees.row[walked], np.arange(num_decode), side="right") - 1]
+    depth = trees.depth[last]
+    drawn = outcome.tokens[np.arange(num_decode), depth]
+    there = (candidates.parent == trees.candidate[last][:, None]) & (candidates.log_f > -np.inf)
+    right = there & (candidates.token == drawn[:, None])
+    emitted = outcome.counts[:num_decode] > depth  # not where the step was cut before that token
+    return last[there.any(axis=1) & ~right.any(axis=1) & emitted]
+
+
+# From the steps to records: which sampled positions say what the target thought of a text, and when they are
+# fetched.
+#
+# Costs a step a few array operations, however many texts are watched. Knows no draft, and no device but by its
+# promises.
+
+FINISHED = ("stop", "length")
+"""Ends of texts that are learned from."""
+
+
+class Promise(Protocol):
+    """Rows on their way to the host."""
+
+    def collect(self) -> Rows: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """M positions of one step. at: i32[M], indices of its sampled positions, tree nodes in packed order, then the ends
+    of prompts in row order. row: i32[M], whose of choice_ids; position: i32[M], of the token that was fed, from 0 in
+    its text."""
+
+    choice_ids: Sequence[str]
+    at: np.ndarray
+    row: np.ndarray
+    position: np.ndarray
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
+        choice_ids: Sequence[str], watched: np.ndarray, *, only_overruled: bool,
+    ) -> Sampled:  # fmt: skip
+        """The accepted nodes of the watched rows (bool[R]), roots among them, and the ends of their prompts; or only
+        the nodes whose next token was none of those that the draft proposed there."""
+        nodes = overruled(plan, trees, candidates, outcome) if only_overruled else np.flatnonzero(outcome.accepted)
+        row = trees.row[nodes]
+        position = plan.ctx_len[row] + trees.depth[nodes]
+        final = np.flatnonzero(plan.prefill_final)
+        if len(final) and not only_overruled:
+            ends = plan.num_decode + final
+            nodes = np.concatenate([nodes, trees.num_nodes + np.arange(len(final))])
+            row = np.concatenate([row, ends])
+            position = np.concatenate([position, plan.ctx_len[ends] + plan.prefill_counts[final] - 1])
+        kept = watched[row]
+        at, row, position = (part[kept].astype(np.int32) for part in (nodes, row, position))
+        return cls(choice_ids, at, row, position)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ended:
+    """A text that is over. output: i32[tokens], all that it has beside its prompt."""
+
+    choice_id: str
+    reason: FinishReason | None
+    output: np.ndarray
+
+
+class Watcher:
+    """Watches choices from their start to their end.
+
+    capture: begins to fetch sampled positions of the last step, i32[M]. only_overruled: whether to ask for no others
+    than those where the draft was wrong. left_out: choices of which no record was made, by reason.
+    """
+
+    def __init__(self, recorder: Recorder, capture: Callable[[np.ndarray], Promise], *, only_overruled: bool):
+        self._recorder = recorder
+        self._capture = capture
+        self._only_overruled = only_overruled
+        self._promised: tuple[Sampled, Promise] | None = None
+        self._ended: list[_Ended] = []
+        self.left_out: dict[str, int] = {}
+
+    @property
+    def rows_kept(self) -> int:
+        """Since the start."""
+        return self._recorder.kept
+
+    @property
+    def rows_lost(self) -> dict[str, int]:
+        """Since the start, by reason."""
+        return {"no_room": self._recorder.no_room, "not_finite": self._recorder.not_finite}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `take_in` has something to do."""
+        return self._promised is not None or bool(self._ended)
+
+    def begin(self, choice: Request, tenant: str) -> None:
+        self._recorder.begin(choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
+
+    def drop(self, choice_id: str, reason: str) -> None:
+        """A choice has ended outside a step. Nothing happens where it is not watched."""
+        if choice_id in self._recorder:
+            self._recorder.abandon(choice_id)
+            self.leave_out(reason)
+
+    def leave_out(self, reason: str, choices: int = 1) -> None:
+        self.left_out[reason] = self.left_out.get(reason, 0) + choices
+
+    def ask(
+        self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
+        choice_ids: Sequence[str],
+    ) -> None:  # fmt: skip
+        """Ask what the target thought in the step that has just been committed; `take_in` was called before."""
+        watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
+        if not watched.any():
+            return
+        only = self._only_overruled
+        sampled = Sampled.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
+        if len(sampled.at):
+            self._promised = sampled, self._capture(sampled.at)
+
+    def end(self, updates: StepUpdates) -> None:
+        """These choices ended in that step."""
+        for index, update in updates.ended.items():
+            if update.request_id in self._recorder:
+                state = updates.requests[index]
+                output = state.token_ids[state.prompt_len : state.num_tokens]
+                self._ended.append(_Ended(update.request_id, update.finish_reason, output))
+
+    def take_in(self) -> list[Record]:
+        """Fetch what was asked of the last step, and make records of the texts that ended in it."""
+        promised, self._promised = self._promised, None
+        if promised is not None:
+            sampled, rows = promised[0], promised[1].collect()
+            self._recorder.add_rows(sampled.choice_ids, sampled.row, sampled.position, rows)
+        ended, self._ended = self._ended, []
+        records = []
+        for text in ended:
+            self._recorder.output(text.choice_id, text.output.tolist())
+            record = self._recorder.end(text.choice_id, keep=text.reason in FINISHED)
+            if record is not None:
+                records.append(record)
+            else:
+                self.leave_out("no_positions" if text.reason in FINISHED else str(text.reason))
+        return records
+
+    def stop(self, reason: str) -> None:
+        """Forget everything; choices that are watched are left out."""
+        self._promised, self._ended = None, []
+        self.leave_out(reason, max(len(self._recorder), 1))
+
+
+# Records packed into arrays of one size, so that each piece of training costs the same. NumPy only.
+#
+# Axes: T packed tokens, N = T rows, K tokens of the target per row.
+
+PADDING = -1
+"""Segment of tokens that belong to no text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Texts side by side, and the rows that are learned from.
+
+    tokens, position, segment: i32[T]; position counts from 0 in each text, segment says which text, PADDING none.
+    at: i32[N], where in `tokens` the token of a row is, the one that was fed when the target scored its successor.
+    ids: i32[N, K] and log_p: f32[N, K], the target's likeliest successors. weight: f32[N]; 0: no row, and then nothing
+    of it has any effect.
+    """
+
+    tokens: np.ndarray
+    position: np.ndarray
+    segment: np.ndarray
+    at: np.ndarray
+    ids: np.ndarray
+    log_p: np.ndarray
+    weight: np.ndarray
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """In the order of the fields, as programs take them."""
+        return (self.tokens, self.position, self.segment, self.at, self.ids, self.log_p, self.weight)
+
+    @property
+    def num_rows(self) -> int:
+        return int(np.count_nonzero(self.weight))
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Tokens [start, stop) of a record's text, and rows [first_row, last_row) of it, which lie in there."""
+
+    record: Record
+    start: int
+    stop: int
+    first_row: int
+    last_row: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+def pack(records: Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[Batch]:
+    """Every row of every record once, in as few batches as first fit finds, windows in an order drawn by rng.
+
+    Texts longer than num_tokens become several windows; a row of one has at least a quarter of a window before it, or
+    all that there is. What follows a text's last row is left out: nothing depends on it. All records have one K.
+    """
+    windows = [window for record in records for window in _windows(record, num_tokens)]
+    bins: list[list[Window]] = []
+    left: list[int] = []
+    for index in rng.permutation(len(windows)):
+        window = windows[index]
+        place = next((i for i, room in enumerate(left) if room >= window.num_tokens), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            left.append(num_tokens)
+        bins[place].append(window)
+        left[place] -= window.num_tokens
+    return [_batch(each, num_tokens) for each in bins]
+
+
+def _windows(record: Record, num_tokens: int) -> Iterator[Window]:
+    position, row = record.position, 0
+    while row < len(position):
+        before = max(int(position[row]) - num_tokens // 4, 0)
+        stop = min(int(position[-1]) + 1, before + num_tokens)
+        end = int(np.searchsorted(position, stop))
+        stop = int(position[end - 1]) + 1
+        yield Window(record, max(0, stop - num_tokens), stop, row, end)
+        row = end
+
+
+def _batch(windows: Sequence[Window], num_tokens: int) -> Batch:
+    top = windows[0].record.ids.shape[1]
+    batch = Batch(
+        tokens=np.zeros(num_tokens, np.int32),
+        position=np.zeros(num_tokens, np.int32),
+        segment=np.full(num_tokens, PADDING, np.int32),
+        at=np.zeros(num_tokens, np.int32),
+        ids=np.zeros((num_tokens, top), np.int32),
+        log_p=np.zeros((num_tokens, top), np.float32),
+        weight=np.zeros(num_tokens, np.float32),
+    )
+    token = row = 0
+    for segment, window in enumerate(windows):
+        record, count, rows = window.record, window.num_tokens, window.last_row - window.first_row
+        here, taken = slice(token, token + count), slice(window.first_row, window.last_row)
+        batch.tokens[here] = record.tokens[window.start : window.stop]
+        batch.position[here] = np.arange(count)
+        batch.segment[here] = segment
+        into = slice(row, row + rows)
+        batch.at[into] = record.position[taken] - window.start + token
+        batch.ids[into] = record.ids[taken]
+        batch.log_p[into] = record.log_p[taken]
+        batch.weight[into] = 1
+        token, row = token + count, row + rows
+    return batch

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from adaserve_jax.distill.batches import Batch
 from adaserve_jax.distill.checkpoint import Snapshot, checksum, read
 from adaserve_jax.distill.programs import State, TrainPrograms
+from adaserve_jax.distill.records import Batch
 from adaserve_jax.models.decoder import Params
 
 

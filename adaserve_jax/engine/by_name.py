@@ -12,13 +12,13 @@ from adaserve_jax.errors import ConfigError
 
 if TYPE_CHECKING:
     from adaserve_jax.engine.llm import LLM
-    from adaserve_jax.engine.local import LocalEngine
-    from adaserve_jax.star.channel import GrpcTransport
+    from adaserve_jax.engine.thread_engine import LocalEngine
+    from adaserve_jax.star.client.channel import GrpcTransport
 
 LLM_CLASS = "adaserve_jax.engine.llm:LLM"
-LOCAL_ENGINE = "adaserve_jax.engine.local:LocalEngine"
+LOCAL_ENGINE = "adaserve_jax.engine.thread_engine:LocalEngine"
 """The engine in a thread, which imports jax."""
-GRPC_TRANSPORT = "adaserve_jax.star.channel:GrpcTransport"
+GRPC_TRANSPORT = "adaserve_jax.star.client.channel:GrpcTransport"
 """What streams to draft services, which imports gRPC."""
 
 

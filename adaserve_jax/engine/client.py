@@ -6,12 +6,14 @@ between processes and tests can build them by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from adaserve_jax.errors import RequestError
-from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.errors import QueueFullError, RequestError
+from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.stats import DrafterStats, LearningStats, StepStats
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
@@ -159,3 +161,107 @@ class EngineClient(Protocol):
     def close(self) -> None:
         """Stop the engine; requests in flight end with finish_reason "error"."""
         ...
+
+
+# Who gets the chunks of which request. Safe in any thread; sinks are called without a lock held.
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Open:
+    """A request some of whose choices, `left`, have not ended."""
+
+    sink: Sink
+    left: set[int]
+    failed: bool = False
+
+
+class Sinks:
+    """Those of open requests: from `open` until all choices have ended. One thread at a time delivers, or fails, so
+    that each sink gets its chunks in order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def open(self, request_id: str, sink: Sink, choices: int) -> None:
+        with self._lock:
+            self._open[request_id] = _Open(sink, set(range(choices)))
+
+    def deliver(self, chunks: Iterable[OutputChunk]) -> list[str]:
+        """Hand each chunk to its request's sink, unless its choice has ended or is nobody's. Returns the requests whose
+        sink failed at one: it gets nothing more, and the request is open until its choices have ended."""
+        known: list[tuple[_Open, OutputChunk]] = []
+        with self._lock:  # once for a whole step
+            for chunk in chunks:
+                request = self._open.get(chunk.request_id)
+                if request is None or chunk.choice not in request.left:
+                    continue
+                if chunk.finish_reason is not None:
+                    request.left.discard(chunk.choice)
+                    if not request.left:
+                        del self._open[chunk.request_id]
+                known.append((request, chunk))
+        failed: list[str] = []
+        for request, chunk in known:
+            if not request.failed and not _call(request.sink, chunk):
+                request.failed = True
+                failed.append(chunk.request_id)
+        return failed
+
+    def fail(self, request_id: str, message: str, code: str | None, param: str | None) -> None:
+        """End what is left of a request with finish_reason "error": it was refused before it began, or lost with its
+        engine."""
+        with self._lock:
+            request = self._open.get(request_id)
+            left = [] if request is None else sorted(request.left)
+        self.deliver([OutputChunk(request_id, choice, "", [], "error", None, message, code, param) for choice in left])
+
+    def fail_all(self, message: str, code: str | None, param: str | None) -> None:
+        with self._lock:
+            request_ids = list(self._open)
+        for request_id in request_ids:
+            self.fail(request_id, message, code, param)
+
+
+def _call(sink: Sink, chunk: OutputChunk) -> bool:
+    """Whether the sink took the chunk. A client's failing sink costs its own request only."""
+    try:
+        sink(chunk)
+    except Exception:
+        _log.exception("the sink of request %s raised; the request is stopped", chunk.request_id)
+        return False
+    return True
+
+
+# What is refused before a request is queued, by whoever sees it first. Imports no jax.
+
+
+def check_room(choices: int, waiting: int, max_waiting: int) -> None:
+    """Raise RequestError when so many choices can never wait, QueueFullError when they cannot now."""
+    if choices > max_waiting:
+        raise RequestError(
+            f"n must be at most {max_waiting}, the requests that may wait, got {choices}; lower n or raise max_waiting",
+            param="n",
+            code="invalid_value",
+        )
+    if waiting + choices > max_waiting:
+        raise QueueFullError(f"{waiting} requests wait and at most {max_waiting} may; retry in a moment")
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
+    """Raise RequestError unless every id is one of the model's. param: the field that holds them."""
+    for token in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{param}: token ids must be from 0 to {vocab_size - 1}, got {token}",
+                param=param,
+                code="invalid_value",
+            )

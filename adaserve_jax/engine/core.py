@@ -7,25 +7,113 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.dead_ends import without_dead_ends
+from adaserve_jax.constraints.constraints import Constraints, Shared, without_dead_ends
 from adaserve_jax.constraints.protocols import Spells
-from adaserve_jax.constraints.shared import Shared
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
-from adaserve_jax.engine.logprobs import with_logprobs
-from adaserve_jax.engine.outputs import OutputTracker
-from adaserve_jax.models.detokenizer import Decodes
+from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
+from adaserve_jax.scheduler.elastic import bring_back_draft, swap_if_due
 from adaserve_jax.scheduler.scheduler import Scheduler
-from adaserve_jax.scheduler.swapping import bring_back_draft, swap_if_due
-from adaserve_jax.types import CandidateTrees, Executor, Request, RequestMetrics, RequestUpdate
+from adaserve_jax.types import (
+    CandidateTrees,
+    Executor,
+    LogitEdits,
+    Request,
+    RequestMetrics,
+    RequestUpdate,
+    StepLogprobs,
+    TokenLogprob,
+)
 
 if TYPE_CHECKING:
     from adaserve_jax.distill.learner import Learner
+
+# From tokens to text: one detokeniser per running choice, stop strings, and the chunks that clients receive.
+#
+# Imports no jax. The scheduler asks it, as `types.StopCheck`, where a text ends.
+
+
+@dataclass
+class _Choice:
+    request_id: str
+    index: int
+    detokenizer: IncrementalDetokenizer
+    text: str = ""
+
+
+class OutputTracker:
+    """Text state of all choices in flight, by the scheduler's request id."""
+
+    def __init__(self, tokenizer: Decodes):
+        self._tokenizer = tokenizer
+        self._choices: dict[str, _Choice] = {}
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, client_id: str, request: Request) -> None:
+        """Follow one choice. client_id: the id that the client gave the whole request."""
+        prompt = request.prompt_ids.tolist()
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, request.sampling.stop)
+        self._choices[request.request_id] = _Choice(client_id, request.choice, detokenizer)
+
+    def discard(self, request_id: str) -> None:
+        self._choices.pop(request_id, None)
+
+    def stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+        """Take in new tokens; how many to keep when a stop string ended the text, else None."""
+        choice = self._choices[request_id]
+        shown, kept = choice.detokenizer.push(token_ids)
+        choice.text += shown
+        return kept
+
+    def chunk(self, update: RequestUpdate) -> OutputChunk:
+        """The chunk of one update; forgets the choice when it ended."""
+        choice = self._choices[update.request_id]
+        if update.finish_reason is not None:
+            del self._choices[update.request_id]
+            choice.text += choice.detokenizer.finish()
+        text, choice.text = choice.text, ""
+        return OutputChunk(
+            choice.request_id,
+            choice.index,
+            text,
+            list(update.token_ids),
+            update.finish_reason,
+            update.metrics,
+            logprobs=list(update.logprobs),
+        )
+
+
+# Log probabilities of a step put to the updates of the requests that asked for them. Imports no jax.
+
+
+def with_logprobs(
+    updates: Iterable[RequestUpdate], request_ids: Sequence[str], edits: LogitEdits, found: StepLogprobs
+) -> list[RequestUpdate]:
+    """The updates, with one TokenLogprob per token where the request asked. request_ids: of the step's rows."""
+    rows = {request_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
+    return [
+        replace(update, logprobs=_told(update.token_ids, found, row, int(edits.logprobs[row])))
+        if (row := rows.get(update.request_id)) is not None
+        else update
+        for update in updates
+    ]
+
+
+def _told(token_ids: tuple[int, ...], found: StepLogprobs, row: int, count: int) -> tuple[TokenLogprob, ...]:
+    """Of a row's kept tokens, each with `count` of the likeliest."""
+    drawn = found.drawn[row].tolist()
+    ids, top = found.top_ids[row, :, :count].tolist(), found.top[row, :, :count].tolist()
+    return tuple(
+        TokenLogprob(token, drawn[place], tuple(zip(ids[place], top[place], strict=True)))
+        for place, token in enumerate(token_ids)
+    )
+
 
 SETTLE_S = 0.001
 """Between two questions whether the draft is there."""

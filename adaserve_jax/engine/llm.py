@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams, TokenLogprob
 

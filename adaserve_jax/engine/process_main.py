@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import zmq
 
-from adaserve_jax.engine import sockets, wire
+from adaserve_jax.engine import ipc as sockets
+from adaserve_jax.engine import ipc as wire
 from adaserve_jax.engine.by_name import load
 from adaserve_jax.engine.client import EngineClient, OutputChunk
 from adaserve_jax.errors import AdaServeError, EngineDeadError

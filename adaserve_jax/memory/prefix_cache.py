@@ -11,8 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.memory.migration import Migration
-from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.memory.page_pool import Migration, PagePool
 
 KEY_BYTES = 16
 DRAFT_BYTES = 2

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
@@ -31,3 +33,8 @@ def gpu_load(ref: Any, layout: Any) -> jax.Array:
     """All of a reference in a Mosaic GPU kernel, as registers of that layout, by loads as wide as the layout gives."""
     whole = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *whole, layout=layout, optimized=False)
+
+
+# Types of pools by the names that shapes for tests and benchmarks use.
+
+DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from textwrap import wrap
@@ -11,7 +12,6 @@ import numpy as np
 
 from adaserve_jax.report.document import Figure, Panel
 from adaserve_jax.report.figure_data import number
-from adaserve_jax.report.palette import stand_in
 
 MOST_TICKED = 9
 """Values of x that each get a tick of their own, if their labels fit."""
@@ -47,7 +47,7 @@ class Lanes:
 
 
 def decorate(
-    axes: Any, figure: Figure, panel: Panel, lanes: Lanes, renderer: Any, *,
+    axes: Any, figure: Figure, panel: Panel, lanes: Lanes, renderer: Any, colours: Mapping[str, str], *,
     place: tuple[float, float, float], letter: float,
 ) -> None:  # fmt: skip
     """Ranges, ticks, grid and labels; then the axes take the room that labels leave. place: top, height, right, in
@@ -55,11 +55,11 @@ def decorate(
     top, height, right = place
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(stand_in("muted"))
-    axes.tick_params(length=0, pad=4, labelsize=letter - 1, labelcolor=stand_in("muted"))
+    axes.spines["bottom"].set_color(colours["muted"])
+    axes.tick_params(length=0, pad=4, labelsize=letter - 1, labelcolor=colours["muted"])
     axes.set_axisbelow(True)
     values, categories = (axes.xaxis, axes.yaxis) if lanes.lying else (axes.yaxis, axes.xaxis)
-    values.grid(color=stand_in("line"), linewidth=1)
+    values.grid(color=colours["line"], linewidth=1)
     _value_range(axes, figure, panel, lying=lanes.lying)
     _value_ticks(values, panel)
     if lanes.names:
@@ -71,17 +71,17 @@ def decorate(
     left = max(28.0, 0.0 if taken is None else taken.width + 8.0)
     if xs:
         _x_ticks(axes, figure, xs, right - left, letter)
-    rows = _mark(axes, figure, left, right, letter) if not lanes.names else 0
+    rows = _mark(axes, figure, left, right, letter, colours) if not lanes.names else 0
     below = 20.0
     if figure.x_label and not lanes.lying:
-        axes.set_xlabel(figure.x_label, fontsize=letter, color=stand_in("muted"), labelpad=2)
+        axes.set_xlabel(figure.x_label, fontsize=letter, color=colours["muted"], labelpad=2)
         below += letter + 5.0
     start = top + 10.0 + rows * (letter + 2)
     axes.set_position(
         (left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height)
     )
     if any(series.labels for series in panel.series):
-        _label_points(axes, panel, lanes)
+        _label_points(axes, panel, lanes, colours)
 
 
 def _width(axes: Any) -> float:
@@ -171,13 +171,13 @@ def _tidy(value: float) -> float:
     return 0.0 if abs(value) < 1e-12 else value
 
 
-def _mark(axes: Any, figure: Figure, left: float, right: float, letter: float) -> int:
+def _mark(axes: Any, figure: Figure, left: float, right: float, letter: float, colours: Mapping[str, str]) -> int:
     """Vertical lines with their labels above the axes, in as many rows as they need. Returns the rows."""
     taken: list[float] = []
     low, high = axes.get_xlim()
     scale = np.log if figure.log_x else np.asarray
     for x, label in sorted(figure.marks):
-        axes.axvline(x, color=stand_in("muted"), linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
+        axes.axvline(x, color=colours["muted"], linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
         share = float((scale(x) - scale(low)) / (scale(high) - scale(low)))
         width = 0.55 * letter * len(label) + 6
         align = "left" if share < 0.25 else "right" if share > 0.75 else "center"
@@ -186,12 +186,12 @@ def _mark(axes: Any, figure: Figure, left: float, right: float, letter: float) -
         taken[row : row + 1] = [start + width]
         axes.annotate(
             label, (x, 1), xycoords=axes.get_xaxis_transform(), xytext=(0, 4 + row * (letter + 2)), ha=align,
-            textcoords="offset pixels", fontsize=SMALL, color=stand_in("muted"), annotation_clip=False,
+            textcoords="offset pixels", fontsize=SMALL, color=colours["muted"], annotation_clip=False,
         )  # fmt: skip
     return len(taken)
 
 
-def _label_points(axes: Any, panel: Panel, lanes: Lanes) -> None:
+def _label_points(axes: Any, panel: Panel, lanes: Lanes, colours: Mapping[str, str]) -> None:
     """A label beside each point, on the side that is free; none where no side is."""
     at = {
         (order, i): tuple(axes.transData.transform((lanes.place(x), y)))
@@ -212,7 +212,7 @@ def _label_points(axes: Any, panel: Panel, lanes: Lanes) -> None:
                 size = sheet.get_size_inches() * 72
                 sheet.text(
                     (box[0] if dx != -7 - width else box[2]) / size[0], (box[1] + 2) / size[1], label, fontsize=SMALL,
-                    ha="left" if dx != -7 - width else "right", color=stand_in("ink"),
+                    ha="left" if dx != -7 - width else "right", color=colours["ink"],
                 )  # fmt: skip
                 break
 

@@ -1,7 +1,7 @@
 """The report's colours, light and dark, and how series are told apart where colour does not: markers, dashes, hatches.
 
-The first four series colours are those of the dashboard. In figures a colour stands for a name, not for a shade: a
-figure is drawn with `stand_in(name)`, which becomes the CSS variable of that name.
+The first four series colours are those of the dashboard. Every figure is drawn twice, with the light and with the dark
+shades of `shades`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ SERIES_COLOURS = tuple(name for name in COLOURS if name[0] == "s" and name[1:].i
 MARKERS = "osD^vPX*"
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2.5), (1.5, 2), (8, 2.5, 1.5, 2.5), (3.5, 1.5, 1.5, 1.5, 1.5, 1.5))
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "/", "++")
-_STAND_IN = "#0b0e{:02x}"
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,11 @@ def _style(colour: int, again: int) -> Style:
     return Style(SERIES_COLOURS[kind], MARKERS[kind], DASHES[turn % len(DASHES)], hatch, again % 2 == 1)
 
 
-def stand_in(name: str) -> str:
-    """The colour that a figure is drawn with where it means `name`."""
-    return _STAND_IN.format(list(COLOURS).index(name))
-
-
-VARIABLES = {stand_in(name): f"var(--{name}, {light})" for name, (light, _) in COLOURS.items()}
-"""Stand-in -> CSS variable, with the light colour where nobody defines it."""
+def shades(*, dark: bool) -> dict[str, str]:
+    """Return the light or the dark shade of every colour, as #rrggbb by name."""
+    return {name: both[dark] for name, both in COLOURS.items()}
 
 
 def css_variables(*, dark: bool) -> str:
     """Definitions of every colour, for a CSS rule."""
-    return " ".join(f"--{name}: {shades[dark]};" for name, shades in COLOURS.items())
+    return " ".join(f"--{name}: {shade};" for name, shade in shades(dark=dark).items())

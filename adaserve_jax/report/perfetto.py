@@ -17,8 +17,7 @@ from adaserve_jax.report.conditions import point_facts
 from adaserve_jax.report.points import Measured, Point, find_point
 from adaserve_jax.report.timeline import default_point
 from adaserve_jax.report.view import View
-from adaserve_jax.results.causes import violation_cause
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.results.samples import Sample
 
 REQUESTS, ENGINE = 1, 2

@@ -17,7 +17,7 @@ from jax import lax
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.placement import EVERYWHERE
-from adaserve_jax.runtime.compiling import Declared
+from adaserve_jax.runtime.compile import Declared
 from adaserve_jax.runtime.model import Amend, DeviceModel
 from adaserve_jax.runtime.pools import InFlight
 from adaserve_jax.runtime.programs import Sampled

@@ -16,9 +16,9 @@ import numpy as np
 
 from adaserve_jax.errors import EngineDeadError, SwapError
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.host_copy import HostCopy
+from adaserve_jax.models.loading import HostCopy
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
-from adaserve_jax.runtime.compiling import CompileCounter, Declared
+from adaserve_jax.runtime.compile import CompileCounter, Declared
 from adaserve_jax.runtime.model import DeviceModel, free
 from adaserve_jax.runtime.pools import Pools, blank, move_to_base
 

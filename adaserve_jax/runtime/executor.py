@@ -9,28 +9,33 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.constraints.positions import edited_rows
+from adaserve_jax.constraints.constraints import edited_rows
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.memory.ledger import Ledger, Workspace
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.results.profile import Profile, read_profile
-from adaserve_jax.runtime import hosts
+from adaserve_jax.runtime import multihost as hosts
 from adaserve_jax.runtime.capture import Pending
-from adaserve_jax.runtime.compiling import CompileCounter, compile_all, use_compile_cache
+from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.elastic import Elastic
-from adaserve_jax.runtime.footprint import workspace_of
-from adaserve_jax.runtime.identity import identify
-from adaserve_jax.runtime.logprobs import logprobs_of
+from adaserve_jax.runtime.loading import (
+    capture_of,
+    declare_all,
+    find_chances,
+    find_pair,
+    identify,
+    load_drafter,
+    load_target,
+    resampler_of,
+)
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.packing import pack_verify
-from adaserve_jax.runtime.pair import find_chances, find_pair
-from adaserve_jax.runtime.parts import capture_of, declare_all, load_drafter, load_target, resampler_of
 from adaserve_jax.runtime.programs import outcome_size
-from adaserve_jax.runtime.resample import Resampler
-from adaserve_jax.runtime.resolve import Resolved, resolve
-from adaserve_jax.runtime.timing import measure, rehearse_swap, run_once
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.runtime.resample import Resampler, logprobs_of
+from adaserve_jax.runtime.sizing import Resolved, resolve, workspace_of
+from adaserve_jax.runtime.step_layout import pack_verify
+from adaserve_jax.runtime.warmup import measure, rehearse_swap, run_once
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import (
     CandidateTrees,
     CostSamples,

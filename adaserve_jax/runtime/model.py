@@ -13,11 +13,10 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, param_specs
 from adaserve_jax.models.placement import EVERYWHERE, Placement
-from adaserve_jax.runtime.buckets import BucketSet
-from adaserve_jax.runtime.compiling import Declared
-from adaserve_jax.runtime.packing import PackedStep, step_layout
+from adaserve_jax.runtime.compile import BucketSet, Declared
 from adaserve_jax.runtime.pools import IN_FLIGHT_HEADS, POOL_HEADS, InFlight, Pools, commit, new_pools
 from adaserve_jax.runtime.programs import ModelPrograms
+from adaserve_jax.runtime.step_layout import PackedStep, step_layout
 
 Role = Literal["target", "draft"]
 Amend = Callable[[Any, InFlight], tuple[Any, InFlight]]

@@ -15,7 +15,7 @@ from jax import lax
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
 from adaserve_jax.pallas_kernels.move_pages.api import move_pages
-from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import Pool, Slabs
 
 
 class Pools(NamedTuple):

@@ -16,16 +16,13 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, decode, logits
 from adaserve_jax.models.partition import WHOLE, Partition
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import Implementation, beam_attention, paged_tree_attention
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
-from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
-from adaserve_jax.runtime.buckets import Bucket
-from adaserve_jax.runtime.packing import beam_layout, sampler_of, step_layout
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, expand_bits, query_blocks
+from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.pools import InFlight, Pools, places
-from adaserve_jax.tree.accept import PREFILL, Accepted, accept_walk
-from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
-from adaserve_jax.tree.beam import Beam, beam_search
+from adaserve_jax.runtime.step_layout import beam_layout, sampler_of, step_layout
+from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
 from adaserve_jax.tree.sampling import Sampler, draw
+from adaserve_jax.tree.verify import PREFILL, Accepted, accept_walk, ancestor_bits, ancestor_paths
 
 
 class Forward(NamedTuple):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, overload
 
 import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
-from adaserve_jax.scheduler.planning import PlannedStep
-from adaserve_jax.scheduler.slots import SlotTable
-from adaserve_jax.scheduler.state import RequestState
-from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.scheduler.planner import PlannedStep
+from adaserve_jax.scheduler.sequence import RequestState, SlotTable
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
@@ -21,6 +20,41 @@ from adaserve_jax.types import (
     StepOutcome,
     StopCheck,
 )
+
+# What a step brought its requests: columns for those who count, updates one by one for those who stream.
+
+
+@dataclass(frozen=True, eq=False)
+class StepUpdates(Sequence[RequestUpdate]):
+    """A sequence of the updates of one step, made when they are asked for. U: requests that got tokens or ended.
+
+    requests: [U]. sequence: i64[U], each request's number in the order in which they were added. token_ids:
+    i32[U, D], the first counts[u] new; counts: i64[U]. ended: the updates that end their request, in order, by index.
+    """
+
+    requests: list[RequestState]
+    sequence: np.ndarray
+    token_ids: np.ndarray
+    counts: np.ndarray
+    ended: dict[int, RequestUpdate]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __iter__(self) -> Iterator[RequestUpdate]:
+        tokens, counts = self.token_ids.tolist(), self.counts.tolist()
+        for index, state in enumerate(self.requests):
+            update = self.ended.get(index)
+            if update is None:
+                update = RequestUpdate(state.request.request_id, tuple(tokens[index][: counts[index]]))
+            yield update
+
+    @overload
+    def __getitem__(self, index: int) -> RequestUpdate: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestUpdate]: ...
+    def __getitem__(self, index: int | slice) -> RequestUpdate | list[RequestUpdate]:
+        return list(self)[index]
 
 
 @dataclass(frozen=True, eq=False)

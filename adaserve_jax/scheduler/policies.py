@@ -5,22 +5,34 @@ README has the table that is made from POLICIES. By name they are found in polic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Controller
+from adaserve_jax.scheduler.controllers.baselines import (
+    ClosedFormController,
+    Exp3Spec,
+    FixedController,
+    GoodputController,
+    LinearSampling,
+    LinUcb,
+    UcbSpec,
+)
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.controllers.corrected import CorrectedController
-from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
-from adaserve_jax.scheduler.controllers.goodput import GoodputController
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.controllers.linear import LinearSampling, LinUcb
-from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController, Rule
-from adaserve_jax.scheduler.controllers.switching import SwitchTable
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController, Rule, SwitchTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.queue import Ordering
 from adaserve_jax.scheduler.selection import SloOrder
@@ -217,3 +229,192 @@ POLICIES: dict[str, Policy] = {
         _no_speculation, selector="equal", ordering="priority", uses_draft=False,
     ),
 }  # fmt: skip
+
+# Policies from files outside the package: `my_policy.py`, or `my_policy.py:NAME` where a file has several.
+#
+# A file is ordinary Python that is run when its policy is asked for; each module-level `Policy` in it is one
+# policy. Its neighbours are not on the path of imports: what it says is in one file, whose hash tells versions
+# of it apart.
+
+SUFFIX = ".py"
+
+
+def names_a_file(name: str) -> bool:
+    """Whether the name of a policy is that of a file, or of a policy in one."""
+    return name.partition(":")[0].endswith(SUFFIX)
+
+
+def policy_from_file(name: str) -> Policy:
+    """The policy that `FILE.py` or `FILE.py:NAME` names; FILE is relative to the working directory.
+
+    Runs the file. Raises ConfigError: there is no such file, it fails, or it has no such policy, or several and none is
+    named.
+    """
+    file, colon, wanted = name.partition(":")
+    path = _path(name)
+    policies = {key: value for key, value in vars(_run(path)).items() if isinstance(value, Policy)}
+    if colon and wanted in policies:
+        return policies[wanted]
+    if not policies:
+        raise ConfigError(
+            f"policy file {path} holds no Policy; it must assign one at module level: NAME = Policy(about, controller, "
+            "selector=...)"
+        )
+    listed = ", ".join(f"{file}:{key}" for key in policies)
+    if colon:
+        raise ConfigError(f"policy file {path} has no policy {wanted!r}; it has {listed}")
+    if len(policies) > 1:
+        raise ConfigError(f"policy file {path} holds {len(policies)} policies; name one of {listed}")
+    return next(iter(policies.values()))
+
+
+def file_hashes(names: Iterable[str]) -> dict[str, str]:
+    """SHA-256, hex, of the file of each policy that is from one; the others are left out. Raises ConfigError: there is
+    no such file."""
+    return {name: hashlib.sha256(_path(name).read_bytes()).hexdigest() for name in names if names_a_file(name)}
+
+
+def _path(name: str) -> Path:
+    path = Path(name.partition(":")[0])
+    if not path.is_file():
+        raise ConfigError(
+            f"policy {name}: there is no file {path} in {Path.cwd()}; give the path of a Python file with a Policy"
+        )
+    return path
+
+
+def _run(path: Path) -> ModuleType:
+    """The module that a file makes, run anew each time: it may have been edited since. Files of one name in several
+    folders are modules of their own, and one that fails is none."""
+    source = path.resolve()
+    name = f"{__name__}.{path.stem}_{hashlib.sha256(bytes(source)).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, source)
+    assert spec is not None and spec.loader is not None, "the suffix of Python's sources has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their own module up while they are made
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        where = _where(error, source)
+        raise ConfigError(f"policy file {path} fails{where}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _where(error: Exception, source: Path) -> str:
+    """ " in line N" of the file, where the error came through one of its lines; an error of syntax says so itself."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == source]
+    return f" in line {lines[-1]}" if lines else ""
+
+
+# Policies between AdaServe's building blocks and `adaserve`, one part apart each, to see what a part is worth.
+#
+# Every command that takes policies takes these too, and `ladder`, `halves` and `orders` for all of theirs.
+
+PREFILL_PARTS = 8
+"""Without slack-sized prefill a step computes at most one token in this many of the largest step: 128 of AdaServe's
+1024."""
+
+
+def _budget_by_cost(parts: Parts) -> Controller:
+    most = max(1, parts.limits.max_tokens // PREFILL_PARTS)
+    return JointController(
+        parts.limits, parts.cost, parts.acceptance, parts.objective, prefill_tokens=most, admits_by_pace=False
+    )
+
+
+def _slack_sized_prefill(parts: Parts) -> Controller:
+    return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective, admits_by_pace=False)
+
+
+def _off(parts: Parts) -> Controller:
+    return FixedController(parts.limits, 0)
+
+
+def _model_alone(parts: Parts) -> Controller:
+    return JointController(parts.limits, parts.cost, parts.acceptance, parts.objective)
+
+
+_EQUAL = Policy(
+    "eq. 8 and 9, as many nodes for each request, uncalibrated f, by arrival", closed_form, selector="equal",
+    calibrated=False, needs_draft=True,
+)  # fmt: skip
+_SLO = replace(_EQUAL, about="+ SLO phase; equal shares of the rest", selector="slo-equal")
+_THROUGHPUT = replace(_SLO, about="+ throughput phase: the likeliest nodes of all with the rest", selector="slo")
+_CALIBRATED = replace(_THROUGHPUT, about="+ calibrated f", calibrated=True)
+_BUDGET = replace(
+    _CALIBRATED, about="+ depth, width and budget by predicted cost", controller=_budget_by_cost, search_budget=True,
+    needs_draft=False,
+)  # fmt: skip
+_PREFILL = replace(_BUDGET, about="+ prefill in chunks of the slack's size", controller=_slack_sized_prefill)
+_ADAPTED = POLICIES["adaserve"]
+
+ABLATIONS: dict[str, Policy] = {
+    "ladder-equal": _EQUAL,
+    "ladder-slo": _SLO,
+    "ladder-throughput": _THROUGHPUT,
+    "ladder-calibrated": _CALIBRATED,
+    "ladder-budget": _BUDGET,
+    "ladder-prefill": _PREFILL,
+    "half-model": replace(_ADAPTED, about="`adaserve`, but the cost model alone decides", controller=_model_alone),
+    "half-bandit": replace(
+        _ADAPTED, about="`adaserve`, but a bandit over chains alone decides: `nightjar`'s", controller=pure_arms(V2)
+    ),
+    "order-slowest": replace(_ADAPTED, about="`adaserve`, but the slowest first", slo_order="slowest-first"),
+    "order-fastest": replace(_ADAPTED, about="`adaserve`, but the fastest first", slo_order="fastest-first"),
+    "off": replace(
+        _ADAPTED,
+        about="`adaserve`, but speculation is off, with the draft loaded",
+        controller=_off,
+        elastic=False,
+        weighs_pages=False,
+    ),
+}
+LADDER = (*(name for name in ABLATIONS if name.startswith("ladder-")), "adaserve")
+"""Each adds one part to the one before; `adaserve` adds admission by pace, the order by deadline and, where the draft's
+memory may become KV pages, that."""
+HALVES = ("half-model", "half-bandit", "adaserve")
+"""Who decides: the tables, what was earned, or both."""
+ORDERS = ("order-slowest", "order-fastest", "adaserve")
+
+# From names to policies: those of POLICIES, ablations, files, and names that stand for several.
+
+GROUPS = {"ladder": LADDER, "halves": HALVES, "orders": ORDERS}
+"""Names that commands take in place of several."""
+
+
+def expand(names: Sequence[str]) -> tuple[str, ...]:
+    """`names` with those of a group in the place of the group's name, each once."""
+    return tuple(dict.fromkeys(each for name in names for each in GROUPS.get(name, (name,))))
+
+
+def policy_of(config: EngineConfig) -> Policy:
+    """The policy of a configuration, before anything is loaded. Raises ConfigError as `find_policy` does."""
+    return find_policy(config.policy, config.max_depth if config.speculates else 0)[0]
+
+
+def find_policy(name: str, max_depth: int) -> tuple[Policy, int]:
+    """The policy called `name` and its parameter; needs nothing loaded. max_depth: deepest draft, 0 without one.
+
+    Raises ConfigError for an unknown name, one that needs a draft, or a deeper one, and for a file as
+    `policy_from_file` does.
+    """
+    family, colon, parameter = name.partition(":")
+    whole = policy_from_file(name) if names_a_file(name) else POLICIES.get(name) or ABLATIONS.get(name)
+    if whole is not None and f"{family}:<k>" not in POLICIES:
+        if whole.needs_draft and not max_depth:
+            raise ConfigError(f"policy {name} needs a draft, but there is none; load one, or choose ar")
+        return whole, 0
+    if not colon or f"{family}:<k>" not in POLICIES:
+        known = ", ".join((*POLICIES, *ABLATIONS))
+        raise ConfigError(f"unknown policy {name!r}; known policies are {known}, and those of files: FILE.py:NAME")
+    if not (parameter.isascii() and parameter.isdecimal() and int(parameter) >= 1):
+        raise ConfigError(f"policy {family}:<k> needs an integer k of at least 1, got {name!r}; for example {family}:4")
+    depth = int(parameter)
+    if depth > max_depth:
+        has = f"max_depth is {max_depth}" if max_depth else "there is no draft"
+        raise ConfigError(
+            f"policy {name} needs a draft and max_depth of at least {depth}, but {has}; load a draft and raise "
+            "max_depth, or choose a smaller k"
+        )
+    return POLICIES[f"{family}:<k>"], depth

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.sequence import RequestState
 from adaserve_jax.types import Request
 
 Ordering = Literal["deadline", "arrival", "priority"]

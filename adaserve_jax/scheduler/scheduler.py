@@ -7,37 +7,28 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
 from adaserve_jax.memory.residency import SwapRule
-from adaserve_jax.scheduler.acceptance import LearnedAcceptance
+from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
-from adaserve_jax.scheduler.calibration import Calibrator
-from adaserve_jax.scheduler.commit import Verified, apply_outcome, finish
-from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller
-from adaserve_jax.scheduler.controllers.fixed import ClosedFormController
-from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.draft_planning import DraftPlanner
-from adaserve_jax.scheduler.feasibility import Feasibility
-from adaserve_jax.scheduler.feedback import feedback_of, rows_with_drafts
-from adaserve_jax.scheduler.fit import fit
+from adaserve_jax.scheduler.commit import StepUpdates, Verified, apply_outcome, finish
+from adaserve_jax.scheduler.controllers.base import Alone, Controller, Feedback
+from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionLog, Served
+from adaserve_jax.scheduler.elastic import PageWorth, Swapping, may_swap
 from adaserve_jax.scheduler.objective import Objective
-from adaserve_jax.scheduler.page_worth import PageWorth
-from adaserve_jax.scheduler.planning import PlannedStep, Planner
-from adaserve_jax.scheduler.policies import Parts
-from adaserve_jax.scheduler.policy_names import find_policy
-from adaserve_jax.scheduler.prediction import PredictionLog, Served
+from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SpareTime
+from adaserve_jax.scheduler.policies import Parts, find_policy
 from adaserve_jax.scheduler.queue import order_key
-from adaserve_jax.scheduler.readings import Readings
 from adaserve_jax.scheduler.selector import Selector
-from adaserve_jax.scheduler.spare import SpareTime
-from adaserve_jax.scheduler.state import RequestState
-from adaserve_jax.scheduler.swapping import Swapping, may_swap
-from adaserve_jax.scheduler.updates import StepUpdates
+from adaserve_jax.scheduler.sequence import RequestState
+from adaserve_jax.scheduler.slo import Feasibility, fit
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
@@ -51,6 +42,103 @@ from adaserve_jax.types import (
     StepPlan,
     StopCheck,
 )
+
+# What `StepStats` has that is not counted in it step by step: gauges, and counts that other parts keep
+# (preemptions, the prefix cache, calibration), read off them when it is asked for.
+
+
+class Readings:
+    """Of one scheduler. has_draft: whether there is a draft here that could be resident."""
+
+    def __init__(
+        self, batch: Batch, controller: Controller, calibrator: Calibrator | None, draft: DraftPlanner, *,
+        has_draft: bool,
+    ):  # fmt: skip
+        self._batch = batch
+        self._controller = controller
+        self._calibrator = calibrator
+        self._draft = draft
+        self._has_draft = has_draft
+
+    def write(self, stats: StepStats) -> None:
+        """Those that cost little: of requests, pages and the draft."""
+        for name, value in self._cheap().items():
+            setattr(stats, name, value)
+
+    def snapshot(self, stats: StepStats) -> StepStats:
+        """A copy with all of them. Changes nothing, so that any thread may ask."""
+        pool, prefixes = self._batch.pool, self._batch.prefixes
+        report = self._controller.arms()
+        return replace(
+            stats,
+            **self._cheap(),
+            pages_cached=pool.num_cached,
+            extension_cached=pool.extension_cached,
+            cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
+            cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
+            swaps=dict(stats.swaps),
+            swap_s=dict(stats.swap_s),
+            accepted_per_position=list(stats.accepted_per_position),
+            finished=dict(stats.finished),
+            arms=report.arms,
+            arm_regret_s=report.regret_s,
+            calibration_outcomes=self._calibrator.outcomes if self._calibrator is not None else {},
+            calibration_error=self._calibrator.errors if self._calibrator is not None else {},
+        )
+
+    def _cheap(self) -> dict[str, Any]:
+        batch, pool = self._batch, self._batch.pool
+        extension_used = pool.extension_used
+        return {
+            "running": len(batch.running), "waiting": len(batch.queue), "preemptions": batch.preemptions,
+            "pages_used": pool.num_used - extension_used, "extension_used": extension_used,
+            "extension_total": pool.pages_in_force - pool.base_pages,
+            "draft_resident": self._has_draft and self._draft.is_resident,
+        }  # fmt: skip
+
+
+# What a committed step tells the controller that decided it. Knows no table and no request.
+
+
+def rows_with_drafts(plan: StepPlan, candidates: CandidateTrees) -> np.ndarray | None:
+    """bool[num_decode], rows that asked for candidates and got any, which of a draft service not all need; None where
+    there are none."""
+    draft = plan.draft
+    if draft is None or not draft.depth or not candidates.log_f.size:
+        return None
+    if not draft.is_remote:
+        return draft.speculates
+    found = draft.speculates & (candidates.log_f > -np.inf).any(axis=1)
+    return found if found.any() else None
+
+
+def feedback_of(
+    plan: StepPlan, drafted: np.ndarray | None, verified: Verified, outcome: StepOutcome, step_s: float,
+    predicted_s: float, expected: float,
+) -> Feedback:  # fmt: skip
+    """drafted: bool[num_decode], rows that got a draft; None: none did."""
+    draft, counts = plan.draft, outcome.counts[: plan.num_decode]
+    decoded = int(counts.sum())
+    rows = emitted = catchup_tokens = 0
+    if draft is not None:
+        fed = draft.catchup_counts[: plan.num_decode]
+        catchup_tokens = draft.waited_tokens if draft.is_remote else int(fed.sum())
+    if drafted is not None:
+        rows = int(np.count_nonzero(drafted))
+        emitted = decoded if rows == plan.num_decode else int(counts[drafted].sum())
+    return Feedback(
+        rows=rows,
+        drafted=verified.num_drafted,
+        accepted=verified.num_accepted,
+        emitted=emitted,
+        decode_rows=plan.num_decode,
+        decoded=decoded,
+        prefill_tokens=plan.num_prefill_tokens,
+        catchup_tokens=catchup_tokens,
+        step_s=step_s,
+        predicted_s=predicted_s,
+        expected=expected,
+    )
 
 
 class Scheduler:

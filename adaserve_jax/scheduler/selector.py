@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
-from adaserve_jax.scheduler.planning import PlannedStep
+from adaserve_jax.scheduler.planner import PlannedStep
 from adaserve_jax.scheduler.policies import Policy
 from adaserve_jax.scheduler.slo import need, need_capped, need_of_the_code
 from adaserve_jax.types import CandidateTrees, DraftTrees, Limits

@@ -1,11 +1,15 @@
 """How connections are kept: uvicorn's HTTP protocol with a limit on the time that a client takes to send a request, and
-with a short way for the parts of a stream."""
+with a short way for the parts of a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar
 
 import h11
 import uvicorn
@@ -13,8 +17,33 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from adaserve_jax.certificates import check_certificates
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.tls import tls_options
+
+# https: the files are checked before the port opens, so that what is wrong with them is one clear error.
+
+CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2, the oldest version that is spoken: forward secret and authenticated. Those of TLS 1.3 all are."""
+
+
+def tls_options(settings: ServerSettings) -> dict[str, Any]:
+    """What uvicorn needs to speak https; nothing without a certificate. Raises ConfigError."""
+    if settings.tls_cert is None:
+        return {}
+    check_tls(settings)
+    options: dict[str, Any] = {
+        "ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key, "ssl_ciphers": CIPHERS,
+    }  # fmt: skip
+    if settings.tls_client_ca is not None:
+        options |= {"ssl_ca_certs": settings.tls_client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
+
+
+def check_tls(settings: ServerSettings) -> None:
+    """Load certificate, key and CA once. Raises ConfigError naming the setting, the file and what is wrong."""
+    assert settings.tls_cert is not None and settings.tls_key is not None
+    check_certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
 
 DIRECT = "adaserve.direct_body"
 
@@ -124,3 +153,83 @@ def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvico
         **tls,
         **options,
     )
+
+
+# The HTTP server's end: on SIGTERM or SIGINT what is in flight finishes within a time limit, nothing new is
+# taken.
+
+POLL_S = 0.05
+ABORT_GRACE_S = 2.0
+
+
+class Drainable(Protocol):
+    """What is served: `ServerState`, or a router's."""
+
+    @property
+    def phase(self) -> str:
+        """Is "draining" once `drain` was called."""
+        ...
+
+    @property
+    def settings(self) -> ServerSettings: ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything that was taken has not ended."""
+        ...
+
+    def drain(self) -> None:
+        """Take nothing new."""
+        ...
+
+    def abort_all(self) -> None:
+        """End what is left."""
+        ...
+
+
+Served = TypeVar("Served", bound=Drainable)
+
+
+class DrainingServer(uvicorn.Server, Generic[Served]):
+    """On the first signal takes nothing new and waits for what is in flight; on the second stops at once."""
+
+    def __init__(self, config: uvicorn.Config, state: Served):
+        super().__init__(config)
+        self.state = state
+        self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal; the base class would end connections at once and re-raise the signal afterwards."""
+        if self._loop is None or self.state.phase == "draining":
+            self.should_exit = self.force_exit = True
+            return
+        self.state.drain()
+        self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Take nothing new from now on, and exit when nothing is left to do. Call it on the event loop."""
+        self.state.drain()
+        self._drain = asyncio.ensure_future(self.drain())
+
+    async def drain(self) -> None:
+        """Wait until all is answered and sent or the time is up, end what is left, then let the server exit."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.state.settings.shutdown_timeout
+        while (self.state.is_busy or self.is_answering()) and loop.time() < end:
+            await asyncio.sleep(POLL_S)
+        while self.state.is_busy and loop.time() < end + ABORT_GRACE_S:
+            self.state.abort_all()  # again and again: a long prompt may be tokenised only now
+            await asyncio.sleep(POLL_S)
+        self.should_exit = True
+
+    def is_answering(self) -> bool:
+        """Whether a response is being made, or a client has not taken all of one."""
+        connections: set[Any] = self.server_state.connections
+        return bool(self.server_state.tasks) or any(
+            each.transport is not None and each.transport.get_write_buffer_size() for each in connections
+        )

@@ -12,11 +12,11 @@ from functools import cached_property
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.admission import Reservation
+from adaserve_jax.server.auth import Hold
 from adaserve_jax.server.errors import ApiError, of_code
-from adaserve_jax.server.limits import Hold
+from adaserve_jax.server.formatting import Pieces
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
-from adaserve_jax.server.pieces import Pieces
-from adaserve_jax.server.responses import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
+from adaserve_jax.server.schema import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
 

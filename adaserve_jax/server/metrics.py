@@ -16,9 +16,116 @@ from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient, EngineStats
 from adaserve_jax.results.served import status_of
-from adaserve_jax.server.drafter_metrics import drafter_metrics
-from adaserve_jax.server.learning_metrics import learning_metrics
 from adaserve_jax.server.observers import EndedChoice
+from adaserve_jax.stats import BREAKER_STATES, DrafterStats, LearningStats
+
+# Prometheus metrics of the draft services that an engine asks; 0, and no service, where it asks none.
+#
+# Labels are addresses, which the operator gave, and states of breakers: nothing that a user wrote, or a
+# service.
+
+DRAFTER_TOTALS = {
+    "rounds": ("rounds", "Steps that asked draft services for trees."),
+    "trees": ("trees", "Trees that came in time."),
+    "late": ("late", "Trees that did not: their rows were decoded without."),
+    "stale": ("stale", "Answers to what was no longer asked."),
+    "resyncs": ("resyncs", "Sessions sent anew because the service asked for it."),
+    "refused": ("refused", "Refusals, of sessions and of this engine."),
+    "invalid": ("invalid", "Answers that make no sense."),
+    "lost": ("lost", "Streams to services that ended."),
+    "breaker_opens": ("breaker_opens", "Times that a service was left alone for a while."),
+    "moved": ("moved", "Sessions that went to another service."),
+    "errors": ("errors", "Steps whose drafting failed on this side; the log has the first."),
+    "wait_seconds": ("wait_s", "Seconds of the step loop spent waiting for services."),
+    "round_seconds": ("round_s", "Seconds until the last tree of each round was there."),
+}
+"""Since the start: metric, field of DrafterStats, meaning."""
+SERVICE_GAUGES = {
+    "sessions": ("sessions", "Sessions of this engine at the service."),
+    "busy": ("busy", "Share of the last seconds that the service worked, as it said last."),
+    "queue_seconds": ("queue_s", "Seconds of work that wait at the service, as it said last."),
+}
+"""By service, as of now: metric, field of ServiceState, meaning."""
+
+
+def drafter_metrics(stats: DrafterStats | None) -> Iterator[Metric]:
+    """What DrafterStats says, as metric families."""
+    stats = stats or DrafterStats()
+    for name, (field, text) in DRAFTER_TOTALS.items():
+        yield CounterMetricFamily(f"adaserve_drafter_{name}", text, getattr(stats, field))
+    breaker = GaugeMetricFamily(
+        "adaserve_drafter_breaker", "1 for the state that the service's breaker is in (closed, half_open, open).",
+        labels=("service", "state"),
+    )  # fmt: skip
+    for service, state in stats.services.items():
+        for name in BREAKER_STATES:
+            breaker.add_metric((service, name), int(state.breaker == name))
+    yield breaker
+    for name, (field, text) in SERVICE_GAUGES.items():
+        gauge = GaugeMetricFamily(f"adaserve_drafter_{name}", text, labels=("service",))
+        for service, state in stats.services.items():
+            gauge.add_metric((service,), getattr(state, field))
+        yield gauge
+
+
+# Prometheus metrics of drafts that learn. Empty where nothing learns.
+#
+# Labels are names of drafts, which the operator gave, and reasons, which the engine has: nothing that a user
+# wrote.
+
+GAUGES = {
+    "draft_version": ("version", "Version of the draft in force; 0: as it was loaded."),
+    "learning_held_out_acceptance": (
+        "held_out_acceptance", "Mean over held-out positions of sum min(p, q), of the version in force.",
+    ),
+    "learning_loss": ("loss", "Loss of the latest update."),
+    "learning_records": ("records", "Finished choices that are kept to learn from."),
+    "learning_held_out_records": ("held_out", "Those of them that only check updates."),
+}  # fmt: skip
+"""Per draft, as of now: metric, field of LearningStats, meaning."""
+COUNTERS = {
+    "draft_drafted_tokens": ("drafted_tokens", "draft", "Draft tokens verified, by the draft that made them."),
+    "draft_accepted_tokens": ("accepted_tokens", "draft", "Draft tokens accepted, by the draft that made them."),
+    "learning_updates": ("updates", "draft", "Updates that came to serve."),
+    "learning_refused": ("refused", "draft", "Updates that a check kept from serving."),
+    "learning_rolled_back": ("rolled_back", "draft", "Versions taken back once they served."),
+    "learning_left_out": ("left_out", "reason", "Choices that were not learned from, by reason."),
+    "learning_lost": ("lost", "reason", "Positions whose target scores were fetched and not kept, by reason."),
+}
+"""Since the start: metric, field of LearningStats, label, meaning. Every draft has them, from 0, so that rates can be
+taken of their first count too; so has every reason."""
+REASONS = {
+    "left_out": ("opt_out", "abort", "error", "no_positions", "failed"),
+    "lost": ("no_room", "not_finite"),
+}
+"""By field of LearningStats: why nothing is learned from a request, and why not from one of its positions."""
+LEARNING_TOTALS = {
+    "learning_target_tokens": ("target_tokens", "Positions whose target scores were kept."),
+    "learning_micro_steps": ("micro_steps", "Pieces of training between steps."),
+    "learning_train_seconds": ("train_s", "Seconds of the step loop that training took."),
+    "learning_delay_seconds": ("delay_s", "Those of them in which requests ran and waited for it."),
+}
+"""Since the start: metric, field of LearningStats, meaning."""
+
+
+def learning_metrics(stats: LearningStats) -> Iterator[Metric]:
+    """What LearningStats says, as metric families."""
+    for name, (field, text) in GAUGES.items():
+        gauge = GaugeMetricFamily(f"adaserve_{name}", text, labels=("draft",))
+        for draft, value in getattr(stats, field).items():
+            gauge.add_metric((draft,), value)
+        yield gauge
+    for name, (field, label, text) in COUNTERS.items():
+        known = REASONS.get(field, stats.version) if stats.version else ()
+        counter = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
+        for key, value in (dict.fromkeys(known, 0) | getattr(stats, field)).items():
+            counter.add_metric((key,), value)
+        yield counter
+    for name, (field, text) in LEARNING_TOTALS.items():
+        yield CounterMetricFamily(f"adaserve_{name}", text, getattr(stats, field))
+    longest = "Longest piece of training that requests which ran waited for."
+    yield GaugeMetricFamily("adaserve_learning_delay_max_seconds", longest, stats.delay_max_s)
+
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)

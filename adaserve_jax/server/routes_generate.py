@@ -10,20 +10,34 @@ from fastapi import APIRouter, Request, Response
 
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.errors import QueueFullError
-from adaserve_jax.server.dialects import ChatDialect, CompletionDialect
+from adaserve_jax.server.auth import Account, Hold, RateLimited
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.gateway import with_header_targets
+from adaserve_jax.server.formatting import ChatDialect, CompletionDialect, Pieces
 from adaserve_jax.server.generation import Generation, tokens_of
-from adaserve_jax.server.limits import Account, Hold, RateLimited
 from adaserve_jax.server.observers import Origin
-from adaserve_jax.server.pieces import Pieces
-from adaserve_jax.server.protocol import Body, ChatBody, CompletionBody, GenerationBody
-from adaserve_jax.server.responses import ChatCompletion, Completion, ErrorBody
-from adaserve_jax.server.sampling_fields import sampling_of, within_context
+from adaserve_jax.server.parse import (
+    Targets,
+    check_draft_tag,
+    check_supported,
+    encode,
+    encode_chat,
+    prompts_of,
+    sampling_of,
+    targets_of,
+    with_header_targets,
+    within_context,
+)
+from adaserve_jax.server.schema import (
+    Body,
+    ChatBody,
+    ChatCompletion,
+    Completion,
+    CompletionBody,
+    ErrorBody,
+    GenerationBody,
+)
 from adaserve_jax.server.state import Reservation, ServerState, TextCodec
 from adaserve_jax.server.streaming import WARNING_HEADER, EventStream, EventWriter, UsageReports, collect
-from adaserve_jax.server.targets import Targets, targets_of
-from adaserve_jax.server.translate import check_draft_tag, check_supported, encode, encode_chat, prompts_of
 from adaserve_jax.types import SamplingParams
 
 MAX_NAMED_FIELDS = 16

@@ -10,15 +10,24 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 import adaserve_jax
-from adaserve_jax.engine.admission import check_ids
+from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.server.dialects import shown
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.protocol import DetokenizeBody, TokenizeBody
-from adaserve_jax.server.responses import Health, ModelCard, ModelList, SloTargets, Text, Tokens, Version
+from adaserve_jax.server.formatting import shown
+from adaserve_jax.server.parse import apart, encode, encode_chat
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
+from adaserve_jax.server.schema import (
+    DetokenizeBody,
+    Health,
+    ModelCard,
+    ModelList,
+    SloTargets,
+    Text,
+    TokenizeBody,
+    Tokens,
+    Version,
+)
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.translate import apart, encode, encode_chat
 
 
 def router(state: ServerState) -> APIRouter:

@@ -6,29 +6,170 @@ import asyncio
 import json
 import logging
 import shlex
+import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from ipaddress import ip_address
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.by_name import local_engine
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.engine.process import ProcessEngine
-from adaserve_jax.engine.supervision import SupervisedEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.supervisor import SupervisedEngine
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.results.served import RecordStore
 from adaserve_jax.server.app import create_app
-from adaserve_jax.server.connection import http_config
-from adaserve_jax.server.draining import ABORT_GRACE_S, DrainingServer
-from adaserve_jax.server.reload import Reread, reload_on_hangup
+from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, check_tls, http_config
+from adaserve_jax.server.records import Recorder, Retention
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
-from adaserve_jax.server.warm_up import WarmUpBar
-from adaserve_jax.server.watchers import Watchers
+from adaserve_jax.server.tracing import Tracer, open_exporter
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+# The progress of the engine's warm-up: a bar on a terminal, a line per tenth of the work in a log file.
+
+LINES = 10
+
+
+class WarmUpBar:
+    """Shows each kind of work on a console; callable from any thread."""
+
+    def __init__(self, console: Console):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console = console
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+        self._lines: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` parts of `what` are ready."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._console.is_terminal:
+                self._draw(what, done, total)
+            else:
+                self._tell(what, done, total)
+
+    def _draw(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._progress.start()
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        tenth = LINES * done // max(total, 1)
+        if tenth > self._lines.get(what, -1):
+            self._lines[what] = tenth
+            self._console.print(f"{what} {done}/{total}", highlight=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._progress.stop()
+
+
+# New API keys and certificates without a restart: on SIGHUP the configuration file is read again, of which only
+# the keys are taken, and the files of the certificate and its key.
+
+Reread = Callable[[], ServerSettings]
+"""The settings as they are now in their file. Raises ConfigError."""
+
+
+def reload_on_hangup(
+    state: ServerState, reread: Reread | None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+) -> None:
+    """From now on SIGHUP takes the file's keys, where there is a file, and the certificate's files into what `tls`
+    gives. Call it on the event loop of the main thread."""
+
+    def hang_up() -> None:
+        if reread is not None:
+            reload_keys(state, reread)
+        context = tls()
+        if context is not None:
+            reload_certificate(context, state.settings)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def reload_keys(state: ServerState, reread: Reread) -> None:
+    """Take the keys that `reread` has; what is wrong with them is logged, and then the old ones stay."""
+    try:
+        settings = reread()
+        if not state.keyring:
+            raise ConfigError("the server was started without API keys, so that it asks for none; restart it")
+        if not settings.all_keys():
+            raise ConfigError("at least one API key must be left; to ask for none, restart the server")
+        state.keyring.replace(settings)
+    except ConfigError as error:
+        _log.error("the API keys are as before: %s", error)
+        return
+    _log.warning("the server has %d API keys now", len(settings.all_keys()))
+
+
+def reload_certificate(context: ssl.SSLContext, settings: ServerSettings) -> None:
+    """Take what the files of the certificate and its key hold now, for connections to come; what is wrong with them is
+    logged, and then the old ones stay."""
+    try:
+        check_tls(settings)  # loads them elsewhere first: a pair that does not fit must not be taken in halves
+        assert settings.tls_cert is not None
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (ConfigError, OSError) as error:
+        _log.error("the certificate is as before: %s", error)
+        return
+    _log.warning("the server has read its certificate again")
+
+
+# What a server's settings ask to watch its requests with: a file of records, a collector of traces.
+
+DAY_S = 86_400.0
+
+
+class Watchers:
+    """Opened before the port, so that a file that cannot be written is refused first; attached once there is a server.
+
+    A context manager. Its end writes and sends what still waits.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        """Raises ConfigError: the file cannot be written or is not ours, or OpenTelemetry is not installed."""
+        self._retention = Retention(settings.records_days * DAY_S, settings.records_max_mib * 2**20)
+        self._exporter: SpanExporter | None = None
+        if settings.otlp_endpoint is not None:
+            self._exporter = open_exporter(settings.otlp_endpoint)
+        self._store = RecordStore.open(Path(settings.records)) if settings.records is not None else None
+        self._attached: list[Recorder | Tracer] = []
+
+    def attach(self, state: ServerState) -> None:
+        """Watch this server from now on."""
+        if self._store is not None:
+            self._attached.append(Recorder(state, self._store, self._retention))
+            self._store = None
+        if self._exporter is not None:
+            self._attached.append(Tracer(state, self._exporter))
+        state.observers += [each.observe for each in self._attached]
+
+    def __enter__(self) -> Watchers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._attached:
+            each.close()
+        if self._store is not None:
+            self._store.close()
+
 
 BACKLOG = 2048
 DEAD_STATUS = 70

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, Protocol
 
@@ -11,14 +14,42 @@ from adaserve_jax.engine.client import EngineClient, EngineInfo
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.scheduler.queue import due_s
 from adaserve_jax.server.admission import Admission, Reservation, Slots
+from adaserve_jax.server.auth import Keyring
 from adaserve_jax.server.errors import ApiError, of_code
-from adaserve_jax.server.keyring import Keyring
-from adaserve_jax.server.mailbox import Mailbox
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
-from adaserve_jax.server.responses import Health
+from adaserve_jax.server.schema import Health
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
+
+# From an engine's thread to the event loop: calls that come together wake the loop once. Knows no engine.
+
+_log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """Calls made on one event loop in the order in which any threads post them."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def post(self, loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+        """Make `call(*arguments)` on the loop, soon; nothing when the loop is closed."""
+        self._calls.append((call, arguments))
+        if not self._woken and not loop.is_closed():
+            self._woken = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is posted from here on wakes the loop again, or is seen below
+        while self._calls:
+            call, arguments = self._calls.popleft()
+            try:
+                call(*arguments)
+            except Exception:  # one request's bug must not keep the others' tokens
+                _log.exception("a chunk could not be delivered")
+
 
 Phase = Literal["starting", "ok", "draining"]
 CODE_OF_STATUS = {

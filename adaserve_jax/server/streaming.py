@@ -16,11 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.server.connection import DirectBody, direct_body
-from adaserve_jax.server.dialects import Dialect, to_json
 from adaserve_jax.server.errors import ApiError
+from adaserve_jax.server.formatting import Dialect, Piece, to_json
 from adaserve_jax.server.generation import Generation
-from adaserve_jax.server.pieces import Piece
-from adaserve_jax.server.responses import ResponseMetrics, Usage
+from adaserve_jax.server.schema import ResponseMetrics, Usage
 
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"

@@ -35,7 +35,6 @@ class DraftServiceSettings(Checked):
     insecure: bool = False
     http: str = "127.0.0.1:7071"
     one_by_one: bool = False
-    draft_ahead: bool = False
     calibration: str | None = None
     compile_cache: str | None = None
     dtype: str = "auto"
@@ -89,7 +88,6 @@ FIELD_HELP = {
     "insecure": "listen beyond loopback without a token and without client certificates: whoever reaches the port may "
     "use the draft",
     "http": "host:port for /metrics and /health, without TLS or a password, on any address; '': off",
-    "draft_ahead": "while targets verify and nobody waits, draft what they will probably ask next",
     "one_by_one": "draft for one request at a time, for measurements",
     "calibration": "file of the acceptance table; none: the calibration.json beside the draft",
     "compile_cache": "folder of the persistent compilation cache; none: $JAX_COMPILATION_CACHE_DIR, else "

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from adaserve_jax.bench.fluctuating import DURATION_S, PEAKS
-from adaserve_jax.bench.traces import Trace, load_trace
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.traces import DURATION_S, PEAKS, Trace, load_trace
 from papers.entry import Claim, Folders, Found
 from papers.reading import figure, series
 

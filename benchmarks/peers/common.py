@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adaserve_jax.errors import AdaServeError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.jsonl import read_good_rows
 from adaserve_jax.results.run_folder import RESULTS
 from adaserve_jax.results.schema import ResultRow

@@ -9,18 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.acceptance import AcceptanceModel, fit_acceptance, load_acceptance
-from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.recording import MISS, AcceptanceRecord, AcceptanceRecorder
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.sim.acceptance import (
+    MISS,
+    AcceptanceModel,
+    AcceptanceRecord,
+    AcceptanceRecorder,
+    fit_acceptance,
+    load_acceptance,
+)
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import DraftTrees, RowSampling, StepOutcome, StepPlan
+from adaserve_jax.workloads.workload import load_workload
 from tests.bench.test_cluster import short_trace
 
 MACHINE = load_machine("llama-70b")
@@ -132,7 +138,7 @@ def test_a_file_of_records_is_read_and_one_without_drafts_is_refused(tmp_path: P
 @pytest.mark.slow
 def test_a_recorded_run_of_the_embedded_pair_accounts_for_every_accepted_token(tmp_path: Path) -> None:
     """Chains: a token was accepted where it was the one child, and each position of a text is tested once."""
-    from adaserve_jax.bench.local import LocalBenchEngine
+    from adaserve_jax.bench.local_client import LocalBenchEngine
 
     config = EngineConfig(
         policy="spec:4", max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3,

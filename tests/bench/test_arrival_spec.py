@@ -2,8 +2,8 @@
 
 import pytest
 
-from adaserve_jax.bench.arrival_spec import EXAMPLES, ArrivalSpec, parse_arrivals
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.arrivals import EXAMPLES, ArrivalSpec, parse_arrivals
 
 
 @pytest.mark.parametrize("text", EXAMPLES)

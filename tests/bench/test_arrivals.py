@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.arrivals import Schedule, make_schedule, parse_arrivals
-from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.arrivals import Schedule, make_schedule, parse_arrivals
+from adaserve_jax.workloads.workload import Workload, load_workload
 
 
 def schedule(text: str = "poisson", *, rate: float | None = 20.0, duration: float = 50.0, seed: int = 0) -> Schedule:

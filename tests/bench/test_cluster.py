@@ -7,23 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.cluster import run_cluster
-from adaserve_jax.bench.fleet import Assigned, Fleet
-from adaserve_jax.bench.fluctuating import fluctuating_trace
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.replica import Replica
-from adaserve_jax.bench.routers import find_router
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
-from adaserve_jax.bench.simulation import ALWAYS_WAITS, SimulationPlan, simulate
-from adaserve_jax.bench.simulation_points import simulate_all
-from adaserve_jax.bench.traces import Trace
+from adaserve_jax.bench.simulate import simulate_all
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ALL_CLASSES
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.routing.fleet import Assigned, Fleet
+from adaserve_jax.routing.routers import find_router
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.replica import Replica, run_cluster
+from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams
+from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 
 MACHINE = load_machine("llama-70b")
 

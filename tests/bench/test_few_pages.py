@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.sim_executor import SwapTimes
-from adaserve_jax.bench.simulation import Simulated, SimulationPlan, simulate
-from adaserve_jax.bench.simulation_points import simulate_all
-from adaserve_jax.bench.traces import Trace, TraceRequest
+from adaserve_jax.bench.simulate import simulate_all
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.sim.executor import SwapTimes
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 MACHINE = replace(load_machine("llama-70b"), acceptance={"chat": 0.2})
 """With a draft that is hardly of use."""

@@ -7,17 +7,15 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.fleet import Assigned, Fleet
-from adaserve_jax.bench.fluctuating import fluctuating_trace
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.request_columns import RequestColumns
-from adaserve_jax.bench.routers import LeastLoaded, SloAware, find_router
-from adaserve_jax.bench.simulation import SimulationPlan, _Simulation, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.routing.fleet import Assigned, Fleet
+from adaserve_jax.routing.routers import LeastLoaded, SloAware, find_router
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import RequestColumns, SimulationPlan, _Simulation, simulate
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest, fluctuating_trace
 from tests.oracles import routers as oracles
 
 MACHINE = load_machine("llama-70b")

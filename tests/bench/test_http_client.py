@@ -14,18 +14,15 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from adaserve_jax.bench import http_pool
-from adaserve_jax.bench.engine import Ask
-from adaserve_jax.bench.http_drive import SWITCH_S
-from adaserve_jax.bench.http_engine import UrlEngine
+from adaserve_jax.bench.engine import Ask, AtPoint, Due
+from adaserve_jax.bench.http_load import SWITCH_S, UrlEngine
 from adaserve_jax.bench.http_probe import UrlProbe
-from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.open_loop import Due
-from adaserve_jax.bench.probe import AtPoint
-from adaserve_jax.bench.workload import Message, WorkloadItem
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.http_client import pool as http_pool
+from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import Message, WorkloadItem
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import Act, Asked, FakeServer, chunk, event, stream, token
 from tests.waiting import PATIENCE_S, wait_until

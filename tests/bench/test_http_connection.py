@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.bench.http_connection import MAX_HEAD_BYTES, HttpConnection
+from adaserve_jax.http_client.connection import MAX_HEAD_BYTES, HttpConnection
 
 BODY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from adaserve_jax.bench.engine import Ask
-from adaserve_jax.bench.http_engine import UrlEngine
-from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.prompt_text import about_tokens
-from adaserve_jax.bench.workload_items import Lengths, WorkloadItem
+from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import Lengths, WorkloadItem
+from adaserve_jax.workloads.prompt_text import about_tokens
 from tests.bench import fake_server as fake
 from tests.bench.fake_server import Act, Asked, FakeServer, stream, token
 

@@ -10,20 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.client_engine import ClientEngine
-from adaserve_jax.bench.engine import Ask, BenchEngine
-from adaserve_jax.bench.http_engine import UrlEngine
-from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.open_loop import Due
-from adaserve_jax.bench.probe import AtPoint
-from adaserve_jax.bench.workload import WorkloadItem, load_workload
+from adaserve_jax.bench.engine import Ask, AtPoint, BenchEngine, Due
+from adaserve_jax.bench.http_load import UrlEngine
+from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.cli import app as cli_app
+from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import WorkloadItem, load_workload
 from tests.server.conftest import Running, running, serving
 from tests.server.scripted import BASELINE_S
 from tests.waiting import wait_until

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from adaserve_jax.bench.http_pool import ConnectionPool
-from adaserve_jax.bench.http_settings import UrlSettings
+from adaserve_jax.http_client.pool import ConnectionPool
+from adaserve_jax.http_client.settings import UrlSettings
 
 
 def acquired(settings: UrlSettings) -> tuple[str | None, bool]:

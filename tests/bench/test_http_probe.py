@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from adaserve_jax.bench import http_probe, http_sse
-from adaserve_jax.bench.http_connection import HttpConnection
-from adaserve_jax.bench.http_probe import UrlProbe
-from adaserve_jax.bench.http_requests import Prepared
+from adaserve_jax.bench import http_probe
+from adaserve_jax.bench import http_probe as http_sse
+from adaserve_jax.bench.http_probe import Prepared, UrlProbe
+from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.types import SLO
 from tests.bench.fake_server import DONE, event, token
 

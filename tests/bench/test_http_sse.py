@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from adaserve_jax.bench import http_sse
-from adaserve_jax.bench.http_sse import EventReader, EventTooLarge
+from adaserve_jax.bench import http_probe as http_sse
+from adaserve_jax.bench.http_probe import EventReader, EventTooLarge
 
 ODD = (
     '\ufeff: a comment\n\ndata: {"text":"né\U0001f600"}\r\n\r\ndata:first\ndata: second\n\n'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.bench.http_tokens import Event, Seen, event_of, token_times, worst
+from adaserve_jax.bench.http_probe import Event, Seen, event_of, token_times, worst
 
 
 def seen(*events: tuple[float, int, int | None]) -> list[Seen]:

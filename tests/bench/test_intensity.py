@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.intensity import Constant, Law, Peak, Sine, Steps, draw_times
+from adaserve_jax.workloads.arrivals import Constant, Law, Peak, Sine, Steps, draw_times
 
 DURATION_S = 100.0
 LAWS = {

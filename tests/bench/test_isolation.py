@@ -30,5 +30,5 @@ def test_bench_and_results_need_neither_jax_nor_the_servers_packages():
 
 
 def test_the_local_engine_of_the_bench_needs_none_of_the_servers_packages():
-    done = run(("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client"), "import adaserve_jax.bench.local")
+    done = run(("fastapi", "uvicorn", "msgspec", "zmq", "prometheus_client"), "import adaserve_jax.bench.local_client")
     assert done.returncode == 0, done.stderr

@@ -9,15 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench import traces
-from adaserve_jax.bench.arrivals import Arrival, Schedule
-from adaserve_jax.bench.fluctuating import DURATION_S, FLAT_SHARE, PEAKS, fluctuating_trace, intensity_rps
-from adaserve_jax.bench.reshaping import Shape, at_rate, reshape, with_mix, with_requests, with_slo_scale
-from adaserve_jax.bench.simulation_rows import Varied
-from adaserve_jax.bench.traces import Trace, TraceRequest, load_trace, save_trace
-from adaserve_jax.bench.workload_items import Lengths, Workload, WorkloadItem
+from adaserve_jax.bench.simulate import Varied
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads import traces
+from adaserve_jax.workloads.arrivals import Arrival, Schedule
+from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
+from adaserve_jax.workloads.reshaping import Shape, at_rate, reshape, with_mix, with_requests, with_slo_scale
+from adaserve_jax.workloads.traces import (
+    DURATION_S,
+    FLAT_SHARE,
+    PEAKS,
+    Trace,
+    TraceRequest,
+    fluctuating_trace,
+    intensity_rps,
+    load_trace,
+    save_trace,
+)
 
 CODE, CHAT = SLO(relative=1.2, ttft_ms=4000.0), SLO(tpot_ms=50.0, ttft_ms=4000.0)
 

@@ -6,7 +6,9 @@ from collections import Counter
 
 import pytest
 
-from adaserve_jax.bench.mixing import (
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import SLO
+from adaserve_jax.workloads.mixing import (
     LengthLimits,
     as_chat,
     parse_lengths,
@@ -14,9 +16,7 @@ from adaserve_jax.bench.mixing import (
     with_slo_scale,
     with_urgent_share,
 )
-from adaserve_jax.bench.workload import Lengths, Message, Workload, WorkloadItem, load_workload
-from adaserve_jax.errors import ConfigError
-from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import Lengths, Message, Workload, WorkloadItem, load_workload
 
 
 def item(text: str | None = "p", name: str = "code", slo: SLO | None = None, **more) -> WorkloadItem:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.local import LocalBenchEngine
+from adaserve_jax.bench.local_client import LocalBenchEngine
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.bench.scripts import imported
 from tests.conftest import ROOT

@@ -5,12 +5,9 @@ import time
 
 import pytest
 
-from adaserve_jax.bench.client_probe import RequestProbe
-from adaserve_jax.bench.open_loop import Due, LoopResult, drive
-from adaserve_jax.bench.probe import AtPoint
+from adaserve_jax.bench.engine import AtPoint, Due, LoopResult, RequestProbe, drive
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
-from adaserve_jax.results.causes import violation_cause
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.types import SLO, SamplingParams
 from tests.waiting import PATIENCE_S
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.models.folders import DEMO_FOLDER
+from adaserve_jax.models.config import DEMO_FOLDER
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.scripts import FOLDER, imported

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from adaserve_jax.bench.loads import load_all
-from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.bench.plan import BenchPlan, load_all
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.workload import load_workload
 
 POLICIES = ("a", "b", "c")
 

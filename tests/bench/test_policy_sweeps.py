@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.fluctuating import fluctuating_trace
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.reshaping import with_requests
-from adaserve_jax.bench.traces import save_trace
-from adaserve_jax.bench.tuning import Grid
+from adaserve_jax.bench.simulate import Grid
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.policy_names import find_policy
+from adaserve_jax.scheduler.policies import find_policy
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.workloads.reshaping import with_requests
+from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
 from tests.bench.scripts import imported
 
 NAMES = ("policy_sweeps", "policy_sweeps_points", "policy_sweeps_tables")

@@ -7,15 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.offset_search import generated_traces, search_offsets
+from adaserve_jax.bench.profile import acceptance_of_chains, generated_traces, knee, propose, search_offsets
 from adaserve_jax.bench.profile_plot import need_matplotlib, plot_profile
-from adaserve_jax.bench.profiled_machine import ProfiledMachine
-from adaserve_jax.bench.proposal import knee, propose
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
-from adaserve_jax.bench.trial import acceptance_of_chains
 from adaserve_jax.cli.app import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
@@ -23,7 +16,11 @@ from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.profile import write_profile
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.machines import ProfiledMachine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, Request, RequestMetrics, SamplingParams
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 from tests.results.test_profile import profile, timings
 
 

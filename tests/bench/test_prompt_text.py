@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.local import LocalBenchEngine
-from adaserve_jax.bench.prompt_text import PromptWriter, about_tokens
-from adaserve_jax.bench.workload import Lengths, WorkloadItem, load_workload
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.bench.local_client import LocalBenchEngine
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.prompt_text import PromptWriter, about_tokens
+from adaserve_jax.workloads.workload import Lengths, WorkloadItem, load_workload
 from tests.models.checkpoints import byte_tokenizer, metaspace_tokenizer, write_tokenizer
 
 

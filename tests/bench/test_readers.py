@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.readers import FORMATS, find_format
-from adaserve_jax.bench.readers.source import Source
-from adaserve_jax.bench.slo_table import parse_slos
-from adaserve_jax.bench.traces import load_trace
-from adaserve_jax.bench.workload import Lengths, Message, Workload, load_workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.readers import FORMATS, find_format
+from adaserve_jax.workloads.readers.source import Source
+from adaserve_jax.workloads.traces import load_trace
+from adaserve_jax.workloads.workload import Lengths, Message, Workload, load_workload, parse_slos
 
 DOCS = Path(__file__).parents[2] / "docs" / "workloads.md"
 SAMPLES = dict(re.findall(r"^## ([a-z0-9-]+)\n.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL | re.MULTILINE))

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from adaserve_jax.bench.segments import busiest_swing
-from adaserve_jax.bench.traces import load_trace
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.traces import load_trace
+from benchmarks.segments import busiest_swing
 from tests.bench.scripts import FOLDER, imported
 from tests.conftest import ROOT
 

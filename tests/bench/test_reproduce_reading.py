@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.traces import Trace, TraceRequest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
 from tests.bench.scripts import imported
 
 READERS = ("bench", "elastic", "engine", "nightjar", "over_time", "share", "sweep", "trace")

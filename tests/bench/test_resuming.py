@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.resuming import begin_folder, check_folder, drop_unfinished
-from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.watching import Watch
-from adaserve_jax.bench.workload import Workload, load_workload
+from adaserve_jax.bench.resume import begin_folder, check_folder, drop_unfinished
+from adaserve_jax.bench.runner import Watch, run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.sim.acceptance import AcceptanceRecord
+from adaserve_jax.workloads.workload import Workload, load_workload
 from tests.bench.conftest import BASELINE_S
 from tests.results.points import record, row, sample
 

@@ -9,13 +9,13 @@ import pytest
 from adaserve_jax.bench.console import result_table
 from adaserve_jax.bench.engine import EngineAbout
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.recording import AcceptanceRecord
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.workload import Workload, load_workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.sim.acceptance import AcceptanceRecord
+from adaserve_jax.workloads.workload import Workload, load_workload
 from tests.bench.conftest import ScriptedBench
 
 

@@ -5,18 +5,16 @@ from itertools import count, pairwise
 
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.sampling import Sampler
-from adaserve_jax.bench.sim_samples import SimSampler, together
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.traces import Trace, TraceRequest
-from adaserve_jax.bench.workload import load_workload
+from adaserve_jax.bench.runner import Sampler, run_bench
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.samples import SAMPLE_S
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import SimSampler, SimulationPlan, simulate, together
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.workload import load_workload
 
 ABOUT = {"run_id": "r", "point": "p"}
 

@@ -8,15 +8,15 @@ import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.workloads.workload import load_workload
 
 
 @pytest.mark.slow
 def test_a_seeded_run_repeated_has_identical_token_counts(tmp_path: Path) -> None:
-    from adaserve_jax.bench.local import LocalBenchEngine
+    from adaserve_jax.bench.local_client import LocalBenchEngine
 
     config = EngineConfig(
         policy="adaserve", deterministic=True, max_requests=8, max_context=512, page_size=16, num_pages=128,

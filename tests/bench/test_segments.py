@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.bench.segments import (
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import SLO
+from adaserve_jax.workloads.traces import Trace, TraceRequest
+from benchmarks.segments import (
     at_once,
     busiest_swing,
     minute_counts,
@@ -13,9 +16,6 @@ from adaserve_jax.bench.segments import (
     thinned,
     with_lengths,
 )
-from adaserve_jax.bench.traces import Trace, TraceRequest
-from adaserve_jax.errors import ConfigError
-from adaserve_jax.types import SLO
 
 
 def trace_of(*times_s: float, prompt: int = 100, output: int = 50) -> Trace:

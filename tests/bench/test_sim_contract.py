@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from adaserve_jax.bench.default_rates import default_rates
-from adaserve_jax.bench.workload import Workload
-from adaserve_jax.bench.workload_items import WorkloadItem
 from adaserve_jax.errors import ConfigError, IntegrityError
 from adaserve_jax.types import SLO, CandidateTrees, DraftTrees, StepPlan
+from adaserve_jax.workloads.items import WorkloadItem
+from adaserve_jax.workloads.workload import Workload
 from tests.scheduler.harness import Run, limits_of, request_of
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_kv import SimKV
 from adaserve_jax.errors import IntegrityError
+from adaserve_jax.sim.kv import SimKV
 from adaserve_jax.types import DraftPlan, Limits, RowSampling, StepPlan
 
 LIMITS = Limits(4, (64,), 16, 32, 4, 6, 2, 2, extension_pages=3)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.bench.sim_text import CONCENTRATION, Draws, acceptance_at, kv_terms, search, tokens_after
-from adaserve_jax.bench.token_times import TokenTimes
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
+from adaserve_jax.sim.replica import TokenTimes
+from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, kv_terms, search, tokens_after
 from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, DraftTrees, Limits, RowSampling, StepPlan
 
 VOCAB = 97

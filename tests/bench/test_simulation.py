@@ -9,11 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine, packaged_machines
-from adaserve_jax.bench.recording import AcceptanceRecord
-from adaserve_jax.bench.simulation import SimulationPlan, simulate
-from adaserve_jax.bench.simulation_points import simulate_all
-from adaserve_jax.bench.traces import load_trace
+from adaserve_jax.bench.simulate import simulate_all
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.estimates import Estimates
@@ -21,6 +17,10 @@ from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows, read_rows
 from adaserve_jax.results.run_folder import RunFolder, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.sim.acceptance import AcceptanceRecord
+from adaserve_jax.sim.machines import load_machine, packaged_machines
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from adaserve_jax.workloads.traces import load_trace
 from tests.report.made import folder, point
 
 MACHINE = load_machine("llama-70b")
@@ -98,7 +98,7 @@ def test_a_bad_machine_is_named(tmp_path: Path) -> None:
     path.write_text('{"version": 1, "name": "m"}')
     with pytest.raises(ConfigError, match="field 'about' is missing"):
         load_machine(str(path))
-    values = json.loads((Path(__file__).parents[2] / "adaserve_jax/bench/data/machines/llama-70b.json").read_text())
+    values = json.loads((Path(__file__).parents[2] / "adaserve_jax/sim/data/machines/llama-70b.json").read_text())
     path.write_text(json.dumps({**values, "acceptance": {"code": 1.4}}))
     with pytest.raises(ConfigError, match="acceptance between 0 and 1"):
         load_machine(str(path))
@@ -259,7 +259,7 @@ def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_po
 ) -> None:
     path, out, mine = write_trace(tmp_path, count=4), tmp_path / "out", tmp_path / "mine.py"
     text = (
-        "from adaserve_jax.scheduler.controllers.fixed import FixedController\n"
+        "from adaserve_jax.scheduler.controllers.baselines import FixedController\n"
         "from adaserve_jax.scheduler.policies import Policy\n"
         "chains = Policy('chains', lambda parts: FixedController(parts.limits, {depth}, 1), selector='equal')\n"
     )

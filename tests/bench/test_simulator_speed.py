@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
+from adaserve_jax.sim.machines import load_machine
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "simulator_speed.py"
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from adaserve_jax.bench.slo_table import parse_slos, with_relative
-from adaserve_jax.bench.workload_items import WorkloadItem
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.items import WorkloadItem
+from adaserve_jax.workloads.workload import parse_slos, with_relative
 
 ITEM = WorkloadItem("p", (), 8, "chat", SLO(), 1.0, None, None)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.star.formulas import accepted as mean_accepted
-from adaserve_jax.star.mirror import Mirror
+from adaserve_jax.star.client.mirror import Mirror
+from adaserve_jax.star.service.admission import accepted as mean_accepted
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.bench.scripts import imported
 

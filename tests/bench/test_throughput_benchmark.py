@@ -4,7 +4,7 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.throughput import read_rows
+from benchmarks.throughput_rows import read_rows
 from tests.bench.scripts import imported
 
 NAMES = ("throughput", "throughput_figures", "throughput_prompts", "throughput_systems")

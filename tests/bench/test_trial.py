@@ -7,11 +7,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from adaserve_jax.bench import trial
-from adaserve_jax.bench.trial import LEAST_PROMPT, MOST_NEW_TOKENS, Trial, run_trial
+from adaserve_jax.bench import profile as trial
+from adaserve_jax.bench.profile import LEAST_PROMPT, MOST_NEW_TOKENS, Trial, run_trial
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.types import Progress, StepPlan
 from tests.engine.simulated import Machine, costs_of

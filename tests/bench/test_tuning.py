@@ -7,12 +7,11 @@ from itertools import product
 
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.simulation import SimulationPlan
-from adaserve_jax.bench.simulation_points import simulate_all, tune_fixed
-from adaserve_jax.bench.tuning import Grid, Setting, tune
+from adaserve_jax.bench.simulate import Grid, Setting, simulate_all, tune, tune_fixed
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.sim.machines import load_machine
+from adaserve_jax.sim.simulation import SimulationPlan
 from tests.bench.test_cluster import short_trace
 
 MACHINE = load_machine("llama-70b")
@@ -64,7 +63,7 @@ def test_search_equals_the_whole_grid_in_simulation() -> None:
 
 
 def test_a_tuned_row_names_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adaserve_jax.bench.simulation_points.Grid", lambda: Grid((2, 9), (256,), (16,)))
+    monkeypatch.setattr("adaserve_jax.bench.simulate.Grid", lambda: Grid((2, 9), (256,), (16,)))
     plan = SimulationPlan(("ar",), tune="search")
     rows = [r for r in simulate_all(plan, MACHINE, [short_trace(12, output=8)]) if r.slo_class == ALL_CLASSES]
     assert [(r.policy, r.label, r.max_prefill_tokens, r.max_requests) for r in rows] == [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import load_workload
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.bench.default_rates import default_rates
-from adaserve_jax.bench.workload import load_workload
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
@@ -21,6 +20,7 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.report.points import measured
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES
+from adaserve_jax.workloads.workload import load_workload
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
 
 ANY_LATENESS = ("--max-late-ms", "60000")
@@ -229,7 +229,7 @@ def test_a_command_that_is_shown_has_no_keys(monkeypatch):
 
 
 POLICY = """
-from adaserve_jax.scheduler.controllers.fixed import FixedController
+from adaserve_jax.scheduler.controllers.baselines import FixedController
 from adaserve_jax.scheduler.policies import Policy
 
 mine = Policy("no speculation", lambda parts: FixedController(parts.limits, 0), selector="equal", uses_draft=False)

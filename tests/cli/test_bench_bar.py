@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from adaserve_jax.bench.plan import BenchPlan
-from adaserve_jax.cli import bench_bar as module
-from adaserve_jax.cli.bench_bar import BenchBar, bench_bar
+from adaserve_jax.cli import bench as module
+from adaserve_jax.cli.bench import BenchBar, bench_bar
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.results.points import row
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench.client_engine import ClientEngine
-from adaserve_jax.bench.prompt_text import PromptWriter
-from adaserve_jax.bench.workload import WorkloadItem
+from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.results.run_folder import RunFolder
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.workloads.prompt_text import PromptWriter
+from adaserve_jax.workloads.workload import WorkloadItem
 from tests.bench.conftest import Script, ScriptedEngine
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens

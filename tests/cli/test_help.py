@@ -13,9 +13,7 @@ import typer
 
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.bench_url import UrlOptions
-from adaserve_jax.cli.help_page import help_of, option_name, usage_of
-from adaserve_jax.cli.options import as_options
-from adaserve_jax.cli.panels import COMMANDS, OWN, OWN_OF, PANELS, by_panel
+from adaserve_jax.cli.options import COMMANDS, OWN, OWN_OF, PANELS, as_options, by_panel, help_of, option_name, usage_of
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.learn_config import LearnOptions
@@ -77,7 +75,7 @@ def test_what_engine_and_server_are_made_of_stands_under_one_heading_each():
     assert len(listed) == len(set(listed)) and OWN not in PANELS
     kinds = (EngineConfig, LearnOptions, DrafterOptions, ServerSettings, UrlOptions)
     settings = {f.name for kind in kinds for f in fields(kind) if not f.metadata.get("file_only")}
-    assert set(listed) == settings, "a new option needs a heading in cli/panels.py"
+    assert set(listed) == settings, "a new option needs a heading in cli/options.py"
     assert all(set(names) <= set(listed) and (command,) in ALL for command, names in OWN_OF.items())
 
 

@@ -13,8 +13,8 @@ import pytest
 from adaserve_jax.cli import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.ledger import Workspace
-from adaserve_jax.runtime import planned
-from adaserve_jax.runtime.resolve import Resolved, resolve
+from adaserve_jax.runtime import loading as planned
+from adaserve_jax.runtime.sizing import Resolved, resolve
 from tests.runtime.test_resolve import DRAFT, TARGET
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.bench import profiling
+from adaserve_jax.bench import profile as profiling
 from adaserve_jax.cli import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import LLM
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import read_profile, write_profile
 from adaserve_jax.runtime import executor as executor_module
-from adaserve_jax.runtime.timing import Effort, measure
+from adaserve_jax.runtime.warmup import Effort, measure
 from adaserve_jax.types import SamplingParams
 
 BRIEF = Effort((0, 300), passes=1, repeats=1, repeats_beyond=1, all_depths=False)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.report_folders import print_summary, renderer
+from adaserve_jax.cli.report import print_summary, renderer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report import svg
 from adaserve_jax.results.jsonl import append_rows
@@ -37,7 +37,7 @@ def test_options_of_records_mean_nothing_for_folders(tmp_path, arguments):
     assert refused(tmp_path, *arguments).startswith(f"{arguments[0]} belongs to --from with a server's records")
 
 
-@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--parquet", "--rate"])
+@pytest.mark.parametrize("option", ["-o", "--against", "--title", "--timeline", "--perfetto", "--rate"])
 def test_options_of_folders_mean_nothing_for_records(tmp_path, option):
     said = refused("--from", tmp_path / "records.sqlite", option, "2")
     assert said.startswith(f"{option} belongs to a folder that `adaserve bench` or `adaserve simulate` wrote")
@@ -128,16 +128,14 @@ def test_without_a_file_the_headline_goes_to_the_terminal(folder):
 
 
 def test_a_run_against_another_and_exports(folder, tmp_path):
-    pytest.importorskip("pyarrow")
-    trace, tables = tmp_path / "trace.json", tmp_path / "tables"
+    trace = tmp_path / "trace.json"
     then = Path(shutil.copytree(folder, tmp_path / "then" / folder.name))
-    asked = ["--against", then, "--timeline", "ar@2/s", "--perfetto", trace, "--parquet", tables]
+    asked = ["--against", then, "--timeline", "ar@2/s", "--perfetto", trace]
     run(folder, "-o", tmp_path / "report.md", *asked)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "ar@2/s over time" in text
     assert f"Compared with then/{folder.name}" in text and f"Report of {folder.parent.name}/{folder.name}" in text
     assert json.loads(trace.read_text())["traceEvents"]
-    assert {path.name for path in tables.iterdir()} == {"results.parquet", "requests.parquet", "samples.parquet"}
 
 
 def test_a_run_is_not_compared_with_itself(folder, small, tmp_path):

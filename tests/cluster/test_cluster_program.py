@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adaserve_jax.cluster.control import give_order
+from adaserve_jax.cluster.run_folder import give_order
 from tests.cluster.conftest import wait_until
 from tests.cluster.test_keeper import is_alive
 from tests.cluster.test_local import Up

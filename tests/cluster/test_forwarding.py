@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from adaserve_jax.cluster import forwarding
-from adaserve_jax.cluster.asking import NoAnswer, ask_now
+from adaserve_jax.cluster.keeper import NoAnswer, ask_now
 from adaserve_jax.cluster.router import OF_ONE_SERVER
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
 from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole

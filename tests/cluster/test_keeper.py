@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.cluster.keeper import Backoff, Keeper, MemberFailed
-from adaserve_jax.cluster.member import Member, Patience
+from adaserve_jax.cluster.keeper import Backoff, Keeper, Member, MemberFailed, Patience
 from adaserve_jax.cluster.plan import free_ports
 from tests.cluster.conftest import wait_until
 from tests.conftest import ROOT
@@ -207,7 +206,7 @@ def test_a_replacement_that_never_gets_well_is_told_when_its_time_is_up(tmp_path
 
 
 def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("adaserve_jax.cluster.member.MOST_LOG_BYTES", 100)
+    monkeypatch.setattr("adaserve_jax.cluster.keeper.MOST_LOG_BYTES", 100)
     monkeypatch.setattr("adaserve_jax.cluster.keeper.LOG_TAIL_BYTES", 20)
     (tmp_path / "m.log").write_text("x" * 101)
 
@@ -225,7 +224,7 @@ def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, m
 KEEPS = """
 import asyncio, sys
 from adaserve_jax.cluster.keeper import Keeper
-from adaserve_jax.cluster.member import Member, Patience
+from adaserve_jax.cluster.keeper import Member, Patience
 async def go():
     keeper = Keeper(Member("m", tuple(sys.argv[2:]), sys.argv[1], __import__("pathlib").Path("m.log"),
                            patience=Patience(every=0.02, grace=0.2)))

@@ -19,9 +19,8 @@ import httpx
 import pytest
 
 from adaserve_jax.cli.app import main
-from adaserve_jax.cluster.control import give_order
 from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, draft_at, filled, target_at, target_environment
-from adaserve_jax.cluster.run_folder import RunFolder, default_folder
+from adaserve_jax.cluster.run_folder import RunFolder, default_folder, give_order
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.server.serve import listen

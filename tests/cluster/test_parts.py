@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from adaserve_jax.bench.machines import Machine
-from adaserve_jax.bench.routers import Assigned, Router, find_router
-from adaserve_jax.cluster.choosing import Chooser, guessed_machine
-from adaserve_jax.cluster.events import WholeEvents, counts_of
-from adaserve_jax.cluster.exchange import MOST_HELD_BYTES, Exchange, TargetLost
-from adaserve_jax.cluster.requests import Classes, read_request
-from adaserve_jax.cluster.router_metrics import RouterMetrics
-from adaserve_jax.cluster.targets import Flight, Target, TargetSet
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.cluster.forwarding import RouterMetrics
+from adaserve_jax.cluster.requests import MOST_HELD_BYTES, Classes, Exchange, TargetLost, read_request
+from adaserve_jax.cluster.targets import Chooser, Flight, Target, TargetSet, WholeEvents, counts_of, guessed_machine
+from adaserve_jax.routing.routers import Assigned, Router, find_router
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.sim.machines import Machine
 from tests.conftest import ROOT
 from tests.documents import rows
 

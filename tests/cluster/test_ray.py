@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.cluster.control import give_order
-from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.run_folder import RunFolder, give_order
 from adaserve_jax.errors import ConfigError
 from tests.cluster.conftest import wait_until
 from tests.cluster.test_keeper import is_alive

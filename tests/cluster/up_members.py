@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from adaserve_jax.cluster.keeper import Patience
 from adaserve_jax.cluster.local import run_up
-from adaserve_jax.cluster.member import Patience
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.run_folder import RunFolder
 from adaserve_jax.cluster.settings import RouterSettings

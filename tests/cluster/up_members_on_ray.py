@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adaserve_jax.cluster.member import Patience
+from adaserve_jax.cluster.keeper import Patience
 from adaserve_jax.cluster.plan import ClusterPlan
-from adaserve_jax.cluster.ray_up import run_up_on_ray
+from adaserve_jax.cluster.ray_cluster import run_up_on_ray
 from adaserve_jax.cluster.run_folder import RunFolder
 from adaserve_jax.cluster.settings import RouterSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.constraints.grammar_texts import EOS, V
 

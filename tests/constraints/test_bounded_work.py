@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adaserve_jax.constraints.bounded_work import BoundedWork
+from adaserve_jax.constraints.sandbox import BoundedWork
 from adaserve_jax.errors import QueueFullError
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.constraints.grammar_texts import EOS, FINITE, OBJECT, PERSON, V, Writer, assert_person, ids_of, write
 from tests.oracles.json_texts import all_texts

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.constraints.grammar_cache import MAX_PREPARING
-from adaserve_jax.constraints.grammar_vocabulary import LIMITS, Vocabulary
+from adaserve_jax.constraints.grammar import LIMITS, MAX_PREPARING, Grammars, Vocabulary
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.constraints.grammar_texts import EOS, FINITE, OBJECT, PERSON, V, Writer, assert_person, ids_of, write
@@ -95,7 +93,7 @@ def test_a_schema_is_prepared_once_for_all_who_ask_meanwhile(tokenizer: Tokenize
 def test_what_comes_too_late_is_refused_once_and_then_there(
     tokenizer: Tokenizer, gated: Gate, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("adaserve_jax.constraints.grammar_vocabulary.COMPILE_LIMIT_S", 0.05)
+    monkeypatch.setattr("adaserve_jax.constraints.grammar.COMPILE_LIMIT_S", 0.05)
     grammars = Grammars(tokenizer, V, (EOS,))
     for _ in range(2):
         with pytest.raises(RequestError, match=r"more than 0.05 s to prepare"):

@@ -10,10 +10,15 @@ import time
 import numpy as np
 import pytest
 
-from adaserve_jax.constraints.grammar import Grammars
-from adaserve_jax.constraints.grammar_cache import MAX_PREPARING, MAX_SCHEMAS
-from adaserve_jax.constraints.grammar_schema import MAX_LEVELS, MAX_NESTING
-from adaserve_jax.constraints.grammar_vocabulary import COMPILE_AT_ONCE, COMPILE_LIMIT_S
+from adaserve_jax.constraints.grammar import (
+    COMPILE_AT_ONCE,
+    COMPILE_LIMIT_S,
+    MAX_LEVELS,
+    MAX_NESTING,
+    MAX_PREPARING,
+    MAX_SCHEMAS,
+    Grammars,
+)
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.sampling import MAX_SCHEMA_CHARS

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.distill.buffer import Buffer
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.trainer import Trainer
-from adaserve_jax.distill.updates import DraftUpdates
+from adaserve_jax.distill.updates import Buffer, DraftUpdates
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, param_specs

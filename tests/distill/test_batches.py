@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.batches import PADDING, Batch, pack
+from adaserve_jax.distill.records import PADDING, Batch, pack
 from tests.distill.made import made_record
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from adaserve_jax.distill.buffer import LEAST_HELD_OUT, Buffer, fair_most
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.updates import LEAST_HELD_OUT, Buffer, fair_most
 from adaserve_jax.errors import IntegrityError
 from tests.distill.make_records import make_record
 

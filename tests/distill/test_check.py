@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.check import judge, parts_of
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.updates import judge, parts_of
 
 
 @dataclass(frozen=True)

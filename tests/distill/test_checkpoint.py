@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.distill import checkpoint
-from adaserve_jax.distill.batches import pack
 from adaserve_jax.distill.checkpoint import KEPT, Snapshot
 from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.records import pack
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.errors import CheckpointError
 from tests.distill.conftest import SIZE

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.batches import PADDING, Batch, pack
-from adaserve_jax.distill.forward import Fields, rows_logits, summed
+from adaserve_jax.distill.programs import Fields, rows_logits, summed
+from adaserve_jax.distill.records import PADDING, Batch, pack
 from adaserve_jax.learn_config import LOSSES, LearnConfig
 from tests.distill.made import CONFIG, VOCAB, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle

@@ -11,10 +11,9 @@ from scipy import stats
 
 from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.engine.llm import LLM
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.models.config import DEMO_FOLDER, ModelConfig
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.folders import DEMO_FOLDER
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.types import SamplingParams
 from tests.models.checkpoints import write_checkpoint

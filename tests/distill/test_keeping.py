@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.distill import keeping
-from adaserve_jax.distill.keeping import RECORDS, SAVE_EVERY_S, TOPICS, Keeper, RecordFiles
+from adaserve_jax.distill import learner as keeping
+from adaserve_jax.distill.checkpoint import Source
+from adaserve_jax.distill.learner import RECORDS, SAVE_EVERY_S, TOPICS, Keeper, RecordFiles
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.record_file import Source
-from adaserve_jax.distill.routing import Router
-from adaserve_jax.distill.topics import LEAST_PROMPTS
+from adaserve_jax.distill.routing import LEAST_PROMPTS, Router
 from adaserve_jax.errors import CheckpointError, ConfigError
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from adaserve_jax.distill.lengths import LENGTHS, choose_length, longest_within
+from adaserve_jax.distill.footprint import LENGTHS, choose_length, longest_within
 from adaserve_jax.errors import ConfigError
 from tests.distill.conftest import LEARN
 from tests.distill.made import CONFIG

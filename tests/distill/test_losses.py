@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.losses import row_losses
+from adaserve_jax.distill.programs import row_losses
 from adaserve_jax.learn_config import LOSSES
 from tests.distill.made import made_record
 from tests.oracles import training as oracle

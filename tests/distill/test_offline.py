@@ -11,9 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.offline import Distillation, reset_top_layer, split
+from adaserve_jax.distill.offline import (
+    Distillation,
+    Models,
+    Prompts,
+    open_distillation,
+    reset_top_layer,
+    split,
+    write_draft,
+)
 from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
-from adaserve_jax.distill.opening import Models, Prompts, open_distillation, write_draft
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params

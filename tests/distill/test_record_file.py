@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaserve_jax.distill.buffer import Buffer
-from adaserve_jax.distill.record_file import Source, load_records, save_records
+from adaserve_jax.distill.checkpoint import Source, load_records, save_records
 from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.updates import Buffer
 from adaserve_jax.errors import CheckpointError
 from tests.distill.make_records import make_record
 

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from adaserve_jax.distill.languages import LEAST_CHANCE, LanguageDetector
-from adaserve_jax.distill.routing import Router, make_router
-from adaserve_jax.distill.topics import LEAST_PROMPTS
+from adaserve_jax.distill.routing import LEAST_CHANCE, LEAST_PROMPTS, LanguageDetector, Router, make_router
 from adaserve_jax.errors import ConfigError, RequestError
 from tests.distill import topic_prompts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.schedule import FORGET_RATE, MOST_RISE, TIME_RATE, Allowance, PieceTimes
+from adaserve_jax.distill.pieces import FORGET_RATE, MOST_RISE, TIME_RATE, Allowance, PieceTimes
 
 
 def test_a_kind_is_expected_to_take_what_it_took():

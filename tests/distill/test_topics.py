@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from adaserve_jax.distill.topics import LEAST_PROMPTS, MEMORY, TENANT_SHARE, Topic, TopicClassifier, read_examples
+from adaserve_jax.distill.routing import LEAST_PROMPTS, MEMORY, TENANT_SHARE, Topic, TopicClassifier, read_examples
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from tests.distill import topic_prompts
 
 CODE, MATHS = 1, 2

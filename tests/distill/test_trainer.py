@@ -6,12 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.batches import Batch, pack
-from adaserve_jax.distill.forward import Fields
-from adaserve_jax.distill.programs import TrainPrograms
+from adaserve_jax.distill.programs import Fields, TrainPrograms
+from adaserve_jax.distill.records import Batch, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.runtime.compiling import CompileCounter
+from adaserve_jax.runtime.compile import CompileCounter
 from tests.distill.conftest import LEARN, SIZE
 from tests.distill.made import CONFIG, as_texts, assert_close, assert_same, float64, made_params, made_record
 from tests.oracles import training as oracle

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.distill import updates as updates_module
-from adaserve_jax.distill.batches import pack
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import Record
+from adaserve_jax.distill.records import Record, pack
 from adaserve_jax.distill.trainer import Trainer
 from adaserve_jax.distill.updates import PROBATION_RECORDS
 from tests.distill.bigrams import LEARN, LENGTH, NUM_TOKENS, VOCAB, Language, Served, programs_of

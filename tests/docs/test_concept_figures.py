@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from adaserve_jax import types
-from adaserve_jax.bench.sim_executor import SimExecutor
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.sim.executor import SimExecutor
 from tests.conftest import ROOT
 
 FIGURES = ROOT / "docs" / "figures"

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import assembly, llm
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine import build as assembly
+from adaserve_jax.engine import llm
+from adaserve_jax.engine.thread_engine import LocalEngine
 from tests.engine.simulated import Machine, Spelling
 
 

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import assembly
+from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import UnsupportedModelError
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.types import CostSamples, DraftTrees, Limits, LogitEdits, Progress, StepOutcome, StepPlan
 
 VOCAB = 40

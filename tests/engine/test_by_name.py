@@ -6,9 +6,9 @@ import pytest
 
 from adaserve_jax.engine import by_name
 from adaserve_jax.engine.llm import LLM
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.channel import GrpcTransport
+from adaserve_jax.star.client.channel import GrpcTransport
 
 
 def test_every_name_is_that_of_what_its_function_says():

@@ -12,12 +12,12 @@ import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.calibration_file import SAVE_EVERY_S, CalibrationFile
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.build import SAVE_EVERY_S, CalibrationFile
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.scheduler.calibration import Calibrator
-from adaserve_jax.tree.chances import ChanceTable, read_chances, write_chances
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.scheduler.acceptance import Calibrator
+from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances, write_chances
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.oracles.llama import oracle_logits
 

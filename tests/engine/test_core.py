@@ -9,12 +9,12 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Expected, Spelling, costs_of, expected, limits_of
 

@@ -11,11 +11,11 @@ import pytest
 from adaserve_jax import SLO, SamplingParams
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.timing import measure
+from adaserve_jax.runtime.warmup import measure
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from tests.hlo import copies_of
 

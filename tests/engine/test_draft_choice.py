@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.distill.languages import MOST_CHARS
+from adaserve_jax.distill.routing import MOST_CHARS
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
 
 

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import VirtualClock
 from adaserve_jax.config import EngineConfig
+from adaserve_jax.distill.records import overruled
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.runtime.capture import Pending
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.runtime.overruled import overruled
-from adaserve_jax.scheduler.calibration import Calibrator
+from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.types import CandidateTrees, Request, SamplingParams
 from tests.engines import compile_only
 from tests.models.checkpoints import write_checkpoint

@@ -15,22 +15,21 @@ import pytest
 
 from adaserve_jax import LLM, DrafterConfig, SamplingParams
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import assembly, drafting
+from adaserve_jax.engine import build as assembly
+from adaserve_jax.engine import remote_draft as drafting
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError, RequestError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
-from adaserve_jax.runtime.compiling import compile_all
-from adaserve_jax.runtime.pair import CALIBRATION_FILE, find_chances, find_pair
-from adaserve_jax.runtime.parts import load_drafter
-from adaserve_jax.runtime.resolve import resolve
-from adaserve_jax.scheduler.controllers.switching import SwitchTable
-from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.messages import Hello, Welcome
+from adaserve_jax.runtime.compile import compile_all
+from adaserve_jax.runtime.loading import CALIBRATION_FILE, find_chances, find_pair, load_drafter
+from adaserve_jax.runtime.sizing import resolve
+from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.star.messages import Hello, Welcome, cells_hash
 from adaserve_jax.stats import DrafterStats, ServiceState
-from adaserve_jax.tree.chances import read_chances
+from adaserve_jax.tree.acceptance_table import read_chances
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.engine.simulated import Machine, Spelling, costs_of, limits_of
 

@@ -19,13 +19,13 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but
-from adaserve_jax.engine import wire
-from adaserve_jax.engine.assembly import Assembly
+from adaserve_jax.engine import ipc as wire
+from adaserve_jax.engine.build import Assembly
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.llm import Completion, GenerateOutput
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import TokenLogprob

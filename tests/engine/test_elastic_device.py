@@ -16,10 +16,10 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import EngineDeadError, IntegrityError, SwapError
-from adaserve_jax.runtime.compiling import CompileCounter
+from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.runtime.planned import plan_memory
+from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.runtime.pools import Pools
 from adaserve_jax.types import DraftTrees, LogitEdits
 from tests.engine.driven_texts import (

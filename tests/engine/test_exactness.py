@@ -10,9 +10,9 @@ import pytest
 from scipy import stats
 
 from adaserve_jax import LLM, SLO, SamplingParams
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from tests.engines import PLAIN
 from tests.oracles.llama import oracle_logits
 

@@ -12,7 +12,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
 from tests.engine.simulated import Machine
 from tests.engine.test_core import core_of

@@ -9,7 +9,7 @@ import pytest
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.runtime.executor import load_executor
 from tests.engines import DEMO
 

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM
-from adaserve_jax.distill import keeping, lengths
+from adaserve_jax.distill import footprint as lengths
+from adaserve_jax.distill import learner as keeping
 from adaserve_jax.distill import learner as learning
 from adaserve_jax.distill import records as records_module
 from adaserve_jax.distill.learner import Learner
+from adaserve_jax.distill.pieces import PieceTimes
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import Record
-from adaserve_jax.distill.schedule import PieceTimes
+from adaserve_jax.distill.records import Record, Sampled, _Ended
 from adaserve_jax.distill.updates import PieceKind
-from adaserve_jax.distill.watching import Sampled, _Ended
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import CheckpointError, RequestError
 from adaserve_jax.learn_config import LearnConfig

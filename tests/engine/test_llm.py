@@ -10,7 +10,7 @@ import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.client import GenerateRequest
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import EngineDeadError, RequestError
 from tests.engine.simulated import Machine, expected
 from tests.waiting import wait_until

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine import assembly
+from adaserve_jax.engine import build as assembly
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.types import CostSamples, Progress, SamplingParams
 from tests.engine.simulated import Machine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax import LLM, SamplingParams
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 
 
 class Watched:

@@ -16,10 +16,9 @@ import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.engine.llm import Completion
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.tree.noise import gumbel_noise
-from adaserve_jax.tree.sampling import Sampler, draw
+from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.tree.sampling import Sampler, draw, gumbel_noise
 from tests.oracles.llama import oracle_logits
 
 SPECULATIVE = ("spec:4", "adaserve")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaserve_jax import LLM, SLO, SamplingParams
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
 
 PAGE = 16

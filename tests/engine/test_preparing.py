@@ -13,9 +13,9 @@ import pytest
 from adaserve_jax import LLM
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.engine.assembly import Assembly
-from adaserve_jax.engine.local import LocalEngine
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.build import Assembly
+from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import AdaServeError, QueueFullError, RequestError
 from adaserve_jax.types import Progress, SamplingParams
 from tests.engine.simulated import VOCAB, Machine, Spelling, simulated_engine

@@ -18,9 +18,11 @@ import zmq
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.engine import process, sockets, wire
+from adaserve_jax.engine import ipc as sockets
+from adaserve_jax.engine import ipc as wire
+from adaserve_jax.engine import process_engine as process
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.errors import CheckpointError, ConfigError, EngineDeadError, QueueFullError, RequestError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.stats import DrafterStats, LearningStats, ServiceState, StepStats
@@ -320,7 +322,7 @@ def test_a_closed_engine_does_not_start():
 PARENT = """
 import sys, time
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
 engine = ProcessEngine(EngineConfig(), factory="tests.server.scripted:ScriptedEngine")
 engine.start()
 assert "jax" not in sys.modules, "the front end imported jax"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.engine.sinks import Sinks
+from adaserve_jax.engine.client import OutputChunk, Sinks
 
 
 def chunk(request_id: str, choice: int, text: str, *, ends: bool = False) -> OutputChunk:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.types import SLO, SamplingParams
 from tests.waiting import wait_until
 

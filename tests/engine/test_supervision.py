@@ -14,8 +14,8 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
-from adaserve_jax.engine.process import ProcessEngine
-from adaserve_jax.engine.supervision import OnDeath, SupervisedEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.supervisor import OnDeath, SupervisedEngine
 from adaserve_jax.errors import EngineDeadError, EngineRestartingError
 from adaserve_jax.stats import (
     DRAFTER_GAUGES,

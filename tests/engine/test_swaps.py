@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor, SwapTimes, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import SwapError
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, SwapTimes, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, expected, limits_of
 
@@ -96,7 +96,7 @@ def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
 
 OFF_WHILE_FULL = """
 from adaserve_jax.scheduler.controllers.base import Controller
-from adaserve_jax.scheduler.controllers.fixed import fill
+from adaserve_jax.scheduler.controllers.baselines import fill
 from adaserve_jax.scheduler.policies import Policy
 
 

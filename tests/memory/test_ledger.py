@@ -10,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.advice import Shape, check_fits, refusal
-from adaserve_jax.memory.ledger import MIB, Ledger, MemoryLimit, Sizes, Workspace, extension_pages
+from adaserve_jax.memory.ledger import (
+    MIB,
+    Ledger,
+    MemoryLimit,
+    Shape,
+    Sizes,
+    Workspace,
+    check_fits,
+    extension_pages,
+    refusal,
+)
 
 SHAPE = Shape(page_size=16, max_context=128, max_requests=8)
 SIZES = Sizes(

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from adaserve_jax.errors import ConfigError, IntegrityError, OutOfPagesError
-from adaserve_jax.memory.migration import Migration
-from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.memory.page_pool import Migration, PagePool
 from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
 
 

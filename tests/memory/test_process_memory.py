@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.memory import process_memory as module
-from adaserve_jax.memory.process_memory import cgroup_limit, process_memory
+from adaserve_jax.memory import ledger as module
+from adaserve_jax.memory.ledger import cgroup_limit, process_memory
 
 UNLIMITED_V1 = str(2**63 - 4096)
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models import converted
+from adaserve_jax.models import loading as converted
 from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.convert import convert
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.models.writing import convert
 from adaserve_jax.results.provenance import count_parameters
 from tests.models.checkpoints import write_checkpoint
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.models.config import ModelConfig
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.decoder import Attend, decode, init_params, logits, param_specs
-from adaserve_jax.models.folders import resolve_folder
 from adaserve_jax.models.loading import load_params
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits

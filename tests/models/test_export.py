@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.convert import convert
+from adaserve_jax.models.config import DEMO_FOLDER, ModelConfig
 from adaserve_jax.models.decoder import Params
-from adaserve_jax.models.export import export
-from adaserve_jax.models.folders import DEMO_FOLDER
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.models.writing import convert, export
 from tests.models.checkpoints import write_checkpoint
 from tests.models.torch_checkpoints import FAMILIES, torch_logits, torch_model, write_family
 from tests.oracles.llama import oracle_logits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 
 
 def test_names_resolve_to_folders(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_names_resolve_to_folders(tmp_path: Path) -> None:
 
 def test_the_embedded_pair_has_a_name_and_finding_it_needs_no_jax() -> None:
     program = (
-        "import sys; from adaserve_jax.models.folders import resolve_folder\n"
+        "import sys; from adaserve_jax.models.config import resolve_folder\n"
         "print(resolve_folder('demo', 'target')); assert 'jax' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

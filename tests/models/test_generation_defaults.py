@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.types import SamplingParams
 
 

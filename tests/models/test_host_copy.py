@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.models import host_copy
-from adaserve_jax.models.host_copy import HostCopy
+from adaserve_jax.models import loading as host_copy
+from adaserve_jax.models.loading import HostCopy
 
 
 @pytest.mark.parametrize("pinned", [False, True])

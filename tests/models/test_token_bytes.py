@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from tests.models.checkpoints import byte_tokenizer, metaspace_tokenizer, write_tokenizer
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from adaserve_jax.bench.fleet import Assigned
+from adaserve_jax.routing.fleet import Assigned
 from adaserve_jax.scheduler.acceptance import PRIOR_FIRST
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.queue import PATIENCE_S
 from adaserve_jax.scheduler.slo import HORIZON_TOKENS, need_rate
 from adaserve_jax.types import Limits

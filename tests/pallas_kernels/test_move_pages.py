@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.pallas_kernels.compat import gpu_interpret, tpu_interpret
-from adaserve_jax.pallas_kernels.dtypes import DTYPES
+from adaserve_jax.pallas_kernels.compat import DTYPES, gpu_interpret, tpu_interpret
 from adaserve_jax.pallas_kernels.move_pages import api, mosaic_gpu, mosaic_tpu, reference
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
 from adaserve_jax.pallas_kernels.move_pages.specs import FULL, TINY, MoveCase, MoveSpec, make_case

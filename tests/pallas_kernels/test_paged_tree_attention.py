@@ -16,11 +16,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.compat import pltpu
 from adaserve_jax.pallas_kernels.paged_tree_attention import mosaic_gpu, mosaic_tpu, reference
 from adaserve_jax.pallas_kernels.paged_tree_attention.api import beam_attention, paged_tree_attention
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
-from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, query_blocks
-from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Slabs
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, Slabs, expand_bits, query_blocks
 from adaserve_jax.pallas_kernels.paged_tree_attention.specs import LAYER, TINY, AttentionCase, AttentionSpec, make_case
-from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
+from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
 from tests.oracles.attention import oracle_attention
 
 KERNELS = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from adaserve_jax.report.palette import COLOURS, SERIES_COLOURS, VARIABLES, css_variables, stand_in
+from adaserve_jax.report.palette import COLOURS, SERIES_COLOURS, css_variables, shades
 
 DEUTERANOPIA = np.array(
     [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
@@ -58,7 +58,6 @@ def test_series_differ_for_the_colour_blind(eye, dark):
         assert np.linalg.norm(seen[one] - seen[other]) >= LEAST, (one, other)
 
 
-def test_every_colour_has_a_variable_and_a_stand_in_of_its_own():
-    assert len({stand_in(name) for name in COLOURS}) == len(COLOURS) == len(VARIABLES)
-    assert VARIABLES[stand_in("s0")] == "var(--s0, #0072b2)"
+def test_every_colour_has_a_variable_and_a_shade():
+    assert shades(dark=True).keys() == shades(dark=False).keys() == COLOURS.keys()
     assert "--s0: #56b4e9;" in css_variables(dark=True) and "--s0: #0072b2;" in css_variables(dark=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaserve_jax.results.record_store import RecordStore
-from adaserve_jax.results.served import ServedChoice, ServerRun, served_choice, unbegun
+from adaserve_jax.results.served import RecordStore, ServedChoice, ServerRun, served_choice, unbegun
 from adaserve_jax.types import RequestMetrics
 
 RUN = ServerRun("r1", 1000.0, "0.1.0", "0.10.2", "cpu", "adaserve", "served", "folder/target", "folder/draft", 0.05)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.causes import violation_cause
-from adaserve_jax.results.records import RequestRecord, Status
+from adaserve_jax.results.records import RequestRecord, Status, violation_cause
 from adaserve_jax.types import RequestMetrics
 
 

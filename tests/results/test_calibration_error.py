@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.results.calibration_error import (
+from adaserve_jax.scheduler.acceptance import (
     NUM_BINS,
     CalibrationSums,
     expected_calibration_error,

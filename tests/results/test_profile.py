@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.profile import Identity, Profile, read_profile, write_profile
+from adaserve_jax.results.profile import Identity, Profile, Timings, fit_line, read_profile, write_profile
 from adaserve_jax.results.provenance import model_hash
-from adaserve_jax.results.timings import Timings, fit_line
 from adaserve_jax.types import Limits
 
 LIMITS = Limits(16, (4, 16, 64), 64, 1024, 16, 512, 4, 3)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.results.record_columns import RecordColumns
+from adaserve_jax.results.aggregate import RecordColumns, summarize
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.types import RequestMetrics
 

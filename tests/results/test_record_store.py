@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results import record_reader
-from adaserve_jax.results.record_reader import Held, read_choices
-from adaserve_jax.results.record_store import APPLICATION_ID, RecordStore, _prepare, schema
-from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.results import served as record_reader
+from adaserve_jax.results.served import APPLICATION_ID, Held, RecordStore, ServedChoice, _prepare, read_choices, schema
 from tests.conftest import ROOT
 from tests.results.made import RUN, begun, made
 
@@ -211,7 +209,7 @@ def test_an_empty_file_has_no_records_and_can_be_begun(path):
 WRITER = """
 import sys
 from pathlib import Path
-from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.served import RecordStore
 from dataclasses import replace
 from tests.results.made import made
 store = RecordStore.open(Path(sys.argv[1]))

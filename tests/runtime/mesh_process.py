@@ -15,11 +15,11 @@ import numpy as np
 
 from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models import converted
-from adaserve_jax.models.convert import convert
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.runtime.footprint import page_bytes, weight_bytes
+from adaserve_jax.models import loading as converted
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.writing import convert
 from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.sizing import page_bytes, weight_bytes
 from tests.conftest import optimised
 from tests.engines import EXACT
 from tests.models.checkpoints import write_checkpoint

@@ -13,12 +13,11 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.partition import Partition
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.runtime.buckets import BucketSet
-from adaserve_jax.runtime.compiling import compile_all
+from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.packing import pack_verify, step_layout
 from adaserve_jax.runtime.programs import ModelPrograms
-from adaserve_jax.tree.accept import PREFILL
+from adaserve_jax.runtime.step_layout import pack_verify, step_layout
+from adaserve_jax.tree.verify import PREFILL
 from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
 
 PAGE, LENGTH, CHUNK = 32, 600, 96

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.runtime.buckets import BucketSet
+from adaserve_jax.runtime.compile import BucketSet
 
 BUCKETS = BucketSet((1, 4, 8, 16, 32, 64), (1, 8, 32), max_sampled=32)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.runtime.compiling import CompileCounter, use_compile_cache
+from adaserve_jax.runtime.compile import CompileCounter, use_compile_cache
 
 
 def compile_something(size: int) -> None:

@@ -12,18 +12,17 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.llm import LLM
-from adaserve_jax.engine.local import LocalEngine
+from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB
 from adaserve_jax.models import loading
 from adaserve_jax.runtime import executor as executor_module
-from adaserve_jax.runtime import footprint
-from adaserve_jax.runtime.compiling import compile_all
+from adaserve_jax.runtime import sizing as footprint
+from adaserve_jax.runtime.compile import compile_all
 from adaserve_jax.runtime.executor import load_executor
-from adaserve_jax.runtime.footprint import RESERVE_SHARE, weight_bytes, workspace_of
-from adaserve_jax.runtime.planned import plan_memory
+from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.runtime.resample import Resampler
-from adaserve_jax.runtime.resolve import CPU_KV_BYTES, Resolved, resolve
+from adaserve_jax.runtime.sizing import CPU_KV_BYTES, RESERVE_SHARE, Resolved, resolve, weight_bytes, workspace_of
 from adaserve_jax.types import SamplingParams
 from tests.engines import DEMO, PLAIN
 from tests.runtime.test_resolve import DRAFT, TARGET

@@ -18,11 +18,11 @@ import pytest
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, EngineDeadError
-from adaserve_jax.runtime import hosts
-from adaserve_jax.runtime.buckets import Bucket
+from adaserve_jax.runtime import multihost as hosts
+from adaserve_jax.runtime.compile import Bucket
 from adaserve_jax.runtime.executor import load_executor
-from adaserve_jax.runtime.follow import follow
-from adaserve_jax.runtime.packing import PackedStep
+from adaserve_jax.runtime.multihost import follow
+from adaserve_jax.runtime.step_layout import PackedStep
 from tests.conftest import ROOT
 from tests.engines import EXACT
 from tests.star.service_process import MAIN

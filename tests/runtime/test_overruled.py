@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.runtime.overruled import overruled
+from adaserve_jax.distill.records import overruled
 from adaserve_jax.types import CandidateTrees, DraftTrees, RowSampling, StepOutcome, StepPlan
 
 DEPTH, WIDTH, VOCAB = 3, 3, 6

@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from adaserve_jax.constraints.constraints import Constraints
-from adaserve_jax.constraints.dead_ends import without_dead_ends
-from adaserve_jax.constraints.positions import edited_rows
+from adaserve_jax.constraints.constraints import Constraints, edited_rows, without_dead_ends
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.runtime.buckets import BucketSet
-from adaserve_jax.runtime.compiling import compile_all
-from adaserve_jax.runtime.logprobs import logprobs_of
-from adaserve_jax.runtime.packing import pack_verify
+from adaserve_jax.runtime.compile import BucketSet, compile_all
 from adaserve_jax.runtime.pools import NO_PAGE, InFlight
 from adaserve_jax.runtime.programs import Sampled, outcome_size
-from adaserve_jax.runtime.resample import Resampler
+from adaserve_jax.runtime.resample import Resampler, logprobs_of
+from adaserve_jax.runtime.step_layout import pack_verify
 from adaserve_jax.tree.sampling import Sampler, draw
 from adaserve_jax.types import (
     DraftTrees,

@@ -12,7 +12,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.placement import Placement
-from adaserve_jax.runtime.resolve import choose_attention, dtype_of, resolve
+from adaserve_jax.runtime.sizing import choose_attention, dtype_of, resolve
 
 TARGET = ModelConfig(2048, 256, 704, 5, 4, 2, 64, 1e4, 1e-5, True, 2048)
 DRAFT = ModelConfig(2048, 128, 352, 2, 2, 1, 64, 1e4, 1e-5, True, 1024)
@@ -89,7 +89,7 @@ def test_where_pools_cannot_be_extended_is_said(
     options: dict, draft: ModelConfig | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * options.get("tp", 1))
-    monkeypatch.setattr("adaserve_jax.runtime.resolve.Placement.over", lambda *_: Placement.on_one())
+    monkeypatch.setattr("adaserve_jax.runtime.sizing.Placement.over", lambda *_: Placement.on_one())
     config = replace(SHORT, **options)
     assert resolve(config, TARGET, draft, swaps=True).limits.extension_pages == 0
     with pytest.raises(ConfigError, match=f"elastic must be off or auto here, got 'on': {reason}"):

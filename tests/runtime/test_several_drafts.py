@@ -14,8 +14,8 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
-from adaserve_jax.runtime.pair import find_pair
-from adaserve_jax.runtime.resolve import resolve
+from adaserve_jax.runtime.loading import find_pair
+from adaserve_jax.runtime.sizing import resolve
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
 from tests.engines import compile_only
 from tests.models.checkpoints import metaspace_tokenizer, write_checkpoint

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.memory.residency import SwapRule
-from adaserve_jax.scheduler.calibration import Calibrator
+from adaserve_jax.scheduler.acceptance import Calibrator
+from adaserve_jax.scheduler.elastic import swap_if_due
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
-from adaserve_jax.scheduler.swapping import swap_if_due
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, RequestUpdate, SamplingParams
 
 VOCAB = 1000

@@ -8,9 +8,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.ablations import ABLATIONS, HALVES, LADDER, ORDERS
-from adaserve_jax.scheduler.policies import POLICIES
-from adaserve_jax.scheduler.policy_names import expand, find_policy
+from adaserve_jax.scheduler.policies import ABLATIONS, HALVES, LADDER, ORDERS, POLICIES, expand, find_policy
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, limits_of, random_load
 

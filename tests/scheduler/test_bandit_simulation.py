@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Controller, Feedback
+from adaserve_jax.scheduler.controllers.baselines import LinearSampling, LinUcb
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
-from adaserve_jax.scheduler.controllers.linear import LinearSampling, LinUcb
-from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController
-from adaserve_jax.scheduler.controllers.switching import SwitchTable
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.controllers.nightjar import BINGREEDY, V1, V2, NightjarController, SwitchTable
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.sim.machines import load_machine
 from tests.conftest import ROOT
 from tests.scheduler.test_controllers import load_of
 

@@ -13,7 +13,7 @@ import pytest
 
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.queue import PROMOTION_PERIOD
-from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.sequence import RequestState
 from adaserve_jax.types import Request, SamplingParams
 from tests.scheduler.harness import VOCAB, Run, limits_of, request_of
 

@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor
-from adaserve_jax.scheduler.calibration import FIRST_STEPS, REFIT_STEPS, Calibrator
-from adaserve_jax.scheduler.chance_fit import PSEUDO_OUTCOMES
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.scheduler.acceptance import FIRST_STEPS, PSEUDO_OUTCOMES, REFIT_STEPS, Calibrator
+from adaserve_jax.sim.executor import SimExecutor
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import CandidateTrees, DraftTrees, StepPlan
 from tests.scheduler.harness import Run, limits_of, request_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.scheduler.chance_fit import PSEUDO_OUTCOMES, fit, non_decreasing
+from adaserve_jax.scheduler.acceptance import PSEUDO_OUTCOMES, fit, non_decreasing
 
 SHAPE = (2, 3, 2, 8)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.token_times import TokenTimes
+from adaserve_jax.sim.replica import TokenTimes
 from adaserve_jax.types import CandidateTrees
 from tests.scheduler.harness import Run, limits_of, random_load, request_of
 

@@ -5,9 +5,9 @@ import pytest
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
-from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
+from adaserve_jax.scheduler.controllers.baselines import ClosedFormController, FixedController
 from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import BudgetQuestion, Objective, choose_budget
 from adaserve_jax.types import CostSamples
 from tests.scheduler.harness import limits_of

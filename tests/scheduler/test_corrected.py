@@ -5,19 +5,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.machines import load_machine
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.controllers.corrected import EXPLORE_SHARE, MIN_DWELL, CorrectedController, neighbours
-from adaserve_jax.scheduler.controllers.evidence import MEAN_SHARE, Ratios
-from adaserve_jax.scheduler.controllers.joint import JointController
-from adaserve_jax.scheduler.controllers.shapes import Shapes
-from adaserve_jax.scheduler.controllers.switching import SwitchTable
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.controllers.corrected import (
+    EXPLORE_SHARE,
+    MEAN_SHARE,
+    MIN_DWELL,
+    CorrectedController,
+    Ratios,
+    neighbours,
+)
+from adaserve_jax.scheduler.controllers.joint import JointController, Shapes
+from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams, scaled_samples
 from tests.conftest import ROOT
 from tests.scheduler.harness import Run, limits_of, random_load

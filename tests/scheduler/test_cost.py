@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.prediction import PredictionError, Served, ServingFactors, errors_of
+from adaserve_jax.scheduler.cost_model import CostTable, PredictionError, Served, ServingFactors, errors_of
 from adaserve_jax.types import (
     CostSamples,
     DraftPlan,

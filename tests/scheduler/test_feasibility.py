@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, RequestError
-from adaserve_jax.scheduler.feasibility import TOLERANCE
+from adaserve_jax.scheduler.slo import TOLERANCE
+from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CostSamples
 from tests.scheduler.harness import Run, costs_of, limits_of, random_load, request_of
 

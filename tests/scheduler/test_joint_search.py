@@ -7,9 +7,8 @@ import pytest
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Load
-from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, MIN_CHUNK, JointController
-from adaserve_jax.scheduler.controllers.shapes import GRID
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.controllers.joint import CATCHUP_STEPS, COARSE_EDGES, GRID, MIN_CHUNK, JointController
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import CostSamples, Limits
 from tests.scheduler.harness import limits_of

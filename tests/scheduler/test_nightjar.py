@@ -8,8 +8,8 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import ArmReport, Feedback
+from adaserve_jax.scheduler.controllers.baselines import SAMPLING_WIDTH, UCB_WIDTH, LinearSampling, LinUcb
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
-from adaserve_jax.scheduler.controllers.linear import SAMPLING_WIDTH, UCB_WIDTH, LinearSampling, LinUcb
 from adaserve_jax.scheduler.controllers.nightjar import (
     BINGREEDY,
     MEMORY_STEPS,
@@ -22,9 +22,10 @@ from adaserve_jax.scheduler.controllers.nightjar import (
     NightjarController,
     Rule,
     Schedule,
+    SwitchTable,
+    doubling,
 )
-from adaserve_jax.scheduler.controllers.switching import SwitchTable, doubling
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import CostSamples, Limits
 from tests.scheduler.harness import Run, limits_of, random_load
 from tests.scheduler.test_controllers import load_of

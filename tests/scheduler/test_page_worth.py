@@ -6,9 +6,9 @@ import pytest
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
-from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.page_worth import SLACK, WORTH_MARGIN, PageWorth
-from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.elastic import SLACK, WORTH_MARGIN, PageWorth
+from adaserve_jax.scheduler.sequence import RequestState
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Limits
 from tests.scheduler.harness import costs_of, limits_of, request_of

@@ -5,18 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor, VirtualClock
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.scheduler import selection
-from adaserve_jax.scheduler.controllers.bandit import Exp3Spec, UcbSpec
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.controllers.fixed import ClosedFormController, FixedController
-from adaserve_jax.scheduler.controllers.goodput import GoodputController, LatencyModel, emitted_per_row
-from adaserve_jax.scheduler.cost import CostTable
-from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES
-from adaserve_jax.scheduler.policy_names import find_policy
+from adaserve_jax.scheduler.controllers.baselines import (
+    ClosedFormController,
+    Exp3Spec,
+    FixedController,
+    GoodputController,
+    LatencyModel,
+    UcbSpec,
+    emitted_per_row,
+)
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.policies import POLICIES, SPECINFER_NODES, find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.slo import need_of_the_code
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.types import CandidateTrees, CostSamples
 from tests.scheduler.harness import Run, costs_of, limits_of, request_of
 from tests.scheduler.test_controllers import load_of

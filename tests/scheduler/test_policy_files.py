@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.scheduler.policy_files import file_hashes
-from adaserve_jax.scheduler.policy_names import expand, find_policy
+from adaserve_jax.scheduler.policies import expand, file_hashes, find_policy
 from tests.scheduler.harness import Run, expected_text, limits_of, request_of
 
 HEAD = """
 from __future__ import annotations
 from dataclasses import dataclass
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
-from adaserve_jax.scheduler.controllers.fixed import FixedController, fill
+from adaserve_jax.scheduler.controllers.baselines import FixedController, fill
 from adaserve_jax.scheduler.policies import Parts, Policy
 from adaserve_jax.types import Limits
 """

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.queue import AGEING_S, PROMOTION_PERIOD, WaitingQueue, order_key, wait_ratio
-from adaserve_jax.scheduler.state import RequestState
+from adaserve_jax.scheduler.sequence import RequestState
 from adaserve_jax.types import Request, SamplingParams
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.feedback import rows_with_drafts
+from adaserve_jax.scheduler.scheduler import rows_with_drafts
+from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import CandidateTrees, Request, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 

@@ -348,7 +348,7 @@ def test_speculative_policy_without_a_draft():
 
 def test_importing_the_scheduler_does_not_import_jax():
     code = (
-        "import sys, adaserve_jax.scheduler.scheduler, adaserve_jax.bench.sim_executor; "
+        "import sys, adaserve_jax.scheduler.scheduler, adaserve_jax.sim.executor; "
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from adaserve_jax.scheduler.controllers.joint import _spread
-from adaserve_jax.scheduler.controllers.shapes import GRID, OUT_OF_REACH, Shapes
+from adaserve_jax.scheduler.controllers.joint import GRID, OUT_OF_REACH, Shapes, _spread
 from tests.scheduler.harness import limits_of
 
 CHANCE = np.array([[0.8, 0.15], [0.6, 0.1], [0.5, 0.05]])

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from adaserve_jax.scheduler.planner import CROWDED_SHARE, HOLD_S, SLACK_SHARE, TARGET_SHARE, SpareTime, slack_s
 from adaserve_jax.scheduler.slo import need_rate
-from adaserve_jax.scheduler.spare import CROWDED_SHARE, HOLD_S, SLACK_SHARE, TARGET_SHARE, SpareTime, slack_s
 from tests.scheduler.harness import Run, limits_of, random_load, request_of
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from adaserve_jax.bench.sim_executor import SimExecutor
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, SwapError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.residency import SwapRule
 from adaserve_jax.scheduler.controllers.nightjar import NightjarController
-from adaserve_jax.scheduler.swapping import _contract, bring_back_draft, may_swap, swap_if_due
+from adaserve_jax.scheduler.elastic import _contract, bring_back_draft, may_swap, swap_if_due
+from adaserve_jax.sim.executor import SimExecutor
 from adaserve_jax.types import Limits, Request, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 

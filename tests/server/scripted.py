@@ -21,7 +21,7 @@ from pathlib import Path
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError, CheckpointError, EngineDeadError, QueueFullError, RequestError
-from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics, TokenLogprob
 

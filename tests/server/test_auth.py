@@ -10,10 +10,9 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.app import create_app
-from adaserve_jax.server.keys import KeySettings
 from adaserve_jax.server.middleware import OPEN_ROUTES
 from adaserve_jax.server.serve import listen, warn_if_open
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.settings import KeySettings, ServerSettings
 from tests.server.routes import paths_of
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "BREW")

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from adaserve_jax.server.batches import Batches
+from adaserve_jax.server.records import Batches
 from tests.waiting import wait_until
 
 

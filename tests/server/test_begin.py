@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from adaserve_jax.engine.client import EngineStats
-from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.translate import LONG_TEXT
+from adaserve_jax.server.parse import LONG_TEXT
+from adaserve_jax.server.settings import KeySettings, ServerSettings
 from adaserve_jax.stats import StepStats
 from tests.server.scripted import ByteTokenizer
 from tests.waiting import wait_until

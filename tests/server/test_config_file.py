@@ -13,11 +13,8 @@ from adaserve_jax.cli.config_reference import render
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
-from adaserve_jax.server.classes import SloClass
-from adaserve_jax.server.config_example import HELP, example
-from adaserve_jax.server.config_file import SECTIONS, TABLES, fields_of, read_config
-from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.config_file import HELP, SECTIONS, TABLES, example, fields_of, read_config
+from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

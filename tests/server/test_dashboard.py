@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.server.dashboard import FOLDER, HEADERS
-from adaserve_jax.server.dashboard_auth import bearer
-from adaserve_jax.server.live import LastRequest, Snapshot
-from adaserve_jax.server.live_series import Series
+from adaserve_jax.server.dashboard.live import LastRequest, Snapshot
+from adaserve_jax.server.dashboard.routes import FOLDER, HEADERS, bearer
+from adaserve_jax.server.dashboard.series import Series
 from adaserve_jax.server.settings import ServerSettings
 from tests.waiting import wait_until
 

@@ -18,7 +18,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.server import streaming
 from adaserve_jax.server.connection import DIRECT
-from adaserve_jax.server.dialects import CompletionDialect
+from adaserve_jax.server.formatting import CompletionDialect
 from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.streaming import EventStream, EventWriter, UsageReports

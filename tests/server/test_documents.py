@@ -15,9 +15,7 @@ import adaserve_jax
 from adaserve_jax import cluster
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors
-from adaserve_jax.server.classes import SloClass
-from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.settings import FIELD_HELP, ServerSettings
+from adaserve_jax.server.settings import FIELD_HELP, KeySettings, ServerSettings, SloClass
 from tests.documents import rows, section
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"

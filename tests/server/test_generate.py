@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from adaserve_jax.models.generation_defaults import GenerationDefaults
+from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.server.settings import ServerSettings
 from tests.server.scripted import CACHED
 from tests.server.sse import sse

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
 from tests.engine.simulated import Spelling

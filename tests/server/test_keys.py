@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server import keyring as keyring_module
-from adaserve_jax.server.classes import SloClass
-from adaserve_jax.server.keyring import Keyring
-from adaserve_jax.server.keys import KeySettings, digest_of
-from adaserve_jax.server.limits import RateLimited, TokenBucket
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server import auth as keyring_module
+from adaserve_jax.server.auth import Keyring, RateLimited, TokenBucket
+from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass, digest_of
 
 
 class Clock:

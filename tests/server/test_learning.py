@@ -9,12 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
-from adaserve_jax.server.keyring import Keyring
-from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.learning_metrics import COUNTERS, GAUGES, TOTALS
-from adaserve_jax.server.live_learning import LearningDraft, learning_drafts
-from adaserve_jax.server.metrics import ServerMetrics
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.auth import Keyring
+from adaserve_jax.server.dashboard.live import LearningDraft, learning_drafts
+from adaserve_jax.server.metrics import COUNTERS, GAUGES, LEARNING_TOTALS, ServerMetrics
+from adaserve_jax.server.settings import KeySettings, ServerSettings
 from adaserve_jax.stats import LearningStats, StepStats
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
@@ -163,7 +161,7 @@ def test_all_that_learning_reports_is_exposed_and_counts_begin_at_zero():
 
 
 def test_every_field_has_a_metric():
-    shown = {field for field, *_ in (*GAUGES.values(), *COUNTERS.values(), *TOTALS.values())} | {"delay_max_s"}
+    shown = {field for field, *_ in (*GAUGES.values(), *COUNTERS.values(), *LEARNING_TOTALS.values())} | {"delay_max_s"}
     assert shown == {field.name for field in fields(LearningStats)}
 
 

@@ -11,9 +11,9 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.server.live import KEPT_REQUESTS, Live
-from adaserve_jax.server.live_requests import ALL, CAUSES, EndedChoices, record_of
-from adaserve_jax.server.live_series import LENGTH, Looks, Rolling
+from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, Live
+from adaserve_jax.server.dashboard.requests import ALL, CAUSES, EndedChoices, record_of
+from adaserve_jax.server.dashboard.series import LENGTH, Looks, Rolling
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.settings import ServerSettings

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 
-from adaserve_jax.server.mailbox import Mailbox
+from adaserve_jax.server.state import Mailbox
 
 
 def test_many_threads_lose_nothing_and_keep_their_order():

@@ -11,19 +11,16 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, EngineDeadError
-from adaserve_jax.results.record_reader import read_choices
-from adaserve_jax.results.record_store import RecordStore
-from adaserve_jax.server import live as live_module
-from adaserve_jax.server.classes import SloClass
-from adaserve_jax.server.drafter_metrics import drafter_metrics
-from adaserve_jax.server.live import Live
+from adaserve_jax.results.served import RecordStore, read_choices
+from adaserve_jax.server.dashboard import live as live_module
+from adaserve_jax.server.dashboard.live import Live
+from adaserve_jax.server.metrics import drafter_metrics
 from adaserve_jax.server.middleware import Boundary
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, tell
-from adaserve_jax.server.records import Recorder, Retention
-from adaserve_jax.server.served import Notes, Served
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.records import Notes, Recorder, Retention, Served
+from adaserve_jax.server.serve import Watchers
+from adaserve_jax.server.settings import ServerSettings, SloClass
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.watchers import Watchers
 from adaserve_jax.stats import DrafterStats, ServiceState
 from tests.server.scripted import ScriptedEngine
 from tests.waiting import wait_until

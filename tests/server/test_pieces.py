@@ -6,8 +6,7 @@ import json
 import math
 
 from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.server.dialects import ChatDialect, CompletionDialect, to_json
-from adaserve_jax.server.pieces import Piece, Pieces
+from adaserve_jax.server.formatting import ChatDialect, CompletionDialect, Piece, Pieces, to_json
 from adaserve_jax.types import TokenLogprob
 
 SPELLED: dict[int, bytes | str] = {0: "<|end|>", 1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b" b"}

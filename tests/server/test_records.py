@@ -22,16 +22,13 @@ from rich.console import Console
 import adaserve_jax
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.record_reader import read_choices
-from adaserve_jax.results.record_store import RecordStore
-from adaserve_jax.results.served import ServedChoice, served_choice, unbegun
+from adaserve_jax.results.served import RecordStore, ServedChoice, read_choices, served_choice, unbegun
 from adaserve_jax.server import serve as serve_module
-from adaserve_jax.server.live_requests import record_of
+from adaserve_jax.server.dashboard.requests import record_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import Recorder, Retention
+from adaserve_jax.server.serve import WarmUpBar, Watchers
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.warm_up import WarmUpBar
-from adaserve_jax.server.watchers import Watchers
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
 from tests.results.made import made
@@ -182,7 +179,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.watchers import Watchers
+from adaserve_jax.server.serve import Watchers
 from tests.server.scripted import ScriptedEngine
 engine = ScriptedEngine(EngineConfig())
 engine.start()

@@ -11,10 +11,9 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.keys import KeySettings
-from adaserve_jax.server.limits import RateLimited
-from adaserve_jax.server.reload import reload_keys, reload_on_hangup
-from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.server.auth import RateLimited
+from adaserve_jax.server.serve import reload_keys, reload_on_hangup
+from adaserve_jax.server.settings import KeySettings, ServerSettings
 from adaserve_jax.server.state import ServerState
 from tests.server.scripted import ScriptedEngine
 

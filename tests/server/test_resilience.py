@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
-from adaserve_jax.engine.process import ProcessEngine
-from adaserve_jax.engine.supervision import SupervisedEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
+from adaserve_jax.engine.supervisor import SupervisedEngine
 from adaserve_jax.server.settings import ServerSettings
 from tests.conftest import ROOT
 from tests.server.conftest import Running, serving

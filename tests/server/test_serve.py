@@ -20,10 +20,9 @@ import pytest
 from rich.console import Console
 
 from adaserve_jax.errors import CheckpointError, ConfigError
-from adaserve_jax.server.draining import ABORT_GRACE_S
-from adaserve_jax.server.serve import example, listen, load_tokenizer
+from adaserve_jax.server.connection import ABORT_GRACE_S
+from adaserve_jax.server.serve import WarmUpBar, example, listen, load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.warm_up import WarmUpBar
 from tests.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -31,10 +30,10 @@ PROGRAM = """
 import sys
 from rich.console import Console
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.process import ProcessEngine
+from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.server.serve import serve
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.warm_up import WarmUpBar
+from adaserve_jax.server.serve import WarmUpBar
 from tests.waiting import wait_until
 from tests.server.scripted import ByteTokenizer
 bar = WarmUpBar(Console(stderr=True))

@@ -12,16 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from adaserve_jax.bench.engine import Ask
-from adaserve_jax.bench.http_engine import UrlEngine
-from adaserve_jax.bench.http_settings import UrlSettings
-from adaserve_jax.bench.open_loop import Due
-from adaserve_jax.bench.workload import WorkloadItem
+from adaserve_jax.bench.engine import Ask, Due
+from adaserve_jax.bench.http_load import UrlEngine
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.server.reload import reload_certificate
+from adaserve_jax.http_client.settings import UrlSettings
+from adaserve_jax.server.connection import tls_options
+from adaserve_jax.server.serve import reload_certificate
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.tls import tls_options
 from adaserve_jax.types import SLO
+from adaserve_jax.workloads.workload import WorkloadItem
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
 

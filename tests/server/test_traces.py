@@ -21,10 +21,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.server.serve import Watchers
 from adaserve_jax.server.settings import ServerSettings
-from adaserve_jax.server.spans import SpanMaker
-from adaserve_jax.server.traces import Tracer, open_exporter
-from adaserve_jax.server.watchers import Watchers
+from adaserve_jax.server.tracing import SpanMaker, Tracer, open_exporter
 from tests.conftest import ROOT
 from tests.results.made import begun, made, refused
 from tests.waiting import wait_until

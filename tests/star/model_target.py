@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adaserve_jax.star.messages import FromService, FromTarget, Open, Refused, Resync, Tree, Welcome
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.service.session import Sampling
 from tests.star.toys import close, columns_of, draft, hello, opened, toy_columns
 
 

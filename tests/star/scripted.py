@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
+from adaserve_jax.star.client.drafter import RemoteDrafter
+from adaserve_jax.star.client.link import Lost, Received
 from adaserve_jax.star.messages import (
     Close,
     Draft,
@@ -28,9 +30,7 @@ from adaserve_jax.star.messages import (
     Welcome,
     WireError,
 )
-from adaserve_jax.star.remote import RemoteDrafter
-from adaserve_jax.star.transport import Lost, Received
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan, RowSampling, StepPlan
 
 VOCABULARY = 512

@@ -11,13 +11,13 @@ from typing import Any
 
 import grpc
 
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.limits import DraftLimits, Quotas
 from adaserve_jax.star.messages import FromTarget, Load
-from adaserve_jax.star.server import DraftServer
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.limits import DraftLimits, Quotas
+from adaserve_jax.star.service.server import DraftServer
+from adaserve_jax.star.service.worker import Worker
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import METHOD, Caps, read_service_frame, target_frame
-from adaserve_jax.star.worker import Worker
 from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, hello, limits
 
 HANG_S = 60.0

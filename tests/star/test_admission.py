@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.star.admission import FEWEST, Admission
-from adaserve_jax.star.formulas import max_targets
 from adaserve_jax.star.messages import Refused, Welcome
+from adaserve_jax.star.service.admission import FEWEST, Admission, max_targets
 from tests.star.toys import ToyService, draft, hello, opened
 
 

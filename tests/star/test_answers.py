@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.star.answers import Answers, Asked
-from adaserve_jax.star.cells import along_paths, cells_hash, log_f_of
-from adaserve_jax.star.messages import Tree
-from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.beam import beam_search
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.star.client.answers import Answers, Asked
+from adaserve_jax.star.messages import Tree, along_paths, cells_hash, log_f_of
+from adaserve_jax.tree.acceptance_table import ChanceTable
+from adaserve_jax.tree.beam import AcceptanceTable, beam_search
 from adaserve_jax.tree.sampling import Sampler
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.star.scripted import DEPTHS, RANKS, VOCABULARY, Row, plan_of, table

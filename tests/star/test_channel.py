@@ -16,11 +16,11 @@ import pytest
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.channel import GrpcTransport
-from adaserve_jax.star.remote import RemoteDrafter
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.client.channel import GrpcTransport
+from adaserve_jax.star.client.drafter import RemoteDrafter
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.wire import METHOD
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from tests.star.scripted import Row, plan_of
 from tests.star.streams import HANG_S, toy_service
 from tests.star.test_security import files  # noqa: F401

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star import limits as limits_module
-from adaserve_jax.star.limits import Quotas
 from adaserve_jax.star.messages import REFUSALS, Refused, Resync, Welcome
+from adaserve_jax.star.service import limits as limits_module
+from adaserve_jax.star.service.limits import Quotas
 from tests.star.test_core_machine import nonsense
 from tests.star.toys import (
     PLAIN,

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaserve_jax.star.core import Answers, DraftCore
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.service.core import Answers, DraftCore
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.types import CandidateTrees
 from tests.star.model_target import ModelSession, ModelTarget
 from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened
@@ -66,10 +66,10 @@ def nonsense(session: int, epoch: int, at: int):
 
 
 class DraftServiceMachine(RuleBasedStateMachine):
-    @initialize(batching=st.booleans(), timed=st.booleans(), pages=st.integers(10, 30), ahead=st.booleans())
-    def begin(self, batching: bool, timed: bool, pages: int, ahead: bool) -> None:
+    @initialize(batching=st.booleans(), timed=st.booleans(), pages=st.integers(10, 30))
+    def begin(self, batching: bool, timed: bool, pages: int) -> None:
         self.bounds = limits(max_context=LONGEST + 4, **(TIMES if timed else {}))
-        self.batching, self.ahead, self.pages = batching, ahead, max(pages, -(-self.bounds.max_context // 4))
+        self.batching, self.pages = batching, max(pages, -(-self.bounds.max_context // 4))
         self.now = 0.0
         self.targets = [ModelTarget("a"), ModelTarget("b")]
         self.start_service()
@@ -81,7 +81,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
         self.count()
         self.room = ToyRoom(self.pages)
         self.device = ToyDevice(self.room, self.bounds)
-        self.core = DraftCore(self.bounds, self.room, batching=self.batching, ahead=self.ahead)
+        self.core = DraftCore(self.bounds, self.room, batching=self.batching)
         self.flying: list[tuple[Batch, CandidateTrees | None]] = []
 
     counters: Counter[str] | None = None
@@ -116,25 +116,6 @@ class DraftServiceMachine(RuleBasedStateMachine):
         session = self.session(who, which)
         if session is not None and len(session.text) + len(said) <= LONGEST:
             self.targets[who % 2].up.append(session.speak(said, overlap, **shape))
-
-    @rule(who=pick, which=pick, wrong=st.sampled_from([0, 0, 0, 1]), less=st.sampled_from([0, 0, 1]))
-    def speak_as_guessed(self, who: int, which: int, wrong: int, less: int) -> None:
-        """What the service guesses, or with another token at its end; the tree as deep as before, or less."""
-        target = self.targets[who % 2]
-        held = self.core._registry._targets.get(target.id)
-        guesses = {session: held.sessions[session.number].guess for session in target.live
-                   if held is not None and session.is_open and session.number in held.sessions}  # fmt: skip
-        known = [(session, guess) for session, guess in guesses.items()
-                 if guess is not None and guess.text[: len(session.text)].tolist() == session.text]  # fmt: skip
-        if not known:
-            return
-        known = [each for each in known if each[1].found is not None] or known
-        session, guess = known[which % len(known)]
-        said = guess.text[len(session.text) :].tolist()
-        if said and len(guess.text) <= LONGEST:
-            said[-1] = (said[-1] + wrong) % VOCABULARY
-            shape = {"depth": max(guess.depth - less, 1), "width": guess.width, "calibrated": guess.calibrated}
-            target.up.append(session.speak(said, 0, due_s=math.inf, give_up_s=math.inf, **shape))
 
     @rule(who=pick, which=pick, kept=pick, text=texts, is_told=st.booleans())
     def rewrite(self, who: int, which: int, kept: int, text: list[int], is_told: bool) -> None:
@@ -190,21 +171,6 @@ class DraftServiceMachine(RuleBasedStateMachine):
         if lands and self.flying:
             self.land(fails=False)
         self.deliver_down(who, down)
-
-    @rule(who=pick, which=pick, said=tokens, wrong=st.integers(0, 1), less=st.integers(0, 1), batches=st.integers(0, 4),
-          up=faults, depth=st.integers(1, 4), width=st.integers(1, 3))  # fmt: skip
-    def round_and_ahead(
-        self, who: int, which: int, said: list[int], wrong: int, less: int, batches: int, up: str, **shape
-    ) -> None:
-        """A round, so many batches while the target verifies, then what it asks next."""
-        self.whole_round(who, which, said, "", "", is_new=False, lands=True, **shape)
-        for _ in range(batches):
-            if len(self.flying) < 2:
-                self.take_off()
-            if self.flying:
-                self.land(fails=False)
-        self.speak_as_guessed(who, which, wrong, less)
-        self.deliver_up(who, up)
 
     # ---- the way ----
 
@@ -277,9 +243,6 @@ class DraftServiceMachine(RuleBasedStateMachine):
             assert session.computed <= session.length
             assert session.flying == (key in flying)
         assert {session.key for session in self.core._flying.values()} == set(flying)
-        ready = sum(session.guess is not None and session.guess.found is not None for session in sessions.values())
-        stats = self.core.stats
-        assert stats.ahead_hits + stats.ahead_misses + ready == stats.ahead_trees
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
@@ -383,9 +346,7 @@ def random_walk(steps: int, seed: int) -> Counter[str]:
             )
         ]
         * 4,
-        lambda: machine.round_and_ahead(
-            number(), number(), said(6), int(number(3) == 0), number(1), number(4), fault(), **shape()
-        ),
+        lambda: machine.whole_round(number(), number(), said(6), fault(), "", is_new=False, lands=True, **shape()),
         *[lambda: machine.deliver_up(number(), fault())] * 6,
         *[lambda: machine.deliver_down(number(), fault())] * 4,
         *[lambda: machine.take_off() if len(machine.flying) < number(2) else fly_home()] * 6,
@@ -399,13 +360,13 @@ def random_walk(steps: int, seed: int) -> Counter[str]:
         machine.kill_service,
         lambda: machine.pass_time(70.0),
     ]
-    machine.begin(batching=True, timed=True, pages=14, ahead=True)
+    machine.begin(batching=True, timed=True, pages=14)
     for step in range(steps):
         one_of(*(seldom if step % 15 == 0 else often))()
         machine.kv_is_what_the_service_takes_it_to_be()
         if step % 500 == 499:
             machine.teardown()
-            machine.begin(batching=bool(number(3)), timed=bool(number(1)), pages=12 + number(12), ahead=bool(number(3)))
+            machine.begin(batching=bool(number(3)), timed=bool(number(1)), pages=12 + number(12))
     machine.teardown()
     return reached
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from adaserve_jax.star.limits import Expected, Quotas
+from adaserve_jax.star.service.limits import Expected, Quotas
 from tests.star.toys import ToyService, close, draft, hello, limits, opened
 
 TIMES = {"level_s": {(1, 3): 0.010, (4, 3): 0.016}, "catchup_s": {4: 0.004, 16: 0.012}}

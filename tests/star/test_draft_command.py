@@ -15,12 +15,11 @@ import pytest
 
 from adaserve_jax.cli.app import app
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree
-from adaserve_jax.tree.chances import read_chances
+from adaserve_jax.star.messages import Draft, Hello, Open, Refused, Tree, cells_hash
+from adaserve_jax.tree.acceptance_table import read_chances
 from tests.conftest import ROOT
 from tests.star.streams import HANG_S, Target, until
 

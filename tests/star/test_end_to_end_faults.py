@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from adaserve_jax import LLM, DrafterConfig, SamplingParams
-from adaserve_jax.star import link
-from adaserve_jax.star.remote import RemoteDrafter
+from adaserve_jax.star.client import link
+from adaserve_jax.star.client.drafter import RemoteDrafter
 from adaserve_jax.stats import DrafterStats, ServiceState
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.conftest import ROOT
@@ -299,7 +299,7 @@ CLIENT = """
 import sys, threading
 import numpy as np
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.star.channel import GrpcTransport
+from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.messages import Draft, Hello, Open, Tree, Welcome
 address, vocabulary, cells = sys.argv[1:]
 def received(frame):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.star.formulas import (
+from adaserve_jax.star.service.admission import (
     accepted,
     emitted,
     full_targets,

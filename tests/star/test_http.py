@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from adaserve_jax.star import http
-from adaserve_jax.star.http import StatusServer
+from adaserve_jax.star.service import main as http
+from adaserve_jax.star.service.main import StatusServer
 from tests.star.streams import HANG_S, until
 
 

@@ -14,25 +14,21 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.config import ModelConfig
-from adaserve_jax.models.folders import resolve_folder
+from adaserve_jax.models.config import ModelConfig, resolve_folder
 from adaserve_jax.models.loading import load_params
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
-from adaserve_jax.runtime.timing import Effort
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.dispatch import Batch, BatchRow
-from adaserve_jax.star.http import StatusServer
-from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, Tree
-from adaserve_jax.star.metrics import PREFIX
-from adaserve_jax.star.model import DraftModel, load
-from adaserve_jax.star.service import DraftService, limits_of
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.runtime.warmup import Effort
+from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, Tree, cells_hash
+from adaserve_jax.star.service.dispatch import Batch, BatchRow
+from adaserve_jax.star.service.main import DraftService, StatusServer
+from adaserve_jax.star.service.metrics import PREFIX
+from adaserve_jax.star.service.model import DraftModel, load
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
-from adaserve_jax.tree.acceptance import AcceptanceTable
+from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
 from tests.conftest import ROOT
 from tests.models.checkpoints import write_checkpoint
@@ -192,51 +188,6 @@ def test_rows_that_are_only_fed_get_no_tree_beside_one_that_does(model: DraftMod
     model.release(1)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_trees_made_ahead_are_those_of_a_local_drafter(model: DraftModel, local: Local, width: int):
-    """Of four requests at once, each of its own noise: their targets take what was guessed, or its beginning and
-    another token; either way the tree is that of the text, and of the first kind nothing is searched any more."""
-    core = DraftCore(limits_of(DraftServiceSettings(**SIZES), model), model, ahead=True)
-    said = {key: list(text[:20]) for key, text in enumerate(texts())}
-    core.receive("target", [hello(model)], 0.0)
-    core.receive(
-        "target", [Open(key + 1, 1, np.array(text), **vars(SAMPLINGS[key])) for key, text in said.items()], 0.0
-    )
-    work(core, model)
-    empty, searched = np.zeros(0, np.int32), 0
-    news = dict.fromkeys(said, empty)
-    for turn in range(1, 5):
-        trees: list[Tree] = []
-        for key, new in news.items():
-            frame = [Draft(key + 1, 1, turn, len(said[key]) - len(new), new, 3, width, True, 1.0, HANG_S)]
-            trees += [each for each in core.receive("target", frame, 0.0) if isinstance(each, Tree)]
-        assert len(trees) == (0 if turn == 1 else 3), "of four, one was guessed wrong"
-        batches, later = work(core, model)
-        searched += sum(len(batch.rows) for batch in batches if batch.depth and not batch.ahead)
-        for tree in (*trees, *later):
-            text, sampling = np.array(said[tree.session - 1], np.int32), SAMPLINGS[tree.session - 1]
-            same_as(tree, local.tree(text, sampling, 3, width, True))
-        for key in said:
-            guess = core._registry._targets["target"].sessions[key + 1].guess
-            assert guess is not None and guess.found is not None and len(guess.text) == len(said[key]) + 4
-            news[key] = guess.text[len(said[key]) :].copy()
-            if key == turn % 4:
-                news[key] = np.append(news[key][:2], (news[key][2] + 1) % model.vocabulary).astype(np.int32)
-            said[key] += news[key].tolist()
-    assert searched == 4 + 3 and core.stats.ahead_hits == 9 and core.stats.ahead_misses == 3
-    core.receive("target", [Close(key + 1) for key in said], 0.0)
-
-
-def work(core: DraftCore, model: DraftModel) -> tuple[list[Batch], list[Tree]]:
-    """Everything that can run, ahead of what is asked too; the trees that were answered."""
-    batches, trees = [], []
-    while (batch := core.next_batch(0.0)) is not None:
-        batches.append(batch)
-        answers = core.done(batch, model.run(batch), 0.0)
-        trees += [each for _, frame in answers for each in frame if isinstance(each, Tree)]
-    return batches, trees
-
-
 def same_as(tree: Tree, expected: CandidateTrees) -> None:
     assert expected.cell is not None and expected.log_q is not None
     there = np.flatnonzero(expected.log_f[0] > -np.inf)
@@ -252,10 +203,6 @@ def test_pages_are_reserved_whole_or_not_at_all_and_return(model: DraftModel):
     assert model.reserve(1, 16 * 20 - 15) and model.pool.num_used == 20, "it has those already"
     assert not model.reserve(2, 16 * 5) and model.pool.num_used == 20
     assert model.reserve(2, 16 * 4) and model.pool.num_used == 24
-    model.shrink(2, 16 * 3 + 1)
-    assert model.pool.num_used == 24, "the fourth is begun"
-    model.shrink(2, 16 * 3)
-    assert model.pool.num_used == 23 and model.reserve(2, 16 * 4) and model.pool.num_used == 24
     model.release(1)
     model.release(1)
     assert model.pool.num_used == 4

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from adaserve_jax.star.breaker import BAD_ROUNDS, FIRST_TRIAL_S, LAST_TRIAL_S, Backoff, Breaker
-from adaserve_jax.star.placement import Place, choose, preference
+from adaserve_jax.star.client.drafter import Place, choose, preference
+from adaserve_jax.star.client.link import BAD_ROUNDS, FIRST_TRIAL_S, LAST_TRIAL_S, Backoff, Breaker
 
 
 def test_waits_double_up_to_the_longest_and_are_shortened_by_up_to_a_half() -> None:

@@ -15,10 +15,10 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from adaserve_jax.star.core import DraftCore
 from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree, WireError
-from adaserve_jax.star.session import Sampling
-from adaserve_jax.tree.chances import ChanceTable
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.session import Sampling
+from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan
 from tests.star import toys
 from tests.star.scripted import HELLO, VOCABULARY, Frame, Row, Scene, ScriptedStream, Service

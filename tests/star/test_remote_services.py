@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adaserve_jax.star.link import MISMATCH_RETRY_S, WELCOME_S
+from adaserve_jax.star.client.link import MISMATCH_RETRY_S, WELCOME_S
 from adaserve_jax.star.messages import Close, Load, Open, Refused
 from tests.star.scripted import WELCOME, Row, Scene, without
 from tests.star.typist import Typist, text

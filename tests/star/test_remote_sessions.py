@@ -132,7 +132,7 @@ def test_a_failure_inside_is_a_step_without_drafts_and_nothing_is_mixed_up_after
     typist = Typist(scene)
     typist.step()
     with monkeypatch.context() as patched:
-        patched.setattr("adaserve_jax.star.remote.Round", None)
+        patched.setattr("adaserve_jax.star.client.drafter.Round", None)
         assert typist.step() == [False, False]
     assert "drafting failed" in caplog.text
     assert typist.steps(2) == [[True, True]] * 2

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.star.counters import CoreStats
-from adaserve_jax.star.limits import Allowance
-from adaserve_jax.star.room import Keeper
-from adaserve_jax.star.session import Asked, Session, Target
+from adaserve_jax.star.service.limits import Allowance
+from adaserve_jax.star.service.registry import Keeper
+from adaserve_jax.star.service.session import Asked, Session, Target
 from tests.star.toys import ToyRoom, draft, opened
 
 
 def session(key: int, *, due_s: float | None = None, feed: bool = False) -> Session:
-    made = Session(Target("a", Allowance(1.0, 1, 0.0), CoreStats()), opened(key, 0, [1] * 4), key, 0.0)
+    made = Session(Target("a", Allowance(1.0, 1, 0.0)), opened(key, 0, [1] * 4), key, 0.0)
     made.feed = feed
     if due_s is not None:
         made.asked = Asked(draft(key, 0, 0, 4, []), 0.0, due_s, 1.0, key)

@@ -13,7 +13,7 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import Refused, Resync, Welcome
-from adaserve_jax.star.security import Audit, Tokens, check_secured, is_loopback
+from adaserve_jax.star.service.server import Audit, Tokens, check_secured, is_loopback
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
 from tests.star.streams import Target, toy_service
 from tests.star.toys import draft, hello, opened

@@ -14,9 +14,9 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star import draft_pb2 as pb
-from adaserve_jax.star.limits import Quotas
 from adaserve_jax.star.messages import Close, Refused, Resync, Tree
-from adaserve_jax.star.server import DraftServer, check_free
+from adaserve_jax.star.service.limits import Quotas
+from adaserve_jax.star.service.server import DraftServer, check_free
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, Caps, target_frame
 from tests.star.streams import HANG_S, Target, toy_service, until
@@ -258,7 +258,7 @@ def ended_with(port: int) -> tuple[grpc.StatusCode, str]:
 
 
 def test_who_reads_no_answers_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.server.MOST_UNSENT", 8)
+    monkeypatch.setattr("adaserve_jax.star.service.server.MOST_UNSENT", 8)
     most = 10**9
     quotas = Quotas(messages_per_s=most, messages_at_once=most)
     with toy_service(quotas=quotas, max_messages_per_s=most) as service, service.target("good") as good:
@@ -276,7 +276,7 @@ def test_who_reads_no_answers_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_who_does_not_read_why_it_is_refused_is_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.server.LAST_WORDS_S", 0.05)
+    monkeypatch.setattr("adaserve_jax.star.service.server.LAST_WORDS_S", 0.05)
     with toy_service() as service, service.target("deaf") as deaf:
         asked = target_frame([draft(number, 1, 1, 0, [1]) for number in range(1, 2000)])
         for _ in range(20):
@@ -299,7 +299,7 @@ def test_no_more_streams_than_there_may_be():
 
 
 def test_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.server.HELLO_S", 0.05)
+    monkeypatch.setattr("adaserve_jax.star.service.server.HELLO_S", 0.05)
     with toy_service() as service, service.target(None) as silent:
         assert silent.rest() == []
         until(lambda: not service.server.audit.streams)

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from adaserve_jax.star import service
-from adaserve_jax.star.cells import cells_hash
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.messages import Hello, Refused, Tree, Welcome
+from adaserve_jax.star.messages import Hello, Refused, Tree, Welcome, cells_hash
+from adaserve_jax.star.service import main as service
+from adaserve_jax.star.service.dispatch import Batch
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.types import CandidateTrees
 from tests.star.scripted import table

@@ -7,14 +7,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from adaserve_jax.star.counters import CoreStats
-from adaserve_jax.star.limits import Allowance
-from adaserve_jax.star.session import Heard, Session, Target
+from adaserve_jax.star.service.limits import Allowance
+from adaserve_jax.star.service.session import Heard, Session, Target
 from tests.star.toys import SAMPLED, draft, opened
 
 
 def session(tokens=(1, 2, 3), computed: int = 0) -> Session:
-    made = Session(Target("a", Allowance(1.0, 1, 0.0), CoreStats()), opened(1, 0, tokens), key=1, now=0.0)
+    made = Session(Target("a", Allowance(1.0, 1, 0.0)), opened(1, 0, tokens), key=1, now=0.0)
     made.computed = computed
     return made
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.counters import BusyMeter
 from adaserve_jax.star.messages import Load, Refused, Tree
-from adaserve_jax.star.worker import Worker
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.session import BusyMeter
+from adaserve_jax.star.service.worker import Worker
 from tests.star.streams import HANG_S
 from tests.star.toys import ToyDevice, ToyRoom, close, draft, hello, limits, opened
 
@@ -78,11 +78,11 @@ class Timed(ToyDevice):
         return super().run(batch)
 
 
-def begun(**of_core: Any) -> tuple[Worker, DraftCore, Clock]:
+def begun() -> tuple[Worker, DraftCore, Clock]:
     bounds, room, clock = limits(), ToyRoom(), Clock()
     device = Timed(room, bounds)
     device.clock = clock
-    core = DraftCore(bounds, room, **of_core)
+    core = DraftCore(bounds, room)
     worker = Worker(core, device, clock=clock)
     worker.start()
     return worker, core, clock
@@ -104,24 +104,6 @@ def test_what_the_loop_measures():
     assert (seen.worker.searches, seen.worker.search_s, seen.worker.rows_searched) == (1, 0.25, 2)
     assert seen.worker.rows == {2: 1} and seen.core.rounds == 2 and seen.worker.frames == 1
     assert (welcome.max_depth, core.num_sessions, seen.waiting, seen.holding) == (4, 2, 0, 2)
-
-
-def test_work_ahead_is_counted_apart():
-    """A round, then two batches ahead of a quarter second each: the load stays that of the round."""
-    worker, _, clock = begun(ahead=True)
-    stream = Stream()
-    device = worker._device
-    ran = threading.Semaphore(0)
-    search, device.run = device.run, lambda batch: (search(batch), ran.release())[0]
-    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
-    for _ in range(3):
-        assert ran.acquire(timeout=HANG_S)
-    assert worker.stop(HANG_S)
-    assert [type(each).__name__ for each in stream.sent[:3]] == ["Welcome", "Load", "Tree"]
-    seen = worker._snapshot(clock.now)
-    assert (seen.worker.searches, seen.worker.search_s, seen.worker.service_s) == (1, 0.25, 0.25)
-    assert (seen.worker.ahead, seen.worker.ahead_s, seen.core.ahead_trees) == (2, 0.5, 1)
-    assert clock.now == 100.75 and seen.load.busy == 0.25 / 0.75 and seen.load.queue_s == 0.0
 
 
 def test_what_comes_during_a_batch_waits_from_then_on():
@@ -150,7 +132,7 @@ def test_the_load_is_told_every_quarter_second_at_most():
 
 
 def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
-    monkeypatch.setattr("adaserve_jax.star.worker.MOST_MESSAGES", 5)
+    monkeypatch.setattr("adaserve_jax.star.service.worker.MOST_MESSAGES", 5)
     bounds, room = limits(), ToyRoom()
     worker = Worker(DraftCore(bounds, room), ToyDevice(room, bounds), clock=Clock())
     stream = Stream()
@@ -158,23 +140,6 @@ def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
         worker.heard(stream, frame)
     worker._turn()
     assert worker._stats.frames == 2 and worker._stats.searches == 1, "six messages: a frame is taken whole"
-
-
-def test_nothing_is_drafted_ahead_while_more_has_come(monkeypatch):
-    """A flood of which one turn takes no more than its share: the Draft behind it does not wait for work ahead."""
-    monkeypatch.setattr("adaserve_jax.star.worker.MOST_MESSAGES", 2)
-    bounds, room = limits(), ToyRoom()
-    worker = Worker(DraftCore(bounds, room, ahead=True), ToyDevice(room, bounds), clock=Clock())
-    stream = Stream()
-    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
-    worker._turn()
-    for frame in ([close(7)] * 2, [close(7)] * 2, [draft(1, 1, 2, 2, [9, 9, 9])]):
-        worker.heard(stream, frame)
-    counted = []
-    for _ in range(4):
-        worker._turn()
-        counted.append((worker._stats.frames, worker._stats.searches, worker._stats.ahead))
-    assert counted == [(3, 1, 0), (4, 2, 0), (4, 2, 1), (4, 2, 2)]
 
 
 def test_nothing_that_is_said_ends_the_loop(monkeypatch):
@@ -214,61 +179,28 @@ def test_the_same_name_with_other_credentials_is_another_target():
 
 
 class Failing(ToyDevice):
-    """Batches fail by whether they are ahead, as long as `fails` says so; what they fed is lost."""
+    """Batches fail while `fails` is set; what they fed is lost."""
 
-    fails: tuple[bool, ...] = (True,)
+    fails = False
 
     def run(self, batch):
-        if batch.ahead in self.fails:
+        if self.fails:
             for row in batch.rows:
                 self.kv.setdefault(row.key, [])[row.start :] = [-1] * len(row.tokens)
             raise RuntimeError("of the device")
         return super().run(batch)
 
 
-def begun_failing() -> tuple[Worker, Failing, Stream]:
-    """A worker that the test turns, with one round behind it."""
+def test_only_failures_one_after_another_end_the_loop(caplog):
     bounds, room = limits(), ToyRoom()
-    device = Failing(room, bounds)
-    worker, stream = Worker(DraftCore(bounds, room, ahead=True), device, clock=Clock()), Stream()
-    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
-    worker._turn()
-    return worker, device, stream
-
-
-def a_round(worker: Worker, stream: Stream, number: int) -> int:
-    """A Draft gets its tree; then there is time for work ahead: batches of it."""
-    worker.heard(stream, [draft(1, 1, number, number, [5])])
-    worker._turn()
-    (tree,) = [each for each in stream.sent if isinstance(each, Tree) and each.round == number]
-    assert len(tree.index)
-    before = worker._stats.ahead
-    worker._turn()
-    return worker._stats.ahead - before
-
-
-def test_batches_ahead_that_fail_end_drafting_ahead_alone(caplog):
-    worker, _, stream = begun_failing()
-    assert [a_round(worker, stream, number) for number in range(2, 8)] == [1, 1, 1, 0, 0, 0]
-    assert caplog.text.count("a batch of 1 rows failed: RuntimeError") == 3
-    assert caplog.text.count("3 batches ahead failed one after another: nothing is drafted ahead any more") == 1
-
-
-def test_batches_ahead_that_fail_now_and_then_end_nothing():
-    worker, device, stream = begun_failing()
-    for number in range(2, 12):
-        device.fails = () if number % 3 == 0 else (True,)
-        assert a_round(worker, stream, number) == 1
-
-
-def test_work_ahead_that_succeeds_does_not_hide_failures_of_what_is_waited_for():
-    worker, device, stream = begun_failing()
-    device.fails = (False,)
-    for number in (2, 3):
-        worker.heard(stream, [opened(number, 1, [7]), draft(number, 1, 1, 1, [])])
+    device, stream = Failing(room, bounds), Stream()
+    worker = Worker(DraftCore(bounds, room), device, clock=Clock())
+    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2])])
+    for number in range(1, 12):
+        device.fails = number % 3 > 0
+        worker.heard(stream, [draft(1, 1, number, 2, [])])
         worker._turn()
-        worker._turn()
-        assert worker._stats.ahead == number - 1, "of the first session, in between"
-    worker.heard(stream, [opened(4, 1, [7]), draft(4, 1, 1, 1, [])])
+    assert caplog.text.count("a batch of 1 rows failed: RuntimeError") == 8
     with pytest.raises(RuntimeError, match="of the device"):
+        worker.heard(stream, [draft(1, 1, 12, 2, [])])
         worker._turn()

@@ -10,11 +10,11 @@ from hashlib import blake2b
 
 import numpy as np
 
-from adaserve_jax.star.core import DraftCore
-from adaserve_jax.star.dispatch import Batch
-from adaserve_jax.star.limits import DraftLimits
 from adaserve_jax.star.messages import Close, Draft, FromService, Hello, Open, Tree
-from adaserve_jax.star.session import Sampling
+from adaserve_jax.star.service.core import DraftCore
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.limits import DraftLimits
+from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.types import CandidateTrees
 
 VOCABULARY = 97
@@ -108,9 +108,6 @@ class ToyRoom:
             return False
         self.held[key] = wanted
         return True
-
-    def shrink(self, key: int, tokens: int) -> None:
-        self.held[key] = min(self.held[key], -(-tokens // self._page))
 
     def release(self, key: int) -> None:
         del self.held[key]

@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from adaserve_jax.tree.accept import PADDING, PREFILL, accept_walk
+from adaserve_jax.tree.verify import PADDING, PREFILL, accept_walk
 
 DEPTH = 3
 

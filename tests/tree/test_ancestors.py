@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits
-from adaserve_jax.tree.ancestors import ancestor_bits, ancestor_paths
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import expand_bits
+from adaserve_jax.tree.verify import ancestor_bits, ancestor_paths
 
 
 def forest(rng: np.random.Generator, tokens: int, chain: bool) -> np.ndarray:

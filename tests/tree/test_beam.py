@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.tree.acceptance import AcceptanceTable
-from adaserve_jax.tree.beam import Beam, beam_search
-from adaserve_jax.tree.noise import gumbel_noise
-from adaserve_jax.tree.sampling import Sampler
+from adaserve_jax.tree.beam import AcceptanceTable, Beam, beam_search
+from adaserve_jax.tree.sampling import Sampler, gumbel_noise
 
 VOCAB, DEPTH, ROWS = 6, 3, 2
 ROOT = 10

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import CheckpointError
-from adaserve_jax.models.folders import resolve_folder
-from adaserve_jax.tree.chances import ChanceTable, Learned, read_chances, write_chances
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.tree.acceptance_table import ChanceTable, Learned, read_chances, write_chances
 
 SHIPPED = resolve_folder("demo", "draft").parent / "calibration.json"
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from scipy import stats
 
-from adaserve_jax.tree.noise import gumbel_noise
+from adaserve_jax.tree.sampling import gumbel_noise
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 

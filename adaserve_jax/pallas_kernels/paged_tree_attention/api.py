@@ -16,10 +16,17 @@ import jax.numpy as jnp
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.pallas_kernels.paged_tree_attention import reference
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import pack_bits
-from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands, pad_to_tiles
-from adaserve_jax.pallas_kernels.paged_tree_attention.packed import PackedTokens, packed_operands, unfold
-from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, Slabs
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
+    TILE,
+    Operands,
+    PackedTokens,
+    Pool,
+    Slabs,
+    pack_bits,
+    packed_operands,
+    pad_to_tiles,
+    unfold,
+)
 
 Implementation = Literal["xla", "plain", "mosaic_gpu", "mosaic_tpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)

@@ -6,19 +6,386 @@ A tile of up to 64 query rows is shared by splits, each with a run of its keys; 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from adaserve_jax.pallas_kernels.compat import gpu_interpret, plgpu
-from adaserve_jax.pallas_kernels.paged_tree_attention.mosaic_gpu_kernel import DEPTH, kernel
-from adaserve_jax.pallas_kernels.paged_tree_attention.mosaic_gpu_keys import Block, Inputs, Sizes
-from adaserve_jax.pallas_kernels.paged_tree_attention.mosaic_gpu_splits import choose_splits, merge_splits
-from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands
-from adaserve_jax.pallas_kernels.paged_tree_attention.warpgroup import ROWS, Warpgroup, aliased, shared
+from adaserve_jax.pallas_kernels.compat import gpu_interpret, gpu_load, pl, plgpu
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
+
+# Where the keys and values of one thread block are, and their way into shared memory; static sizes and inputs.
+#
+# A block's keys are slots of 64: those of its pages, then its in-flight tiles. One step takes one slot, and a
+# split takes an equal run of steps. Knows no attention.
+
+
+class Sizes(NamedTuple):
+    """Static sizes of one call. num_tiles: in-flight tiles in all; chunk: keys of one copy, a page or 64 of its keys;
+    rows: query rows of a tile that are loaded and stored, a multiple of 8; row_tiles: tiles per block and KV head."""
+
+    num_blocks: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    num_tiles: int
+    chunk: int
+    rows: int
+    row_tiles: int
+    num_splits: int
+
+    @property
+    def copies(self) -> int:
+        """Copies of keys, or of values, that fill a slot."""
+        return TILE // self.chunk
+
+
+class Inputs(NamedTuple):
+    """Arrays in global memory. q: bf16[B * K * row_tiles, rows, D]; k_pool, v_pool: bf16[L * P * K * S / chunk, chunk,
+    D]; k, v: bf16[K * N / chunk, chunk, D]; layer: i32[1]; blocks: i32[B, 5], the fields of `Block`; page_table:
+    i32[R, pages]; words: i32[B, row_tiles, W, 64], bits of each query row; first: i32[B, row_tiles, 64], or None."""
+
+    q: Any
+    k_pool: Any
+    v_pool: Any
+    k: Any
+    v: Any
+    layer: Any
+    blocks: Any
+    page_table: Any
+    words: Any
+    first: Any
+
+
+class Block(NamedTuple):
+    """Scalars of one block of queries. floor: first context position that any of them sees."""
+
+    row: Any
+    ctx_len: Any
+    floor: Any
+    tile: Any
+    num_tiles: Any
+
+
+@dataclass(frozen=True)
+class Share:
+    """The steps [start, end) of a thread block: page slots from `first_slot` on until `first_tile_step`, then tiles."""
+
+    sizes: Sizes
+    inputs: Inputs
+    block: Block
+    layer: Any
+    head: Any
+    first_slot: Any
+    num_slots: Any
+    start: Any
+    end: Any
+
+    @classmethod
+    def of(cls, sizes: Sizes, inputs: Inputs, block: Block, head: Any, split: Any) -> Share:
+        first_slot = lax.div(block.floor, TILE)
+        num_slots = jnp.maximum(lax.div(block.ctx_len + TILE - 1, TILE) - first_slot, 0)
+        steps = num_slots + block.num_tiles
+        start, end = (lax.div(steps * (split + i), sizes.num_splits) for i in (0, 1))
+        return cls(sizes, inputs, block, inputs.layer[0], head, first_slot, num_slots, start, end)
+
+    @property
+    def first_tile_step(self) -> Any:
+        return jnp.clip(self.num_slots, self.start, self.end)
+
+    def position(self, step: Any) -> Any:
+        """Context position of a page slot's first key."""
+        return (self.first_slot + step) * TILE
+
+    def live(self, position: jax.Array) -> jax.Array:
+        """bool: positions that hold a key which some query of the block sees."""
+        return (position >= self.block.floor) & (position < self.block.ctx_len)
+
+    def page_chunk(self, step: Any, copy: int) -> Any:
+        """Index in a pool of chunk `copy` of a page slot. A chunk without a live key is replaced by one that has, for
+        its page may be no page at all."""
+        sizes = self.sizes
+        position = self.position(step) + copy * sizes.chunk
+        position = jnp.minimum(jnp.maximum(position, self.block.floor), self.block.ctx_len - 1)
+        page = self.inputs.page_table[self.block.row, lax.div(position, sizes.page_size)]
+        per_page = sizes.page_size // sizes.chunk
+        within = lax.div(lax.rem(position, sizes.page_size), sizes.chunk)
+        return ((self.layer * sizes.num_pages + page) * sizes.kv_heads + self.head) * per_page + within
+
+    def tile_chunk(self, step: Any, copy: int) -> Any:
+        """Index of chunk `copy` of an in-flight tile."""
+        tile = self.head * self.sizes.num_tiles + self.block.tile + step - self.num_slots
+        return tile * self.sizes.copies + copy
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Keys, or values, of a share's steps on their way through shared memory. slots: bf16[depth, 64, D]."""
+
+    share: Share
+    pool: Any
+    tiles: Any
+    slots: Any
+    came: Any
+
+    def _slot(self, step: Any) -> Any:
+        return lax.rem(step - self.share.start, self.slots.shape[0])
+
+    def fetch(self, step: Any) -> None:
+        """Ask for a step's slot, if the share has that step. All reads of the slot's last content must be over."""
+        share, slot = self.share, self._slot(step)
+
+        def copy_all(source: Any, chunk_of: Any) -> None:
+            size = share.sizes.chunk
+            chunks = [chunk_of(step, copy) for copy in range(share.sizes.copies)]
+            for copy, chunk in enumerate(chunks):
+                to = self.slots.at[slot, pl.ds(copy * size, size)]
+                plgpu.copy_gmem_to_smem(source.at[chunk], to, self.came.at[slot])
+
+        first_tile_step = share.first_tile_step
+        pl.when(step < first_tile_step)(lambda: copy_all(self.pool, share.page_chunk))
+        pl.when((step >= first_tile_step) & (step < share.end))(lambda: copy_all(self.tiles, share.tile_chunk))
+
+    def fetch_next(self, step: Any) -> None:
+        """Ask for the step that takes the slot of this one, which is done with."""
+        self.fetch(step + self.slots.shape[0])
+
+    def wait(self, step: Any) -> Any:
+        """The step's slot, bf16[64, D], once it has come."""
+        slot = self._slot(step)
+        plgpu.barrier_wait(self.came.at[slot])
+        return self.slots.at[slot]
+
+
+# What the Hopper kernel asks of a warpgroup, and a stand-in for each that GPU interpret mode can run.
+#
+# Interpret mode has no register layouts, no products with an operand in registers and no aliased shared memory;
+# all else (copies, barriers, loops, masks) runs there as it is written. Rows are query rows, columns are keys
+# or features.
+
+ROWS = 64
+"""Rows of a warpgroup's matrix product."""
+
+
+@dataclass(frozen=True)
+class Warpgroup:
+    """One warpgroup's operations on arrays in registers: `[ROWS, columns]` matrices and `[ROWS]` vectors."""
+
+    interpret: bool
+
+    def _place(self, x: jax.Array) -> jax.Array:
+        if self.interpret:
+            return x
+        return plgpu.layout_cast(x, plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1))
+
+    def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
+        """f32 of that shape, all `value`."""
+        return self._place(jnp.full(shape, value, jnp.float32))
+
+    def index(self, columns: int, axis: int) -> jax.Array:
+        """i32[ROWS, columns], each element its own row (axis 0) or column (axis 1)."""
+        return self._place(lax.broadcasted_iota(jnp.int32, (ROWS, columns), axis))
+
+    def load_rows(self, ref: Any) -> jax.Array:
+        """[ROWS] from global memory."""
+        if self.interpret:
+            return ref[...]
+        return gpu_load(ref, plgpu.Layout.WGMMA.reduce(1))
+
+    def product(self, a: Any, b: Any) -> jax.Array:
+        """f32[ROWS, N]: a @ b.T. a: bf16[ROWS, D] and b: bf16[N, D], both in shared memory. Returns when done."""
+        if self.interpret:
+            return a[...].astype(jnp.float32) @ b[...].astype(jnp.float32).T
+
+        def multiply(total: Any) -> jax.Array:
+            plgpu.wgmma(total, a, b.transpose((1, 0)))
+            return total[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((ROWS, b.shape[0]), jnp.float32))
+
+    def accumulate(self, total: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+        """f32[ROWS, N]: total + a @ b. a: bf16[ROWS, S], in registers; b: bf16[S, N], in shared memory. Returns when
+        done."""
+        if self.interpret:
+            return total + a.astype(jnp.float32) @ b[...].astype(jnp.float32)
+
+        def multiply(total_ref: Any) -> None:
+            plgpu.wgmma(total_ref, a, b)
+
+        return cast(jax.Array, pl.run_state(multiply)(plgpu.WGMMAAccumulatorRef.init(total)))
+
+
+def across(rows: jax.Array, columns: int) -> jax.Array:
+    """[ROWS, columns] from [ROWS]: each row's value in all its columns."""
+    return lax.broadcast_in_dim(rows, (ROWS, columns), (0,))
+
+
+def shared(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
+    """Shared memory of that shape in tiles of 8 rows by 128 bytes, swizzled, as matrix products and copies want it."""
+    tile = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, tile)), plgpu.SwizzleTransform(128)))
+
+
+def aliased(*groups: Any, interpret: bool) -> Any:
+    """Groups of shared memory of which one is in use at a time: they take the room of the largest."""
+    return groups if interpret else plgpu.RefUnion(*groups)
+
+
+# The Hopper kernel of paged tree attention: TMA copies, wgmma products, a running softmax over a share of the
+# keys.
+#
+# One thread block of one warpgroup per split, KV head, block of queries and tile of 64 query rows. `DEPTH`
+# slots of keys and of values are in shared memory or on their way. The warpgroup that uses a slot is the one
+# that asks for the next, so the only thing ever waited for is that bytes which were asked for have come.
+
+DEPTH = {64: 4, 128: 3}
+"""Slots in shared memory, by head dimension: few enough that two thread blocks share a multiprocessor."""
+LOWEST = -1e30
+"""Peak of a row that has seen nothing. Finite, so that a masked score of -inf weighs exp2(-inf - peak) = 0."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys of a step each query row sees, and which values of a page slot no row may touch.
+
+    words: i32[W, ROWS], in global memory; first: i32[ROWS], first context position that each row sees, or None.
+    """
+
+    share: Share
+    group: Warpgroup
+    words: Any
+    first: jax.Array | None
+
+    def in_pages(self, step: Any) -> jax.Array:
+        """bool[ROWS, TILE]."""
+        position = self.share.position(step) + self.group.index(TILE, 1)
+        live = self.share.live(position)
+        return live if self.first is None else live & (position >= across(self.first, TILE))
+
+    def in_tiles(self, step: Any) -> jax.Array:
+        """bool[ROWS, TILE]."""
+        word = (step - self.share.num_slots) * (TILE // 32)
+        low, high = (across(self.group.load_rows(self.words.at[word + i]), TILE) for i in (0, 1))
+        column = self.group.index(TILE, 1)
+        return (jnp.where(column < 32, low, high) >> lax.rem(column, 32)) & 1 != 0
+
+    def clear_dead_values(self, step: Any, values: Any) -> None:
+        """Zero the values of a page slot, bf16[TILE, D], that no query sees: they may be NaN, and 0 * NaN is NaN."""
+        position = self.share.position(step)
+
+        @pl.when((position < self.share.block.floor) | (position + TILE > self.share.block.ctx_len))
+        def _clear() -> None:
+            live = self.share.live(position + self.group.index(values.shape[1], 0))
+            values[...] = jnp.where(live, values[...], 0)
+            plgpu.commit_smem()
+
+
+def kernel(*refs: Any, sizes: Sizes, group: Warpgroup) -> None:
+    """Attend to one share of the keys and leave its sums, which merge_splits describes, at its place in the outputs.
+
+    refs: the inputs that there are; weighted f32[cells, rows, D], peak and mass f32[cells, ROWS]; shared memory of
+    queries, of slots or results, and the barriers of queries, keys and values.
+    """
+    *given, weighted_out, peak_out, mass_out, q, aliases, q_came, k_came, v_came = refs
+    inputs = Inputs(*given, *[None] * (len(Inputs._fields) - len(given)))
+    (k_slots, v_slots), stages = aliases
+    split, head, index, row_tile = (lax.axis_index(name) for name in ("split", "head", "block", "row_tile"))
+    block = Block(*(inputs.blocks[index, field] for field in range(len(Block._fields))))
+    share = Share.of(sizes, inputs, block, head, split)
+    keys = Pipeline(share, inputs.k_pool, inputs.k, k_slots, k_came)
+    values = Pipeline(share, inputs.v_pool, inputs.v, v_slots, v_came)
+    first = None if inputs.first is None else group.load_rows(inputs.first.at[index, row_tile])
+    visibility = Visibility(share, group, inputs.words.at[index, row_tile], first)
+
+    rows = pl.ds(0, sizes.rows)
+    cell = (index * sizes.kv_heads + head) * sizes.row_tiles + row_tile
+    plgpu.copy_gmem_to_smem(inputs.q.at[cell], q.at[rows], q_came)
+    for ahead in range(DEPTH[sizes.head_dim]):
+        keys.fetch(share.start + ahead)
+        values.fetch(share.start + ahead)
+    plgpu.barrier_wait(q_came)
+    weighted, peak, mass = _attend_share(share, keys, values, visibility, group, q)
+
+    out_cell = split * (sizes.num_blocks * sizes.kv_heads * sizes.row_tiles) + cell
+    weighted_stage, peak_stage, mass_stage = stages
+    weighted_stage[...], peak_stage[...], mass_stage[...] = weighted, peak, mass
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(weighted_stage.at[rows], weighted_out.at[out_cell])
+    plgpu.copy_smem_to_gmem(peak_stage, peak_out.at[out_cell])
+    plgpu.copy_smem_to_gmem(mass_stage, mass_out.at[out_cell])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend_share(
+    share: Share, keys: Pipeline, values: Pipeline, visibility: Visibility, group: Warpgroup, q: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weighted sum f32[ROWS, D], peak f32[ROWS] in powers of two, mass f32[ROWS]. q: bf16[ROWS, D], shared memory."""
+    head_dim = share.sizes.head_dim
+    to_powers_of_two = head_dim**-0.5 * math.log2(math.e)
+
+    def absorb(step: Any, state: Any, visible: jax.Array, scores: jax.Array, *, in_pages: bool) -> Any:
+        weighted, peak, mass = state
+        scores = jnp.where(visible, scores * to_powers_of_two, -jnp.inf)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        weight = jnp.exp2(scores - across(new_peak, TILE))
+        shrink = jnp.exp2(peak - new_peak)
+        mass = mass * shrink + jnp.sum(weight, axis=1)
+        weighted = weighted * across(shrink, head_dim)
+        slot = values.wait(step)
+        if in_pages:
+            visibility.clear_dead_values(step, slot)
+        weighted = group.accumulate(weighted, weight.astype(jnp.bfloat16), slot)
+        values.fetch_next(step)
+        return weighted, new_peak, mass
+
+    def score(step: Any) -> jax.Array:
+        scores = group.product(q, keys.wait(step))
+        keys.fetch_next(step)
+        return scores
+
+    def page_step(step: Any, state: Any) -> Any:
+        scores = score(step)
+        return absorb(step, state, visibility.in_pages(step), scores, in_pages=True)
+
+    def tile_step(step: Any, state: Any) -> Any:
+        visible = visibility.in_tiles(step)  # first, for it waits for global memory
+        return absorb(step, state, visible, score(step), in_pages=False)
+
+    state = (group.full((ROWS, head_dim), 0.0), group.full((ROWS,), LOWEST), group.full((ROWS,), 0.0))
+    state = lax.fori_loop(share.start, share.first_tile_step, page_step, state)
+    return lax.fori_loop(share.first_tile_step, share.end, tile_step, state)
+
+
+# How many splits share the keys of one tile of query rows on a GPU, and how their partial results are merged.
+
+NUM_SMS = 132
+"""Streaming multiprocessors of an H100 SXM or H200."""
+CTAS_PER_SM = 4
+"""Thread blocks to make for each: two run at a time, and as many again even out unequal contexts."""
+MIN_SLOTS = 4
+"""Fewest slots of 64 keys worth a split of their own, at the largest context that the page table can hold."""
+
+
+def choose_splits(*, row_tiles: int, max_slots: int) -> int:
+    """Splits of each tile of query rows, at least 1. row_tiles: tiles of query rows over all blocks and KV heads;
+    max_slots: slots of 64 keys of the largest context, by the page table's width, and of in-flight keys."""
+    wanted = NUM_SMS * CTAS_PER_SM // row_tiles
+    return max(1, min(wanted, max_slots // MIN_SLOTS))
+
+
+def merge_splits(weighted: jax.Array, peak: jax.Array, mass: jax.Array) -> jax.Array:
+    """f32[..., D], rows that saw nothing 0, from partial results over axis 0.
+
+    weighted: f32[splits, ..., D], sums of values by 2 ** (score - peak); peak, mass: f32[splits, ...], the largest
+    score and the sum of weights, scores in powers of two.
+    """
+    shrink = jnp.exp2(peak - jnp.max(peak, axis=0))
+    total = jnp.sum(weighted * shrink[..., None], axis=0)
+    return total / jnp.maximum(jnp.sum(mass * shrink, axis=0), 1e-30)[..., None]
 
 
 def unsupported(*, head_dim: int, page_size: int, group: int, dtype: jnp.dtype) -> str:

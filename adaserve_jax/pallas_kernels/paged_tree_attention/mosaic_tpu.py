@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adaserve_jax.pallas_kernels.compat import pl, pltpu, tpu_interpret
-from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
 
 LOWEST = -1e30
 LANES = 128

@@ -7,8 +7,78 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adaserve_jax.pallas_kernels.paged_tree_attention.bits import expand_bits, pack_bits
-from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands, pad_to_tiles
+# What every kernel of paged tree attention is given: query blocks over pages and over tiles of in-flight keys.
+#
+# `api.py` makes it from packed tokens or from a beam; a kernel knows neither. Decode, chain, tree and prefill
+# differ in numbers here, not in code.
+
+TILE = 64
+"""In-flight keys of one tile. A tile has TILE / 32 words of bits."""
+
+
+class Operands(NamedTuple):
+    """B query blocks, each with up to Q queries of one request, and M = G * Q query rows per KV head.
+
+    q: f[B, K, M, D]; row g * Q + i is query i of the block in head g of the KV head's group. Not scaled: a kernel
+    multiplies float32 scores by D ** -0.5. Rows of absent queries hold anything finite.
+    k, v: f[K, N, D], in-flight keys and values, N a multiple of TILE; finite everywhere.
+    k_pool, v_pool: f[L, P, K, S, D]; layer: i32[1]. Pages and slots beyond a context hold anything, NaN included.
+    page_table: i32[R, pages], anything outside a block's live pages; row: i32[B], the row of each block; ctx_len:
+    i32[B], 0 for a block without queries.
+    first: i32[B, Q], first context position that a query sees, or None: all see everything from 0.
+    tile, num_tiles: i32[B]; in-flight keys that block b may see lie in [tile[b], tile[b] + num_tiles[b]) * TILE.
+    bits: u32[B, Q, W]; bit c % 32 of word c // 32 says whether the query sees in-flight key tile[b] * TILE + c. W
+    is a multiple of TILE / 32, and at least num_tiles[b] of them.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    k_pool: jax.Array
+    v_pool: jax.Array
+    layer: jax.Array
+    page_table: jax.Array
+    row: jax.Array
+    ctx_len: jax.Array
+    first: jax.Array | None
+    tile: jax.Array
+    num_tiles: jax.Array
+    bits: jax.Array
+
+    @property
+    def num_queries(self) -> int:
+        """Q."""
+        return self.bits.shape[1]
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.q.shape[2] // self.num_queries
+
+    @property
+    def page_size(self) -> int:
+        return self.k_pool.shape[3]
+
+
+def pad_to_tiles(x: jax.Array) -> jax.Array:
+    """f[..., N, D] with zeros after its last key, up to a whole number of tiles."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % TILE), (0, 0)])
+
+
+# Visibility among in-flight tokens as bits: bit c % 32 of word c // 32 says whether token c is seen.
+
+
+def expand_bits(bits: jax.Array, num_tokens: int) -> jax.Array:
+    """bool[..., num_tokens] from u32[..., W]."""
+    index = jnp.arange(num_tokens)
+    return (bits[..., index // 32] >> (index % 32).astype(jnp.uint32)) & 1 != 0
+
+
+def pack_bits(visible: jax.Array) -> jax.Array:
+    """u32[..., ceil(N / 32)] from bool[..., N]."""
+    padded = jnp.pad(visible, [(0, 0)] * (visible.ndim - 1) + [(0, -visible.shape[-1] % 32)])
+    words = padded.reshape(*visible.shape[:-1], -1, 32).astype(jnp.uint32)
+    return jnp.sum(words << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
 class QueryBlocks(NamedTuple):
@@ -132,3 +202,44 @@ def _block_bits(tokens: PackedTokens, blocks: QueryBlocks, tile: jax.Array, wind
     at = tile[:, None] * (TILE // 32) + jnp.arange(words)
     gathered = bits[blocks.token[:, :, None], jnp.minimum(at, words - 1)[:, None, :]]
     return jnp.where((at < words)[:, None, :], gathered, 0)
+
+
+# A page pool of one model's keys, or values: one array, or two whose page ids follow one another.
+#
+# The second is there only while a pool is extended. A program compiled for one array has nothing of this in it.
+
+
+class Slabs(NamedTuple):
+    """A pool in two arrays. base: [L, P, K, S, D], pages 0 <= id < P; extension: [L, X, K, S, D], the X pages after
+    them. shape and dtype are those of both as one pool."""
+
+    base: jax.Array
+    extension: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        layers, pages, *page = self.base.shape
+        return (layers, pages + self.extension.shape[1], *page)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.base.dtype
+
+
+Pool = jax.Array | Slabs
+"""Keys or values of all layers, [L, P, K, S, D]."""
+
+
+def read_pages(pool: Pool, layer: int, ids: jax.Array) -> jax.Array:
+    """Pages of a layer, [..., K, S, D] for ids i32[...]; of ids that no page has, anything.
+
+    Of two slabs both are read and one result is chosen: a page of the other slab costs little, because it is always
+    its first, which stays in the cache. Branches cost more (docs/architecture/device.md).
+    """
+    if not isinstance(pool, Slabs):
+        return pool[layer, ids]
+    base_pages = pool.base.shape[1]
+    in_base = ids < base_pages
+    of_base = pool.base[layer, jnp.where(in_base, ids, 0)]
+    of_extension = pool.extension[layer, jnp.where(in_base, 0, ids - base_pages)]
+    return jnp.where(in_base[..., None, None, None], of_base, of_extension)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adaserve_jax.pallas_kernels.compat import pl
-from adaserve_jax.pallas_kernels.paged_tree_attention.operands import TILE, Operands
+from adaserve_jax.pallas_kernels.paged_tree_attention.packed import TILE, Operands
 
 LOWEST = -1e30
 

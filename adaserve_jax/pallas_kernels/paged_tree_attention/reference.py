@@ -17,13 +17,14 @@ from jax import lax
 
 from adaserve_jax.pallas_kernels.paged_tree_attention.packed import (
     PackedTokens,
+    Pool,
     QueryBlocks,
     first_visible,
     fold,
     occupied,
+    read_pages,
     unfold,
 )
-from adaserve_jax.pallas_kernels.paged_tree_attention.slabs import Pool, read_pages
 
 LOWEST = -1e30
 

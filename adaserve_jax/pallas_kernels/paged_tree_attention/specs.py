@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from adaserve_jax.pallas_kernels.dtypes import DTYPES
+from adaserve_jax.pallas_kernels.compat import DTYPES
 
 
 @dataclass(frozen=True)

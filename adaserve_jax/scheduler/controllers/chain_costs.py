@@ -9,7 +9,7 @@ import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
 from adaserve_jax.scheduler.controllers.base import Feedback
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.types import Limits
 
 LEAST_SHARE = 0.1

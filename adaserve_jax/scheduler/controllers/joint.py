@@ -7,16 +7,181 @@ budget is chosen again, from the real ones, after it. Source: docs/equations.md,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
 from adaserve_jax.scheduler.acceptance import LearnedAcceptance
-from adaserve_jax.scheduler.controllers.alone import Alone
-from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
-from adaserve_jax.scheduler.controllers.shapes import OUT_OF_REACH, Reach, Shapes
-from adaserve_jax.scheduler.controllers.weighing import Choices, Correction, Weighed
-from adaserve_jax.scheduler.cost import CostTable
+from adaserve_jax.scheduler.controllers.base import Alone, Controller, Decision, Load
+from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.types import Limits
+
+# What a beam search of a given depth and width is expected to bring, by the averages that were learned.
+#
+# Knows no time, cost or load.
+
+GRID = 16
+"""Steps per token of the table that turns expected tokens into nodes."""
+OUT_OF_REACH = 1 << 24
+"""Nodes that no budget holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """The options of the draft, O of them; the first is depth 0. depth, width, size (nodes): i64[O];
+    mask: bool[O, max nodes]."""
+
+    depth: np.ndarray
+    width: np.ndarray
+    size: np.ndarray
+    mask: np.ndarray
+
+    @classmethod
+    def of(cls, limits: Limits, widths: tuple[int, ...]) -> Shapes:
+        widths = tuple(width for width in widths if width <= limits.max_width)
+        pairs = [(0, 0)] + [(depth, width) for depth in range(1, limits.max_depth + 1) for width in widths]
+        depth = np.array([pair[0] for pair in pairs])
+        width = np.array([pair[1] for pair in pairs])
+        levels = np.arange(limits.max_depth)[:, None]
+        ranks = np.arange(limits.max_width)[None, :]
+        mask = (levels < depth[:, None, None]) & (ranks < width[:, None, None])
+        return cls(depth, width, depth * width, mask.reshape(len(pairs), -1))
+
+    def reach(self, chance: np.ndarray) -> Reach:
+        """chance: f64[max_depth, max_width], that a node is accepted, by depth and rank."""
+        best_first = np.sort(np.where(self.mask, chance.ravel(), 0.0), axis=1)[:, ::-1]
+        tokens = np.zeros((len(self.depth), best_first.shape[1] + 1))
+        np.cumsum(best_first, axis=1, out=tokens[:, 1:])
+        return Reach.of(tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """tokens: f64[O, 1 + K], expected beyond the root with the best 0, 1, ... nodes of each shape. nodes: i64[O * G],
+    the fewest nodes that bring each GRID-th of a token, shape after shape, OUT_OF_REACH in the last of each."""
+
+    tokens: np.ndarray
+    nodes: np.ndarray
+    grid_steps: int
+
+    @classmethod
+    def of(cls, tokens: np.ndarray) -> Reach:
+        steps = int(tokens[:, -1].max() * GRID) + 2
+        levels = np.arange(steps) / GRID
+        nodes = np.stack([np.searchsorted(row, levels) for row in tokens])
+        nodes[nodes >= tokens.shape[1]] = OUT_OF_REACH
+        return cls(tokens, nodes.ravel(), steps)
+
+    def nodes_for(self, need_rate: np.ndarray, step_s: np.ndarray, shapes: np.ndarray | None = None) -> np.ndarray:
+        """i64[O, E, R]: nodes that put each request on pace. need_rate: f64[R], tokens per second; step_s: f64[O, E];
+        shapes: indices of the O rows of step_s, None for all."""
+        first = np.arange(len(self.tokens)) if shapes is None else shapes
+        gain = need_rate * (step_s * GRID)[:, :, None]
+        gain -= GRID
+        np.ceil(gain, out=gain)
+        np.clip(gain, 0.0, self.grid_steps - 1, out=gain)
+        gain += (first * self.grid_steps)[:, None, None]
+        return self.nodes.take(gain.astype(np.intp))
+
+    def gain(self, nodes: np.ndarray, shapes: np.ndarray | None) -> np.ndarray:
+        """f64[O, ...], expected tokens beyond the root of `nodes` best nodes, linear between whole ones."""
+        tokens = self.tokens if shapes is None else self.tokens[shapes]
+        last = tokens.shape[1] - 1
+        each = np.clip(nodes, 0, last)
+        whole = each.astype(np.int64)
+        above = np.minimum(whole + 1, last)
+        return tokens[:, whole] + (tokens[:, above] - tokens[:, whole]) * (each - whole)
+
+
+# The options of one step as they were weighed, and the best of all or of some of them.
+#
+# Between the joint choice, which values them, and who picks. Knows no table and no load.
+
+FINE_SHAPES = 3
+"""Shapes that are tried with the edges between the coarse ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """What a shape really takes and brings beside what the tables say, f64[shapes] each: factors of its step's seconds,
+    and of its expected tokens beyond the roots."""
+
+    seconds: np.ndarray
+    tokens: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """O shapes x E edges x F shares of prefill. value, on_pace: f64[O, E, F], on_pace being the requests in it; chunk:
+    i64[E, F]."""
+
+    value: np.ndarray
+    on_pace: np.ndarray
+    chunk: np.ndarray
+
+    def best(self) -> tuple[int, int, int]:
+        shape, edge, share = np.unravel_index(int(self.value.argmax()), self.value.shape)
+        return int(shape), int(edge), int(share)
+
+    def of(self, shape: int) -> Choices:
+        """With one shape only."""
+        only = slice(shape, shape + 1)
+        return Choices(self.value[only], self.on_pace[only], self.chunk)
+
+    def neighbours(self, shapes: np.ndarray, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The best shapes, and all edges from those next to the best one of any of them."""
+        by_edge = self.value.max(axis=2)
+        finest = np.argsort(-by_edge.max(axis=1), kind="stable")[:FINE_SHAPES]
+        at = by_edge[finest].argmax(axis=1)
+        first, last = edges[max(int(at.min()) - 1, 0)], edges[min(int(at.max()) + 1, len(edges) - 1)]
+        return shapes[finest], np.arange(first, last + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """shape: its index. value, on_pace: corrected, as all values are."""
+
+    decision: Decision
+    shape: int
+    value: float
+    on_pace: float
+
+
+@dataclass(frozen=True, eq=False)
+class Weighed:
+    """choices: of `shapes` at the coarse `edges`, indices both. look: the choices of some shapes at some edges; None
+    where there are no edges between. decide: the decision for a shape and a prefill chunk."""
+
+    shapes: np.ndarray
+    edges: np.ndarray
+    choices: Choices
+    look: Callable[[np.ndarray, np.ndarray], Choices] | None
+    decide: Callable[[int, int], Decision]
+
+    def pick(self, shape: int | None = None) -> Pick:
+        """The best option, of one shape or of all."""
+        shapes, edges, choices = self.shapes, self.edges, self.choices
+        if shape is not None:
+            shapes, choices = shapes[shape : shape + 1], choices.of(shape)
+        if self.look is not None:
+            shapes, edges = choices.neighbours(shapes, edges)
+            choices = self.look(shapes, edges)
+        best, edge, share = choices.best()
+        chosen = int(shapes[best])
+        return Pick(
+            self.decide(chosen, int(choices.chunk[edge, share])), chosen,
+            choices.value.item(best, edge, share), choices.on_pace.item(best, edge, share),
+        )  # fmt: skip
+
+    def by_shape(self) -> tuple[np.ndarray, np.ndarray]:
+        """f64[O], the value of each shape at its best coarse edge, and the requests on pace in it."""
+        value = self.choices.value.reshape(len(self.shapes), -1)
+        at = value.argmax(axis=1)
+        rows = np.arange(len(at))
+        return value[rows, at], self.choices.on_pace.reshape(value.shape)[rows, at]
+
 
 CHUNK_SHARES = np.array([1.0, 0.5, 0.25])
 """Shares of a step's room beside the roots that prefill may take."""

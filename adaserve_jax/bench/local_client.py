@@ -1,0 +1,137 @@
+"""The engine of this machine as a bench run sees it. The only file of `bench` that loads models, and so jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from adaserve_jax.bench.engine import Ask, Due, EngineAbout, LoopResult, OnFlight, drive
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.engine.client import EngineClient, GenerateRequest
+from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.results.provenance import count_parameters
+from adaserve_jax.results.schema import OWN_SYSTEM
+from adaserve_jax.sim.acceptance import AcceptanceRecorder, RecordingExecutor
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import Executor, Progress
+from adaserve_jax.workloads.prompt_text import PromptWriter
+from adaserve_jax.workloads.workload import WorkloadItem
+
+# An engine in this process as a bench run sees it: the client of an engine, driven in open loop.
+
+
+class ClientEngine:
+    """Implements `BenchEngine` by a started client. encode: token ids of an item's prompt; the seed is for items whose
+    text must be made. set_policy: makes its engine serve by another policy, while idle.
+    parameters: of target and draft. max_prefill_tokens: the engine's option, for the rows."""
+
+    token_source = "engine"
+    notes = ()
+
+    def __init__(
+        self, client: EngineClient, encode: Callable[[WorkloadItem, int], list[int]],
+        set_policy: Callable[[str], None], *,
+        parameters: tuple[int | None, int | None] = (None, None), max_prefill_tokens: int = 0,
+    ):  # fmt: skip
+        self.client = client
+        self._encode = encode
+        self._set_policy = set_policy
+        self._parameters = parameters
+        self._max_prefill_tokens = max_prefill_tokens
+
+    @property
+    def about(self) -> EngineAbout:
+        info = self.client.info
+        return EngineAbout(
+            system=OWN_SYSTEM,
+            device=info.device,
+            jax_version=info.jax_version,
+            target=info.target,
+            draft=info.draft,
+            target_params=self._parameters[0],
+            draft_params=self._parameters[1],
+            deterministic=info.deterministic,
+            max_requests=info.max_requests,
+            max_context=info.max_context,
+            baseline_s=info.baseline_s,
+            max_prefill_tokens=self._max_prefill_tokens,
+        )
+
+    def set_policy(self, name: str) -> None:
+        """Serve by `name` from now on, without compiling; only while idle."""
+        self._set_policy(name)
+
+    def prepare(self, ask: Ask) -> GenerateRequest:
+        """The request, tokenised."""
+        sampling = replace(ask.item.sampling(ask.seed), seed=ask.seed, max_tokens=ask.max_tokens)
+        return GenerateRequest(
+            request_id=ask.request_id,
+            prompt_ids=self._encode(ask.item, ask.seed),
+            sampling=sampling,
+            slo=ask.slo,
+            slo_class=ask.item.slo_class,
+            cache_salt=ask.cache_salt,
+        )
+
+    def drive(self, due: Sequence[Due], *, drain_s: float, on_progress: OnFlight | None = None) -> LoopResult:
+        return drive(self.client, due, drain_s=drain_s, on_progress=on_progress)
+
+    def stats(self) -> StepStats:
+        return self.client.stats().scheduler
+
+    def compiles_after_ready(self) -> int:
+        return self.client.stats().compiles_after_ready
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class LocalBenchEngine(ClientEngine):
+    """Implements `BenchEngine` with the engine in this process, ready when the constructor returns.
+
+    Raises what loading raises: CheckpointError, ConfigError.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, *, record: bool = False):
+        """record: whether every verification is noted in `recorder`."""
+        self.config = config
+        self.recorder = AcceptanceRecorder()
+        self.tokenizer = Tokenizer.from_folder(resolve_folder(config.target, "target"))
+        engine = LocalEngine(config, progress, self._observed if record else None)
+        engine.start()
+        super().__init__(
+            engine, self.encode, engine.set_policy, parameters=parameters_of(config),
+            max_prefill_tokens=config.max_prefill_tokens,
+        )  # fmt: skip
+
+    def _observed(self, executor: Executor) -> Executor:
+        return RecordingExecutor(executor, self.recorder)
+
+    def encode(self, item: WorkloadItem, seed: int = 0) -> list[int]:
+        """Token ids of the item's prompt. seed: for one that is known by its length only, whose text is made."""
+        if item.by_length and item.lengths is not None:
+            return self.tokenizer.encode(self._writer.write(item.lengths, seed))
+        return encode_item(self.tokenizer, item)
+
+    @cached_property
+    def _writer(self) -> PromptWriter:
+        return PromptWriter(lambda text: len(self.tokenizer.encode(text)))
+
+
+def parameters_of(config: EngineConfig) -> tuple[int | None, int | None]:
+    """Parameters of target and draft; None where unknown or absent."""
+    draft = config.draft
+    return (
+        count_parameters(resolve_folder(config.target, "target")),
+        None if draft is None else count_parameters(resolve_folder(draft, "draft")),
+    )
+
+
+def encode_item(tokenizer: Tokenizer, item: WorkloadItem) -> list[int]:
+    """Token ids of the item's prompt, or of its messages through the model's chat template."""
+    if item.prompt is not None:
+        return tokenizer.encode(item.prompt)
+    return tokenizer.apply_chat_template([{"role": m.role, "content": m.content} for m in item.messages])

@@ -1,0 +1,247 @@
+"""What an engine runs on: loaded, compiled and measured before its first request. Makes the core of each policy of it,
+and says what clients are told of it.
+
+Runs no step and serves no request.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.constraints.constraints import Constraints
+from adaserve_jax.constraints.grammar import Grammars
+from adaserve_jax.distill.footprint import training_bytes
+from adaserve_jax.distill.learner import Learner
+from adaserve_jax.distill.routing import Router, make_router
+from adaserve_jax.engine import remote_draft as drafting
+from adaserve_jax.engine.client import EngineInfo, GenerateRequest
+from adaserve_jax.engine.core import EngineCore, Spelling
+from adaserve_jax.errors import CheckpointError, ConfigError
+from adaserve_jax.models.config import GenerationDefaults, resolve_folder
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.runtime.executor import ModelExecutor, load_executor
+from adaserve_jax.runtime.loading import device_name, find_pair
+from adaserve_jax.runtime.sizing import dtype_of
+from adaserve_jax.scheduler.acceptance import Calibrator
+from adaserve_jax.scheduler.policies import policy_of
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.tree.acceptance_table import write_chances
+from adaserve_jax.types import CostSamples, Executor, Progress, SamplingParams
+
+# The baseline latency, which relative targets multiply: one request alone, without speculation. Imports no jax.
+
+BASELINE_TOKENS = 33
+
+
+def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: Spelling) -> float:
+    """Median seconds per token of one request through the whole step. config: without "auto"."""
+    scheduler = build_scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
+    core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=1.0)
+    room = min(config.max_context, config.num_pages * config.page_size) - 1
+    sampling = SamplingParams(max_tokens=min(BASELINE_TOKENS, room), seed=0, ignore_eos=True)
+    core.add(GenerateRequest("baseline", [0], sampling), core.clock())
+    times = []
+    while core.has_work:
+        core.step()
+        times.append(core.clock())
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
+
+
+# Keeps what was learned of acceptance on disk, so that a restart goes on from it. Imports no jax.
+
+SAVE_EVERY_S = 180.0
+_log = logging.getLogger(__name__)
+
+
+class CalibrationFile:
+    """Writes a calibrator's table. A file that cannot be written is logged, and serving goes on."""
+
+    def __init__(self, path: Path, calibrator: Calibrator, clock: Callable[[], float] = time.monotonic):
+        self._path = path
+        self._calibrator = calibrator
+        self._clock = clock
+        self._saved_s = clock()
+
+    @classmethod
+    def of(cls, config: EngineConfig, calibrator: Calibrator | None) -> CalibrationFile | None:
+        """None when nothing is learned, or there is no place for it."""
+        if config.calibration is None or calibrator is None or not config.calibrate:
+            return None
+        return cls(Path(config.calibration), calibrator)
+
+    def save_if_due(self) -> None:
+        """Write when SAVE_EVERY_S have passed since the last time."""
+        if self._clock() - self._saved_s >= SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Take in what was observed, and write."""
+        self._calibrator.take_in()
+        try:
+            write_chances(self._path, self._calibrator.table)
+        except OSError as error:
+            _log.error("what was learned of acceptance could not be written to %s: %s", self._path, error)
+        self._saved_s = self._clock()
+
+
+# What an engine with several drafts, or with drafts that learn, has beside another one.
+
+
+def learning_bytes(config: EngineConfig) -> int:
+    """Device memory that learning will take, before anything is loaded; 0 without it. Raises CheckpointError,
+    ConfigError."""
+    if config.learning is None:
+        return 0
+    pair = find_pair(config)
+    assert pair.draft is not None, "a LearnConfig comes with a draft"
+    return training_bytes(pair.draft, config.learning, dtype_of(config), len(pair.draft_names))
+
+
+def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> Router | None:
+    """Between the configured drafts; None without one. Raises ConfigError."""
+    if config.draft is None:
+        return None
+    folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
+    return make_router(
+        config.route, folders, embedding=lambda: np.asarray(executor.draft_params(0)["embed"], np.float32),
+        encode=tokenizer.encode,
+    )  # fmt: skip
+
+
+def build_learner(
+    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: Router | None,
+    progress: Progress | None,
+) -> Learner | None:  # fmt: skip
+    """Of the configured engine, ready: what it knew before serves from now on. None where nothing is to be learned.
+    Raises CheckpointError, ConfigError."""
+    if config.learning is None:
+        return None
+    learner = Learner(executor, config.learning, calibrator, seed=config.seed, beside=router)
+    learner.prepare(progress)
+    return learner
+
+
+REMOTE = "remote"
+"""What `EngineInfo.draft` says where draft services are asked."""
+Observe = Callable[[Executor], Executor]
+
+
+class Assembly:
+    """The parts of one engine. Call `get_ready` once, then what you like; `release` also where that raises.
+
+    samples: the times that plans are made by. calibrator: what verifications teach; None without a draft. router,
+    learner, drafting: None where there is nothing to choose, to learn, or no service to ask.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
+        """Load the executor. observe: what the steps run on instead of it, made from it. Raises AdaServeError."""
+        policy = policy_of(config)  # before minutes of compiling
+        if config.drafter is not None:
+            drafting.check_packages()
+            drafting.check_files(config.drafter)
+        self._progress = progress
+        self._observe = observe
+        self.executor = load_executor(config, progress, swaps=policy.elastic, training_bytes=learning_bytes(config))
+        self.drafting: drafting.Drafting | None = None
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration in force, without "auto"."""
+        return self.executor.resolved.config
+
+    def get_ready(self) -> None:
+        """Compile, measure, and read what was learned before. Raises AdaServeError."""
+        self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
+        self.samples = self.executor.warm_up(self._progress)
+        config = self.config
+        chances = self.executor.chances
+        self.calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
+        self.calibration_file = CalibrationFile.of(config, self.calibrator)
+        if config.drafter is not None and chances is not None:
+            self.drafting = found = drafting.connect_drafter(
+                config.drafter, chances, self.tokenizer, self.samples, self.executor.limits,
+                self.executor.target.config.vocab_size,
+            )  # fmt: skip
+            self.executor.drafter, self.samples = found.drafter, found.samples
+        self._baseline_s = measure_baseline(self.executor, config, self.samples, self.tokenizer)
+        self._eos_ids = (*self.executor.target.config.eos_token_ids, *self.tokenizer.eos_token_ids)
+        self._grammars, self._no_grammars = self._load_grammars()
+        self.router = build_router(config, self.executor, self.tokenizer)
+        self.learner = build_learner(self.executor, config, self.calibrator, self.router, self._progress)
+
+    def _load_grammars(self) -> tuple[Grammars | None, str]:
+        """What holds texts to schemas, or else why nothing does."""
+        try:
+            return Grammars(self.tokenizer, self.executor.target.config.vocab_size, self._eos_ids), ""
+        except (CheckpointError, ConfigError) as error:
+            return None, str(error)
+
+    def build_core(self, config: EngineConfig) -> EngineCore:
+        """One that serves by the policy of `config`, which is otherwise the configuration in force."""
+        found = self.drafting
+        scheduler = build_scheduler(config, self.executor.limits, self.samples, self.calibrator)
+        executor = self.executor if self._observe is None else self._observe(self.executor)
+        return EngineCore(
+            executor, scheduler, self.tokenizer,
+            eos_ids=self._eos_ids, baseline_s=self._baseline_s, seed=config.seed, constraints=self.constraints(config),
+            learner=self.learner, remote=None if found is None else found.drafter,
+        )  # fmt: skip
+
+    def constraints(self, config: EngineConfig) -> Constraints:
+        """What requests may ask of the logits."""
+        refusal = ""
+        if config.num_processes > 1:
+            refusal = "an engine of several processes (num_processes) does not edit logits"
+        vocab_size = self.executor.target.config.vocab_size
+        return Constraints(vocab_size, self.tokenizer, self._grammars, self._no_grammars, refusal=refusal)
+
+    def describe(self, config: EngineConfig) -> EngineInfo:
+        """The engine that serves by the policy of `config`."""
+        return EngineInfo(
+            target=config.target,
+            draft=config.draft if config.drafter is None else REMOTE,
+            policy=config.policy,
+            device=device_name(config.tp),
+            jax_version=jax.__version__,
+            max_context=config.max_context,
+            max_requests=config.max_requests,
+            vocab_size=self.executor.target.config.vocab_size,
+            baseline_s=self._baseline_s,
+            deterministic=config.deterministic,
+            defaults=GenerationDefaults.from_folder(self.executor.target_folder),
+            drafts=config.draft_names,
+        )
+
+    def new_draft_times(self) -> CostSamples | None:
+        """Where drafting is planned by a guess: `samples` with a service's own times, once one has answered, and never
+        again; else None."""
+        if self.drafting is None or not self.drafting.guessed:
+            return None
+        found = drafting.answered(self.drafting, self.executor.limits)
+        if found is None:
+            return None
+        self.drafting, self.samples = found, found.samples
+        return found.samples
+
+    def save(self) -> None:
+        """Keep what was learned where the configuration says. Nothing may run."""
+        if self.calibration_file is not None:
+            self.calibration_file.save()
+        if self.learner is not None:
+            self.learner.close()
+
+    def release(self) -> None:
+        """Give back device and connections."""
+        if self.drafting is not None:
+            self.drafting.drafter.close()
+        self.executor.close()

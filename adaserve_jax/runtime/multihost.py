@@ -1,0 +1,248 @@
+"""Several processes, usually one per host, that hold one target: process 0 decides, the others mirror its programs.
+
+All processes must run the same programs in the same order, each on its own shards. So process 0 sends every packed
+step, just before it runs it, to the others over TCP: one small array per step, no logits, no weights. Knows neither
+models nor scheduling. The network must be private, as for `jax.distributed` itself: nothing here is secret or signed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError, EngineDeadError
+from adaserve_jax.runtime.compile import Bucket, compile_all, use_compile_cache
+from adaserve_jax.runtime.loading import declare_target, find_pair, load_target
+from adaserve_jax.runtime.sizing import resolve, workspace_of
+from adaserve_jax.runtime.step_layout import PackedStep
+from adaserve_jax.types import Progress
+
+JOIN_LIMIT_S = 300.0
+LEAVE_LIMIT_S = 10
+RETRY_S = 0.1
+_MAX_MESSAGE_BYTES = 1 << 26
+_LENGTH = struct.Struct("<I")
+_END = b""
+_OWN = ("process_id", "profile", "calibration", "compile_cache")
+"""Fields in which processes may differ."""
+
+
+def join(config: EngineConfig) -> None:
+    """Become one of the processes of `config`; returns when the devices of all are known. Call it, in every process,
+    before anything touches a device.
+
+    Raises ConfigError: the others did not come in time, or the coordinator's address cannot be used.
+    """
+    # Its handler would take SIGTERM from whoever drains the server.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.num_processes,
+            config.process_id,
+            initialization_timeout=int(JOIN_LIMIT_S),
+            shutdown_timeout_seconds=LEAVE_LIMIT_S,
+        )
+        jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"process {config.process_id} of {config.num_processes} could not join at {config.coordinator}: {error}"
+        ) from error
+
+
+def leave() -> None:
+    """End what `join` began, all processes together; one that is gone is waited for a short while."""
+    with contextlib.suppress(RuntimeError):  # the others are gone, or this process never joined
+        jax.distributed.shutdown()
+
+
+class Followers:
+    """Process 0's side: one connection to each other process. Made before `join`, so that what does not belong
+    together never waits for one another.
+
+    Raises ConfigError: one is not there in time, or was started with other options.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._connections: dict[int, socket.socket] = {}
+        try:
+            address = _address(config)
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            with socket.create_server(address, family=family, backlog=config.num_processes) as listener:
+                listener.settimeout(JOIN_LIMIT_S)
+                while len(self._connections) < config.num_processes - 1:
+                    self._admit(listener.accept()[0], config)
+        except OSError as error:
+            self.close()
+            missing = config.num_processes - 1 - len(self._connections)
+            raise ConfigError(f"{missing} of {config.num_processes} processes did not connect: {error}") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def _admit(self, connection: socket.socket, config: EngineConfig) -> None:
+        connection.settimeout(JOIN_LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = json.loads(_receive(connection) or "null")
+        differing = _difference(_shared(config), hello["config"])
+        if hello["process_id"] in self._connections:
+            differing = f"process_id is {hello['process_id']} in two processes"
+        _send(connection, json.dumps(differing).encode())
+        if differing:
+            connection.close()
+            raise ConfigError(f"process {hello['process_id']} was started with other options: {differing}")
+        self._connections[hello["process_id"]] = connection
+
+    def tell(self, resolved: EngineConfig) -> None:
+        """Say what "auto" has become, so that all build the same programs."""
+        self._send_all(json.dumps(_shared(resolved)).encode())
+
+    def announce(self, step: PackedStep) -> None:
+        """Send a step to all. Raises EngineDeadError naming a process that is gone."""
+        bucket = step.bucket
+        head = (bucket.tokens, bucket.rows, bucket.sampled, step.num_tokens, step.num_rows)
+        self._send_all(np.concatenate([np.asarray(head, np.int32), step.packed]).tobytes())
+
+    def _send_all(self, message: bytes) -> None:
+        for process, connection in self._connections.items():
+            try:
+                _send(connection, message)
+            except OSError as error:
+                raise EngineDeadError(f"process {process} is gone ({error}); restart all processes") from error
+
+    def close(self) -> None:
+        """Let them end; safe to call twice."""
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):  # gone already
+                _send(connection, _END)
+            connection.close()
+        self._connections.clear()
+
+
+class Leader:
+    """Another process's side of the connection, made before `join`.
+
+    Raises ConfigError: process 0 refused, or is not there in time.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._own = {name: getattr(config, name) for name in _OWN}
+        self._connection = _connect(_address(config))
+        hello = {"process_id": config.process_id, "config": _shared(config)}
+        _send(self._connection, json.dumps(hello).encode())
+        refusal = json.loads(_receive(self._connection))
+        if refusal:
+            self.close()
+            raise ConfigError(f"process 0 was started with other options: {refusal}")
+        self._connection.settimeout(None)
+
+    def config(self) -> EngineConfig:
+        """Process 0's configuration without "auto"; waits for it."""
+        return EngineConfig.from_dict(json.loads(_receive(self._connection)) | self._own)
+
+    def next_step(self) -> PackedStep | None:
+        """The next step to run, None once process 0 has stopped. Raises EngineDeadError: it is gone without a word."""
+        message = _receive(self._connection)
+        if message == _END:
+            return None
+        values = np.frombuffer(message, np.int32)
+        tokens, rows, sampled, num_tokens, num_rows = (int(value) for value in values[:5])
+        return PackedStep(Bucket(tokens, rows, sampled), values[5:], num_tokens, num_rows)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _address(config: EngineConfig) -> tuple[str, int]:
+    """Host, and the port after the coordinator's; IPv6 addresses are written in brackets."""
+    host, _, port = str(config.coordinator).rpartition(":")
+    return host.strip("[]"), int(port) + 1
+
+
+def _shared(config: EngineConfig) -> dict[str, Any]:
+    values = json.loads(json.dumps(asdict(config)))
+    return {name: value for name, value in values.items() if name not in _OWN}
+
+
+def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The first option that differs, "" for none."""
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    return f"{names[0]} is {theirs.get(names[0])!r} there and {ours[names[0]]!r} in process 0" if names else ""
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    """Process 0 may have been started after us."""
+    give_up_s = time.monotonic() + JOIN_LIMIT_S
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=JOIN_LIMIT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        except OSError as error:
+            if time.monotonic() > give_up_s:
+                raise ConfigError(f"process 0 does not listen at {address[0]}:{address[1]}: {error}") from error
+            time.sleep(RETRY_S)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if size > _MAX_MESSAGE_BYTES:
+        raise EngineDeadError(f"a message of {size} bytes came, at most {_MAX_MESSAGE_BYTES} are expected")
+    return _exactly(connection, size)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = connection.recv(size - len(data))
+        except OSError as error:
+            raise EngineDeadError(f"the other process is gone: {error}") from error
+        if not part:
+            raise EngineDeadError("the other process is gone: it closed the connection")
+        data += part
+    return bytes(data)
+
+
+# What every process but the first runs: its part of the target, step by step as process 0 announces them.
+
+
+def follow(config: EngineConfig, progress: Progress | None = None) -> int:
+    """Run the steps of process 0 until it stops; returns how many. It says what "auto" means, so that all agree.
+
+    Raises ConfigError: this is process 0, or its options differ. CheckpointError. EngineDeadError: process 0 is gone.
+    """
+    if not config.process_id:
+        raise ConfigError("process 0 serves; `adaserve follow` is for the others: give --process-id 1, 2, ...")
+    use_compile_cache(config.compile_cache)
+    leader = Leader(config)
+    steps = 0
+    try:
+        join(config)
+        pair = find_pair(config)
+        resolved = resolve(leader.config(), pair.target, pair.draft).without_draft()
+        resolved.check_memory()
+        target = load_target(pair, resolved, progress)
+        target.compiled = compile_all(declare_target(target, resolved.limits), progress)
+        resolved.check_memory(workspace_of(target.compiled))
+        while (step := leader.next_step()) is not None:
+            target.run(step)
+            steps += 1
+        target.close()
+    finally:
+        leader.close()
+        leave()
+    return steps

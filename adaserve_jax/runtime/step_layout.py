@@ -1,0 +1,172 @@
+"""One int32 array carries all host inputs of a program: the layout, packing on the host, unpacking on the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from adaserve_jax.runtime.compile import Bucket
+from adaserve_jax.tree.sampling import Sampler
+from adaserve_jax.tree.verify import PADDING, PREFILL
+from adaserve_jax.types import DraftTrees, RowSampling, StepPlan
+
+FLOAT_FIELDS = frozenset({"temperature", "top_p", "min_p", "presence", "frequency", "repetition", "bias"})
+_SAMPLING_FIELDS = ("seed_low", "seed_high", "choice", "top_k", "temperature", "top_p", "min_p")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named int32 or float32 arrays laid one after another in one int32 array."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def size(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.shapes)
+
+    def new(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """A zeroed array and writable views of its fields."""
+        packed = np.zeros(self.size, np.int32)
+        views, offset = {}, 0
+        for name, shape in self.shapes:
+            part = packed[offset : offset + math.prod(shape)]
+            views[name] = (part.view(np.float32) if name in FLOAT_FIELDS else part).reshape(shape)
+            offset += math.prod(shape)
+        return packed, views
+
+    def split(self, packed: jax.Array) -> dict[str, jax.Array]:
+        """The fields, on the device."""
+        fields, offset = {}, 0
+        for name, shape in self.shapes:
+            part = packed[offset : offset + math.prod(shape)]
+            part = lax.bitcast_convert_type(part, jnp.float32) if name in FLOAT_FIELDS else part
+            fields[name] = part.reshape(shape)
+            offset += math.prod(shape)
+        return fields
+
+
+def _row_shapes(rows: int, max_pages: int) -> list[tuple[str, tuple[int, ...]]]:
+    sampling = [(name, (rows,)) for name in _SAMPLING_FIELDS]
+    return [("page_table", (rows, max_pages)), ("ctx_len", (rows,)), *sampling]
+
+
+def step_layout(bucket: Bucket, max_pages: int) -> Layout:
+    """Inputs of a packed forward: verification, and the draft's catch-up."""
+    tokens = [(name, (bucket.tokens,)) for name in ("token", "position", "row", "parent", "emit_depth")]
+    rows = _row_shapes(bucket.rows, max_pages)
+    return Layout((*tokens, ("count", (bucket.rows,)), *rows, ("sampled", (bucket.sampled,))))
+
+
+def edits_layout(bucket: Bucket) -> Layout:
+    """What a step changes of its logits. asked: chunks of the table that hold tokens, whether to tell logprobs."""
+    rows = [(name, (bucket.rows,)) for name in ("presence", "frequency", "repetition")]
+    return Layout((*rows, ("changed", (bucket.sampled,)), ("asked", (2,))))
+
+
+def table_layout(entries: int) -> Layout:
+    """Columns of `tree.edits.Table`."""
+    return Layout(tuple((name, (entries,)) for name in ("index", "seen", "bias")))
+
+
+def beam_layout(rows: int, max_pages: int) -> Layout:
+    """Inputs of a beam search. ctx_len is the draft's context, root included; shape: depth, width,
+    whether f is calibrated."""
+    return Layout((*_row_shapes(rows, max_pages), ("active", (rows,)), ("shape", (3,))))
+
+
+def sampler_of(fields: dict[str, jax.Array]) -> Sampler:
+    seed = jnp.stack([fields["seed_low"], fields["seed_high"]], axis=-1).astype(jnp.uint32)
+    return Sampler(seed, *(fields[name] for name in ("choice", "temperature", "top_k", "top_p", "min_p")))
+
+
+def fill_rows(views: dict[str, np.ndarray], page_table: np.ndarray, sampling: RowSampling) -> None:
+    """Write page tables and sampling parameters of the first rows; unused rows are greedy."""
+    rows = len(page_table)
+    views["page_table"][:rows, : page_table.shape[1]] = page_table
+    seeds = sampling.seed.astype(np.uint64)
+    views["seed_low"][:rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+    views["seed_high"][:rows] = (seeds >> np.uint64(32)).astype(np.uint32).view(np.int32)
+    views["top_p"][:] = 1.0
+    for name in ("choice", "top_k", "temperature", "top_p", "min_p"):
+        views[name][:rows] = getattr(sampling, name)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedStep:
+    """A filled step array. num_tokens, num_rows: the part that is not padding."""
+
+    bucket: Bucket
+    packed: np.ndarray
+    num_tokens: int
+    num_rows: int
+
+
+def _chains(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row and offset within the row of tokens packed row after row."""
+    row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    first = np.cumsum(counts) - counts
+    return row, (np.arange(len(row), dtype=np.int32) - first[row]).astype(np.int32)
+
+
+def pack_verify(bucket: Bucket, max_pages: int, plan: StepPlan, trees: DraftTrees) -> PackedStep:
+    """Tree nodes of the decode rows, then the prefill chunks."""
+    packed, views = step_layout(bucket, max_pages).new()
+    nodes, prefill = trees.num_nodes, plan.num_prefill_tokens
+    total = nodes + prefill
+    views["row"][:] = bucket.rows
+    views["parent"][:] = -1
+    views["emit_depth"][:] = PADDING
+    views["token"][:nodes] = trees.token
+    views["row"][:nodes] = trees.row
+    views["parent"][:nodes] = trees.parent
+    views["emit_depth"][:nodes] = trees.depth
+    views["position"][:nodes] = plan.ctx_len[trees.row] + trees.depth
+    chain_row, offset = _chains(plan.prefill_counts)
+    place = np.arange(nodes, total, dtype=np.int32)
+    views["token"][nodes:total] = plan.prefill_tokens
+    views["row"][nodes:total] = chain_row + plan.num_decode
+    views["parent"][nodes:total] = np.where(offset == 0, -1, place - 1)
+    views["position"][nodes:total] = plan.ctx_len[chain_row + plan.num_decode] + offset
+    last = offset == plan.prefill_counts[chain_row] - 1
+    views["emit_depth"][nodes:total] = np.where(last & plan.prefill_final[chain_row], 0, PREFILL)
+    views["count"][: plan.num_rows] = np.bincount(views["row"][:total], minlength=plan.num_rows)[: plan.num_rows]
+    views["ctx_len"][: plan.num_rows] = plan.ctx_len
+    fill_rows(views, plan.page_table, plan.sampling)
+    _fill_sampled(views, total)
+    return PackedStep(bucket, packed, total, plan.num_rows)
+
+
+def pack_catchup(bucket: Bucket, max_pages: int, plan: StepPlan) -> PackedStep:
+    """The tokens that the draft's KV lacks. The last one of each speculating row is where its search starts."""
+    assert plan.draft is not None
+    draft = plan.draft
+    packed, views = step_layout(bucket, max_pages).new()
+    total = len(draft.catchup_tokens)
+    row, offset = _chains(draft.catchup_counts)
+    views["row"][:] = bucket.rows
+    views["parent"][:] = -1
+    views["emit_depth"][:] = PADDING
+    views["token"][:total] = draft.catchup_tokens
+    views["row"][:total] = row
+    views["parent"][:total] = np.where(offset == 0, -1, np.arange(total, dtype=np.int32) - 1)
+    views["position"][:total] = draft.draft_ctx[row] + offset
+    views["emit_depth"][:total] = PREFILL
+    views["count"][: plan.num_rows] = draft.catchup_counts
+    views["ctx_len"][: plan.num_rows] = draft.draft_ctx
+    fill_rows(views, plan.page_table, plan.sampling)
+    last = np.cumsum(draft.catchup_counts) - 1
+    views["sampled"][: plan.num_rows] = np.maximum(last, 0)
+    return PackedStep(bucket, packed, total, plan.num_rows)
+
+
+def _fill_sampled(views: dict[str, np.ndarray], total: int) -> None:
+    """List the positions whose logits are wanted; unused entries point past the array."""
+    wanted = np.flatnonzero(views["emit_depth"][:total] >= 0)
+    views["sampled"][:] = len(views["token"])
+    views["sampled"][: len(wanted)] = wanted

@@ -1,0 +1,398 @@
+"""From the running batch to a StepPlan: rows, chunks, catch-up and pages. Decides by the controller; runs nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from adaserve_jax.memory.residency import Residency
+from adaserve_jax.scheduler.acceptance import Calibrator
+from adaserve_jax.scheduler.batch import Batch
+from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.queue import wait_ratio
+from adaserve_jax.scheduler.sequence import RequestState
+from adaserve_jax.scheduler.slo import need_rate
+from adaserve_jax.types import DraftPlan, StepPlan
+
+# The draft's part of a step: which rows may speculate, which do, and what the draft is fed. Runs nothing.
+
+
+class DraftPlanner:
+    """Plans for one draft, here or a service's.
+
+    cost: whose limit of catch-up tokens, asked in each step, is the most that the draft is fed in it, or that it waits
+    for where the draft is remote, which is fed any number while the target goes on. used: whether plans have a draft at
+    all. calibrated: of the draft's f. calibrator: whose new chances plans carry. residency: where the draft is; None:
+    here, always. several_drafts: whether plans say which draft is each row's. remote: whether a draft service drafts.
+    """
+
+    def __init__(
+        self, batch: Batch, cost: CostTable, *, used: bool, calibrated: bool = True,
+        calibrator: Calibrator | None = None, residency: Residency | None = None, several_drafts: bool = False,
+        remote: bool = False,
+    ):  # fmt: skip
+        self._batch = batch
+        self._limits = batch.limits
+        self._cost = cost
+        self._used = used
+        self._calibrated = calibrated
+        self._calibrator = calibrator
+        self._residency = residency
+        self._several_drafts = several_drafts
+        self.remote = remote
+        self.is_away = False
+        """Whether nobody could draft now, where that is another's to say."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether its memory is its own: False from when that became KV pages until the draft is back."""
+        return self._residency is None or self._residency.draft_is_here
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether it can be asked now, where there is one."""
+        return self.is_resident and not self.is_away
+
+    def can_speculate(self, remaining: np.ndarray, lag: np.ndarray) -> np.ndarray:
+        """bool[num_decode]. A row whose draft lags by more than one step can catch up decodes plainly until it has.
+        remaining, lag: i64[num_decode], tokens to the end and tokens that the draft lacks."""
+        if not (self._used and self.can_draft):
+            return np.zeros(len(lag), bool)
+        catching_up = (lag - 1) // self._cost.max_catchup_tokens
+        return remaining > 1 + (np.minimum(catching_up, 1) if self.remote else catching_up)
+
+    def lag_in_step(self, lag: np.ndarray) -> np.ndarray:
+        """As much of it as a step waits for."""
+        return np.minimum(lag, self._limits.max_depth + 1) if self.remote else lag
+
+    def plan(
+        self, decision: Decision, slots: np.ndarray, can_speculate: np.ndarray, lag: np.ndarray, chunks: list[int],
+        due_s: np.ndarray | None,
+    ) -> DraftPlan | None:  # fmt: skip
+        """Those that speculate are fed first, shortest lag first; then the lagging rows, with half of what is left when
+        prompts wait too; then the prefill chunks. slots: i64[R]. lag: i64[num_decode]. due_s: f64[num_decode], seconds
+        until each row's next token is due, where the draft is remote."""
+        if not (self._used and self.can_draft and (decision.depth or decision.feed_draft)):
+            return None
+        num_decode = len(slots) - len(chunks)
+        counts = np.zeros(len(slots), np.int64)
+        speculates = np.zeros(num_decode, bool)
+        room = self._cost.max_catchup_tokens
+        if decision.depth:
+            speculates = self._speculating(slots[:num_decode], can_speculate, lag, decision.depth)
+            np.multiply(lag, speculates, out=counts[:num_decode])
+            room -= int(counts.sum())
+        if self.remote:
+            room = len(slots) * self._limits.max_context
+        if decision.depth and np.count_nonzero(speculates) < num_decode:
+            lagging = room // 2 if chunks else room
+            behind = can_speculate & ~speculates & (lag > 1)
+            for index in behind.nonzero()[0].tolist():
+                counts[index] = min(int(lag[index]), lagging)
+                lagging -= int(counts[index])
+                room -= int(counts[index])
+        draft_ctx = self._batch.table.draft_computed[slots]
+        if decision.feed_draft and chunks:
+            behind = self._batch.table.num_computed[slots] - draft_ctx
+            for index, chunk in enumerate(chunks, num_decode):
+                counts[index] = min(int(behind[index]) + chunk, room)
+                room -= int(counts[index])
+        if not np.count_nonzero(counts):
+            return None
+        return DraftPlan(
+            depth=decision.depth if np.count_nonzero(speculates) else 0,
+            width=max(decision.width, 1),
+            catchup_tokens=self._batch.table.gather(slots, draft_ctx, counts),
+            catchup_counts=counts.astype(np.int32),
+            draft_ctx=draft_ctx.astype(np.int32),
+            speculates=speculates,
+            calibrated=self._calibrated,
+            chances=self._calibrator.unsent if self._calibrator is not None else None,
+            drafts=self._batch.table.draft[slots] if self._several_drafts else None,
+            due_s=due_s,
+        )
+
+    def _speculating(self, slots: np.ndarray, can: np.ndarray, lag: np.ndarray, depth: int) -> np.ndarray:
+        """bool[num_decode]: rows that can, whose lag fits this step's catch-up, and whose tree's pages are held."""
+        speculates, most = can, self._cost.max_catchup_tokens
+        if int(lag.sum()) > most:
+            order = np.argsort(np.where(speculates, lag, most + 1), kind="stable")
+            fits = speculates[order] & (np.cumsum(lag[order]) <= most)
+            speculates = np.zeros(len(lag), bool)
+            speculates[order] = fits
+        table = self._batch.table
+        # the deepest node that selection may take is emitted beside one more token
+        ends = np.minimum(table.num_tokens[slots] + depth, table.max_total[slots] - 1)
+        lacking = speculates & (ends > table.num_pages[slots] * self._limits.page_size)
+        if not np.count_nonzero(lacking):
+            return speculates
+        got = speculates.copy()
+        got[lacking] = self._batch.reserve(slots[lacking], ends[lacking])
+        return got
+
+
+_NO_TOKENS, _NO_ROWS = np.zeros(0, np.int32), np.zeros(0, bool)
+PREFILL_RATE = 0.02
+"""Weight of a step in the moving average of prefill tokens per step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """What the targets of the decode rows are judged by.
+
+    first_token_s, tpot_slo_s: f64[R]; num_decoded, horizon: i64[R], tokens.
+    """
+
+    first_token_s: np.ndarray
+    tpot_slo_s: np.ndarray
+    num_decoded: np.ndarray
+    horizon: np.ndarray
+
+    def need_rate(self, now: float) -> np.ndarray:
+        """f64[R], tokens per second, as of `now`."""
+        return need_rate(now - self.first_token_s, self.tpot_slo_s, self.num_decoded, self.horizon)
+
+    def due_s(self, now: float) -> np.ndarray:
+        """f64[R], seconds from `now` until each row's next token is due; 0 where it is late, inf without a target."""
+        return np.maximum(self.first_token_s + (self.num_decoded + 1) * self.tpot_slo_s - now, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A plan with what selection and commit need to know of its rows.
+
+    remaining: i64[num_decode], tokens to max_total. made_s: when it was planned. slots: i64[R]. decided_depth: of the
+    draft, whether or not any row could use it.
+    """
+
+    plan: StepPlan
+    slots: np.ndarray
+    pace: Pace
+    remaining: np.ndarray
+    wait_ratio: float
+    made_s: float
+    decided_depth: int
+
+
+class Planner:
+    """Plans one step after another. draft: the draft's part of it. max_prefill: most prefill tokens of a step. horizon:
+    h, tokens."""
+
+    def __init__(self, batch: Batch, controller: Controller, draft: DraftPlanner, *, max_prefill: int, horizon: int):
+        self._batch = batch
+        self._limits = batch.limits
+        self._controller = controller
+        self._draft = draft
+        self._max_prefill = max_prefill
+        self._prefill_per_step = 0.0
+        self._horizon = horizon
+
+    def plan(self, now: float, step: int) -> PlannedStep | None:
+        """Admit, preempt, decide; None when nothing can run."""
+        batch = self._batch
+        if not batch.make_room():
+            batch.admit(now, self._starter(now))
+        if not batch.running:
+            return None
+        decode, prefill = self._rows()
+        pace, remaining, lag = self._measure(decode, now)
+        waiting = max((wait_ratio(s, now) for s in prefill if not s.num_output), default=0.0)
+        load = Load(
+            need_rate=pace.need_rate(now),
+            draft_lag=self._draft.lag_in_step(lag),
+            can_speculate=self._draft.can_speculate(remaining, lag),
+            num_prefill=len(prefill),
+            prefill_tokens=min(sum(state.pending for state in prefill), self._max_prefill),
+            wait_ratio=max(waiting, batch.queue.most_urgent_wait(now)),
+            context=np.concatenate(
+                [batch.table.num_computed[decode], np.array([state.num_computed for state in prefill], np.int64)]
+            ),
+            can_draft=self._draft.can_draft,
+        )
+        decision = self._controller.decide(load)
+        decision.check(self._limits, load)
+        chunks = _share_out(prefill, min(decision.prefill_tokens, self._limits.max_tokens - len(decode)))
+        self._prefill_per_step += PREFILL_RATE * (sum(chunks) - self._prefill_per_step)
+        slots = decode
+        if chunks:
+            slots = np.concatenate([decode, np.array([state.slot for state in prefill[: len(chunks)]], np.int64)])
+        scheduled_s = batch.table.first_scheduled_s[slots]
+        batch.table.first_scheduled_s[slots[scheduled_s != scheduled_s]] = now
+        due_s = pace.due_s(now) if self._draft.remote else None
+        draft = self._draft.plan(decision, slots, load.can_speculate, lag, chunks, due_s)
+        plan = self._assemble(step, slots, chunks, draft, decision)
+        return PlannedStep(plan, slots, pace, remaining, load.wait_ratio, now, decision.depth)
+
+    def pace(self, now: float) -> Pace | None:
+        """Of the requests that run; None while any of them waits for its prompt to be computed."""
+        decode, prefill = self._rows()
+        return None if prefill else self._measure(decode, now)[0]
+
+    def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
+        """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
+        running, slots, table = self._batch.running, self._batch.slots, self._batch.table
+        decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
+        if np.count_nonzero(decodes) == len(slots):
+            return slots.copy(), []
+        prefill = [running[row] for row in (~decodes).nonzero()[0]]
+        return slots[decodes], sorted(prefill, key=lambda state: state.rank)
+
+    def _starter(self, now: float) -> Callable[[RequestState], bool] | None:
+        """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
+        late already, or whose target is out of reach, asks for its root only; one without a target always may. Measured
+        when it is first asked; every yes counts for the next. None where the controller leaves `sustains` as it is, and
+        so always says yes."""
+        if type(self._controller).sustains is Controller.sustains:
+            return None
+        rates: list[float] = []
+        others = -1
+
+        def may_start(state: RequestState) -> bool:
+            nonlocal rates, others
+            if state.is_untargeted:
+                return True
+            if others < 0:
+                decode, prefill = self._rows()
+                needed = self._measure(decode, now)[0].need_rate(now)
+                starting = [self._pace_rate(running, now) for running in prefill]
+                known = [*needed.tolist(), *starting]
+                rates = [rate for rate in known if 0 < rate < math.inf]
+                others = len(known) - len(rates)
+            rate = 0.0 if self._batch.queue.is_late(state) else _pace_rate(state.request.tpot_slo_s)
+            more, beside = ([*rates, rate], others) if rate else (rates, others + 1)
+            can_draft = self._draft.can_draft
+            if not self._controller.sustains(np.array(more), beside, self._prefill_per_step, can_draft=can_draft):
+                return False
+            rates, others = more, beside
+            return True
+
+        return may_start
+
+    def _pace_rate(self, state: RequestState, now: float) -> float:
+        """Of a running request whose prompt is not computed yet; 0 also where its target is given up, or will be."""
+        table = self._batch.table
+        return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
+
+    def _measure(self, decode: np.ndarray, now: float) -> tuple[Pace, np.ndarray, np.ndarray]:
+        """Pace, tokens to max_total, and tokens that the draft lacks, of the decode rows, given by slot."""
+        table = self._batch.table
+        num_tokens = table.num_tokens[decode]
+        remaining = table.max_total[decode] - num_tokens
+        first_token_s = table.first_token_s[decode]
+        first_token_s[first_token_s != first_token_s] = now  # none yet: NaN
+        pace = Pace(
+            first_token_s=first_token_s,
+            tpot_slo_s=table.tpot_slo_s[decode],
+            num_decoded=np.maximum(num_tokens - table.prompt_len[decode] - 1, 0),
+            horizon=np.minimum(np.maximum(remaining, 1), self._horizon),
+        )
+        return pace, remaining, num_tokens - table.draft_computed[decode]
+
+    def _assemble(
+        self, step: int, slots: np.ndarray, chunks: list[int], draft: DraftPlan | None, decision: Decision
+    ) -> StepPlan:
+        table = self._batch.table
+        num_decode = len(slots) - len(chunks)
+        num_tokens, num_computed = table.num_tokens[slots], table.num_computed[slots]
+        prefill_counts, prefill_tokens, final = _NO_TOKENS, _NO_TOKENS, _NO_ROWS
+        if chunks:
+            prefill_counts = np.array(chunks, np.int32)
+            prefill_tokens = table.gather(slots[num_decode:], num_computed[num_decode:], prefill_counts)
+            final = prefill_counts == (num_tokens - num_computed)[num_decode:]
+        most = min(
+            self._limits.max_tree_tokens - int(np.count_nonzero(final)), self._limits.max_tokens - len(prefill_tokens)
+        )
+        speculating = draft is not None and draft.depth > 0
+        return StepPlan(
+            step=step,
+            slots=slots.astype(np.int32),
+            num_decode=num_decode,
+            root_token=table.token_ids[slots[:num_decode], num_tokens[:num_decode] - 1],
+            ctx_len=num_computed.astype(np.int32),
+            page_table=table.page_table.take(slots, axis=0),
+            sampling=table.row_sampling(slots),
+            prefill_tokens=prefill_tokens,
+            prefill_counts=prefill_counts,
+            prefill_final=final,
+            draft=draft,
+            budget=min(decision.budget, most) if speculating else num_decode,
+        )
+
+
+def _pace_rate(tpot_slo_s: float | None) -> float:
+    """Tokens per second that keep a request on its target from the start; 0 without one."""
+    return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
+
+
+def _share_out(prefill: list[RequestState], tokens: int) -> list[int]:
+    """Chunk lengths for the first of `prefill`, in order, until `tokens` are given away."""
+    chunks: list[int] = []
+    for state in prefill:
+        if tokens <= 0:
+            break
+        chunks.append(min(state.pending, tokens))
+        tokens -= chunks[-1]
+    return chunks
+
+
+# How long the step loop may do something else without putting a target in danger. Knows pace and load, not what
+# for.
+#
+# Symbols: docs/equations.md, as of slo.py.
+
+CROWDED_SHARE = 0.5
+"""Share of the rows above which there is no time for anything else."""
+HOLD_S = 3.0
+"""For so long after the last such step."""
+TARGET_SHARE = 0.9
+"""What is left of a target for those who spend the rest: chance and arrivals make the next tokens dearer than the last.
+"""
+SLACK_SHARE = 0.5
+"""Share of the least slack that may be spent before the next step."""
+PACE_RATE = 0.1
+"""Weight of a new step in the moving averages of its seconds and of its tokens per row."""
+
+
+def slack_s(
+    decode_time_s: np.ndarray, tpot_slo_s: np.ndarray, num_decoded: np.ndarray, horizon: np.ndarray, token_s: float
+) -> np.ndarray:
+    """f64[R], by how many seconds a request may stand still and be on its target again within `horizon` more tokens,
+    one every `token_s`: where `need_rate` is 1 / token_s. inf without a target, below 0 where it is late anyway."""
+    return tpot_slo_s * (num_decoded + horizon) - decode_time_s - horizon * token_s
+
+
+class SpareTime:
+    """Told of every step, asked between steps. capacity: most requests that can run at once."""
+
+    def __init__(self, capacity: int):
+        self._crowded = CROWDED_SHARE * capacity
+        self._loaded_s = -math.inf
+        self._step_s = self._tokens = 0.0
+
+    def observe(self, now: float, running: int, waiting: int, step_s: float, emitted: np.ndarray) -> None:
+        """A step has ended. waiting: requests that it left without a slot. emitted: i32[num_decode], tokens."""
+        if waiting or running > self._crowded:
+            self._loaded_s = now
+        if len(emitted):
+            rate = PACE_RATE if self._tokens else 1.0
+            self._step_s += rate * (step_s - self._step_s)
+            self._tokens += rate * (int(emitted.sum()) / len(emitted) - self._tokens)
+
+    def is_loaded(self, now: float) -> bool:
+        """Whether requests waited for a slot, or more than half of the slots were taken, less than HOLD_S ago."""
+        return now - self._loaded_s < HOLD_S
+
+    def seconds(self, pace: Pace, now: float) -> float:
+        """That the request with the least slack leaves; 0 where a target runs and no step has decoded yet."""
+        if not np.isfinite(pace.tpot_slo_s).any():
+            return math.inf
+        if not self._tokens:
+            return 0.0
+        token_s = self._step_s / self._tokens
+        target_s = TARGET_SHARE * pace.tpot_slo_s
+        slack = slack_s(now - pace.first_token_s, target_s, pace.num_decoded, pace.horizon, token_s)
+        return max(SLACK_SHARE * float(slack.min()), 0.0)

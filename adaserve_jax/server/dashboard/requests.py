@@ -1,0 +1,174 @@
+"""Choices that ended lately, as columns, and what any window of them says: attainment, goodput, times, causes.
+
+Knows no HTTP and no engine; definitions are those of docs/metrics.md. Each choice is judged once, when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+
+from adaserve_jax.results.records import Cause, RequestRecord, violation_cause
+from adaserve_jax.results.served import status_of, unbegun
+from adaserve_jax.server.metrics import RATIO_EDGES
+from adaserve_jax.server.observers import EndedChoice
+
+CAPACITY = 2**15
+"""Choices kept at least, and twice as many at most; where more end within a window, it says that it covers less."""
+ALL = "all"
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+_NONE = -1
+_COLUMNS = {
+    "ended_s": "f8", "slo_class": "i2", "met": "i1", "cause": "i1", "output": "i4", "verify": "i4", "accepted": "i4",
+    "ttft_s": "f8", "tpot_s": "f8", "over": "f8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attainment:
+    """How many choices of one class ended, carried a target, and met all of theirs; met / with_target, None of none."""
+
+    slo_class: str
+    requests: int
+    with_target: int
+    met: int
+    attainment: float | None
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class EndedWindow:
+    """What the choices say that ended within the last `window_s` seconds, of which `covered_s` were watched.
+
+    attainment: of all classes together first, then by class. over_target: choices by TPOT / target, up to each of
+    RATIO_EDGES and above the last one. causes: targets missed, by cause, those of none left out.
+    """
+
+    window_s: float
+    covered_s: float
+    attainment: list[Attainment]
+    goodput_tps: float
+    ttft_ms: Percentiles | None
+    tpot_ms: Percentiles | None
+    over_target: list[int]
+    mean_accepted: float | None
+    causes: dict[str, int]
+
+
+def record_of(choice: EndedChoice) -> RequestRecord:
+    """The choice as results judge it: one that did not finish has met no target that it carried."""
+    metrics = choice.metrics
+    if metrics is None:
+        metrics = unbegun(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
+    return RequestRecord.of(
+        metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id,
+        status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
+    )  # fmt: skip
+
+
+class EndedChoices:
+    """The newest choices, oldest first. Times are on the caller's clock, which must not run backwards."""
+
+    def __init__(self, classes: Sequence[str], capacity: int = CAPACITY):
+        self._classes = {name: number for number, name in enumerate(classes)}
+        self._started_s = math.inf
+        self._capacity = capacity
+        self._columns = {name: np.zeros(2 * capacity, kind) for name, kind in _COLUMNS.items()}
+        self._held = self._count = 0
+        self._drafted = self._accepted = 0
+
+    def __len__(self) -> int:
+        """Choices that ended since the start."""
+        return self._count
+
+    def begin(self, now_s: float) -> None:
+        """Choices can end from now on, unless they could before."""
+        self._started_s = min(self._started_s, now_s)
+
+    def add(self, now_s: float, record: RequestRecord) -> Cause | None:
+        """Take in a choice that ended now; why it missed a target, by the acceptance rate of all so far."""
+        self.begin(now_s)
+        self._drafted += record.drafted_tokens
+        self._accepted += record.accepted_tokens
+        cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
+        over = record.tpot_s / record.tpot_slo_s if record.tpot_s is not None and record.tpot_slo_s else np.nan
+        if self._held == 2 * self._capacity:
+            self._forget()
+        row = (
+            now_s, self._classes.setdefault(record.slo_class, len(self._classes)),
+            _NONE if record.slo_met is None else record.slo_met, _NONE if cause is None else CAUSES.index(cause),
+            record.output_tokens, record.verify_steps, record.accepted_tokens,
+            _known(record.ttft_s), _known(record.tpot_s), over,
+        )  # fmt: skip
+        for column, value in zip(self._columns.values(), row, strict=True):
+            column[self._held] = value
+        self._held += 1
+        self._count += 1
+        return cause
+
+    def _forget(self) -> None:
+        """Drop the older half, so that what is held stays in one piece and in order."""
+        for column in self._columns.values():
+            column[: self._capacity] = column[self._capacity :]
+        self._held = self._capacity
+
+    def window(self, now_s: float, window_s: float) -> EndedWindow:
+        """The last `window_s` seconds."""
+        ended_s = self._columns["ended_s"][: self._held]
+        since_s = max(now_s - window_s, min(self._started_s, now_s))
+        if self._count > self._held:
+            since_s = max(since_s, float(ended_s[0]))
+        first = int(np.searchsorted(ended_s, since_s))
+        rows = {name: column[first : self._held] for name, column in self._columns.items()}
+        covered_s = now_s - since_s
+        met_tokens = int(rows["output"][rows["met"] == 1].sum())
+        missed = np.bincount(rows["cause"][rows["cause"] != _NONE], minlength=len(CAUSES))
+        verified = int(rows["verify"].sum())
+        return EndedWindow(
+            window_s=window_s,
+            covered_s=round(covered_s, 3),
+            attainment=self._attainment(rows["slo_class"], rows["met"]),
+            goodput_tps=round(met_tokens / covered_s, 3) if covered_s > 0 else 0.0,
+            ttft_ms=_percentiles_ms(rows["ttft_s"]),
+            tpot_ms=_percentiles_ms(rows["tpot_s"]),
+            over_target=_histogram(rows["over"]),
+            mean_accepted=round(int(rows["accepted"].sum()) / verified, 4) if verified else None,
+            causes={name: int(count) for name, count in zip(CAUSES, missed, strict=True) if count},
+        )
+
+    def _attainment(self, slo_class: np.ndarray, met: np.ndarray) -> list[Attainment]:
+        by_class = [_attained(name, met[slo_class == number]) for name, number in self._classes.items()]
+        return [_attained(ALL, met), *by_class]
+
+
+def _known(seconds: float | None) -> float:
+    return np.nan if seconds is None else seconds
+
+
+def _attained(name: str, met: np.ndarray) -> Attainment:
+    carried, kept = int((met != _NONE).sum()), int((met == 1).sum())
+    return Attainment(name, len(met), carried, kept, round(kept / carried, 6) if carried else None)
+
+
+def _histogram(over: np.ndarray) -> list[int]:
+    """Values up to and including each edge and above the one before, then those above the last."""
+    known = over[~np.isnan(over)]
+    return np.bincount(np.searchsorted(RATIO_EDGES, known, side="left"), minlength=len(RATIO_EDGES) + 1).tolist()
+
+
+def _percentiles_ms(seconds: np.ndarray) -> Percentiles | None:
+    """Linearly interpolated, milliseconds to the microsecond; None of none."""
+    known = seconds[~np.isnan(seconds)]
+    if not len(known):
+        return None
+    return Percentiles(*(round(float(value) * 1e3, 3) for value in np.percentile(known, (50, 90, 99))))

@@ -1,0 +1,108 @@
+"""The dashboard's routes: a page, its script and style, and the data that it asks for once a second.
+
+The page holds no data and runs nothing but its own files: the policy sent with it forbids everything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+
+import msgspec
+from fastapi import APIRouter, Query, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from adaserve_jax.server.dashboard.live import Live, Snapshot
+from adaserve_jax.server.routes_generate import error_responses
+
+PATH = "/dashboard"
+FOLDER = Path(__file__).with_name("static")
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = "dashboard.html"
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def router(live: Live) -> APIRouter:
+    """Serve the files of `static` and the snapshots of `live`."""
+    routes = APIRouter(tags=["dashboard"])
+    for path in sorted(FOLDER.iterdir()):
+        if path.suffix in KINDS:
+            _add_file(routes, path)
+
+    @routes.get(
+        f"{PATH}/data", operation_id="dashboard_data", summary="What the dashboard shows, in numbers",
+        response_class=Response, responses=error_responses(400, 401, 403) | {200: {"model": Snapshot}},
+    )  # fmt: skip
+    async def data(since: int = Query(0, ge=0, description="only the series after this `seq`")) -> Response:
+        body = msgspec.json.encode(live.snapshot(since))
+        return Response(body, media_type="application/json", headers=HEADERS | {"cache-control": "no-store"})
+
+    return routes
+
+
+def _add_file(routes: APIRouter, path: Path) -> None:
+    """One file, read once."""
+    content, kind = path.read_bytes(), KINDS[path.suffix]
+    is_page = path.name == PAGE
+
+    @routes.get(
+        PATH if is_page else f"{PATH}/{path.name}", operation_id=f"{path.stem}_{path.suffix[1:]}",
+        summary="The dashboard, a page for a browser", response_class=Response, include_in_schema=is_page,
+        responses=error_responses(401, 403) | {200: {"content": {kind: {"schema": {"type": "string"}}}}},
+    )  # fmt: skip
+    async def file() -> Response:
+        return Response(content, media_type=kind, headers=HEADERS)
+
+
+# Lets a browser, which cannot send a Bearer header when it opens a page, show the API key at the dashboard.
+#
+# There, and only there, `Authorization: Basic` counts too: its password is the key, its user name does not
+# matter. The layer that asks for the key stays the one that compares it.
+
+_CHALLENGE = (b"www-authenticate", b'Basic realm="adaserve dashboard: the API key is the password", charset="UTF-8"')
+
+
+class BasicAtDashboard:
+    """Turns Basic credentials into a Bearer header under `path`, and asks for Basic where those are refused."""
+
+    def __init__(self, app: ASGIApp, path: str):
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._covers(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_challenge(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:
+                kept = [pair for pair in message.get("headers", ()) if pair[0].lower() != _CHALLENGE[0]]
+                message = {**message, "headers": [*kept, _CHALLENGE]}
+            await send(message)
+
+        headers = [(name, bearer(value) if name == b"authorization" else value) for name, value in scope["headers"]]
+        await self._app({**scope, "headers": headers}, receive, send_challenge)
+
+    def _covers(self, path: str) -> bool:
+        return path == self._path or path.startswith(f"{self._path}/")
+
+
+def bearer(value: bytes) -> bytes:
+    """`Basic base64(user:password)` as `Bearer password`; anything else as it is."""
+    scheme, _, encoded = value.partition(b" ")
+    if scheme.lower() != b"basic":
+        return value
+    try:
+        decoded = base64.b64decode(encoded.strip(), validate=True)
+    except binascii.Error:
+        return value
+    _, found, password = decoded.partition(b":")
+    return b"Bearer " + password if found else value

@@ -1,0 +1,361 @@
+"""From a request body to what the engine takes: prompts to tokens.
+
+Raises RequestError and ApiError that name the field. Knows no engine and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+from starlette.datastructures import Headers
+
+from adaserve_jax.engine.client import check_ids
+from adaserve_jax.errors import RequestError
+from adaserve_jax.scheduler.slo import check_prompt
+from adaserve_jax.server.errors import ApiError, invalid
+from adaserve_jax.server.schema import ChatBody, CompletionBody, GenerationBody, Message, ResponseFormat
+from adaserve_jax.server.settings import DEFAULT_CLASS, KeySettings, ServerSettings, SloClass
+from adaserve_jax.server.state import TextCodec
+from adaserve_jax.types import SLO, SamplingParams
+
+LONG_TEXT = 8192
+"""Characters or tokens, of one HTTP request together, above which work on them leaves the event loop to others."""
+T = TypeVar("T")
+
+
+def check_supported(body: GenerationBody) -> None:
+    """Refuse fields that ask for something this server does not do."""
+    name = body.unsupported_field()
+    if name is not None:
+        what = type(body).model_fields[name].description or ""
+        raise invalid(f"{name} is {what[:1].lower()}{what[1:]}", name, "unsupported_parameter")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options must be left out unless stream is true", "stream_options")
+
+
+def check_draft_tag(body: GenerationBody, drafts: Sequence[str]) -> str:
+    """The draft that a request asks for, "" where it leaves the choice to the engine. Raises ApiError unless it is one
+    of `drafts`."""
+    tag = body.draft_tag or ""
+    if tag and tag not in drafts:
+        what = f"one of the drafts {', '.join(drafts)}" if drafts else "left out: the model is served without a draft"
+        raise invalid(f"draft_tag must be {what}; got {tag!r}", "draft_tag")
+    return tag
+
+
+def prompts_of(body: CompletionBody) -> list[str | list[int]]:
+    """The prompts one by one; none is empty."""
+    prompt = body.prompt
+    single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+    prompts = cast("list[str | list[int]]", [prompt] if single else prompt)
+    for index, one in enumerate(prompts):
+        if not one:
+            where = "prompt" if single else f"prompt[{index}]"
+            raise invalid(f"{where} must not be empty", "prompt", "empty_prompt")
+    if not prompts:
+        raise invalid("prompt must not be empty, got an empty list", "prompt", "empty_prompt")
+    return prompts
+
+
+def chat_messages(messages: list[Message]) -> list[dict[str, str]]:
+    """Messages with plain text contents; "developer" is today's name of "system"."""
+    return [{"role": _role(m.role), "content": _content(m, i)} for i, m in enumerate(messages)]
+
+
+def _role(role: str) -> str:
+    return "system" if role == "developer" else role
+
+
+def _content(message: Message, index: int) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    for part in message.content:
+        if part.type != "text" or part.text is None:
+            got = f"of type {part.type!r}" if part.type != "text" else "without a text"
+            raise invalid(
+                f"messages[{index}].content must hold parts of type text, got a part {got}",
+                "messages",
+                "unsupported_content",
+            )
+    return "".join(part.text or "" for part in message.content)
+
+
+async def apart(size: int, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, done off the event loop when it is about more than LONG_TEXT."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+async def encode(tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab_size: int) -> list[list[int]]:
+    """Token ids of each prompt; where these are long together, off the event loop. Raises RequestError."""
+    size = sum(map(len, prompts))
+    return await apart(size, lambda: [_encoded(tokenizer, prompt, vocab_size) for prompt in prompts])
+
+
+def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    check_ids(prompt, vocab_size)
+    return prompt
+
+
+async def encode_chat(tokenizer: TextCodec, messages: list[Message]) -> list[int]:
+    """Token ids of a conversation. Raises RequestError."""
+    plain = chat_messages(messages)
+    return await apart(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
+
+
+# From a request body to how its tokens are drawn: every sampling field, in the API's names and units.
+#
+# Raises RequestError and ApiError that name the field. Knows no engine, no tokenizer and no HTTP.
+
+MAX_SHOWN = 40
+ALL_THERE_IS = 2**31 - 1
+"""max_tokens until it is known how much fits behind the prompt."""
+ANY_OBJECT = '{"type": "object"}'
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words",
+)  # fmt: skip
+
+
+def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Sampling parameters, before max_tokens is known to fit. defaults: of the model, for what the body leaves out.
+    Raises RequestError naming the field."""
+    given: dict[str, Any] = dict(defaults) | {
+        name: getattr(body, name) for name in _FIELDS if getattr(body, name) is not None
+    }
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    given["logit_bias"] = _biases(body.logit_bias or {})
+    given["logprobs"], logprobs_name = _logprobs(body)
+    given["json_schema"] = _json_schema(body.response_format)
+    limit, limit_name = _max_tokens(body)
+    if limit is not None:
+        given["max_tokens"] = limit
+    elif isinstance(body, ChatBody):
+        given["max_tokens"] = ALL_THERE_IS
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name}
+    try:
+        return SamplingParams(**given)
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is None or name == error.param:
+            raise
+        raise RequestError(str(error).replace(str(error.param), name, 1), param=name, code=error.code) from None
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Biases by token id. Raises ApiError: a key is no id."""
+    for key in given:
+        if not _TOKEN_ID.fullmatch(key):
+            raise invalid(
+                f"logit_bias must have token ids as its keys, like '464', got {key[:MAX_SHOWN]!r}", "logit_bias"
+            )
+    return {int(key): bias for key, bias in given.items()}
+
+
+def _logprobs(body: GenerationBody) -> tuple[int | None, str]:
+    """How many of the likeliest tokens to report, None: report nothing, and the field that says so."""
+    if isinstance(body, CompletionBody):
+        if body.echo and body.logprobs is not None:
+            raise invalid(
+                "logprobs together with echo is not implemented: the prompt's tokens have none; leave one of them out",
+                "logprobs",
+                "unsupported_parameter",
+            )
+        return body.logprobs, "logprobs"
+    assert isinstance(body, ChatBody)
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise invalid("top_logprobs must be left out unless logprobs is true", "top_logprobs")
+        return None, "top_logprobs"
+    return body.top_logprobs or 0, "top_logprobs"
+
+
+def _json_schema(wanted: ResponseFormat | None) -> str | None:
+    """The schema that the output must fit, as JSON; None: any text. Raises ApiError."""
+    if wanted is not None and (wanted.json_schema is None) == (wanted.type == "json_schema"):
+        raise invalid(
+            'response_format.json_schema must be given when its type is "json_schema", and only then',
+            "response_format",
+        )
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return ANY_OBJECT
+    try:
+        text = json.dumps(wanted.json_schema.schema_, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise invalid(
+            "response_format.json_schema.schema must be valid Unicode, got half of a surrogate pair",
+            "response_format",
+            "invalid_text",
+        ) from None
+    except (ValueError, RecursionError):
+        raise invalid(
+            "response_format.json_schema.schema must be JSON, not nested too deeply and without NaN or infinity",
+            "response_format",
+        ) from None
+
+
+def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
+    """The limit that the body asks for and the field that holds it."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return body.max_completion_tokens, "max_completion_tokens"
+    return body.max_tokens, "max_tokens"
+
+
+def within_context(
+    body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_context: int
+) -> SamplingParams:
+    """Sampling parameters whose max_tokens fits behind the prompt.
+
+    A limit that the body asks for must fit; the default (16 for completions, all there is for chat) is cut to fit,
+    as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
+    """
+    is_chat = isinstance(body, ChatBody)
+    check_prompt(prompt_tokens, max_context, "messages" if is_chat else "prompt")
+    room = max_context - prompt_tokens
+    asked, name = _max_tokens(body)
+    if asked is None and sampling.min_tokens > room:
+        asked, name = sampling.min_tokens, "min_tokens"
+    if asked is not None and asked > room:
+        raise RequestError(
+            f"the model's context holds {max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
+            f"lower {name}",
+            param=name,
+            code="context_length_exceeded",
+        )
+    if asked is not None:
+        return sampling
+    return replace(sampling, max_tokens=room if is_chat else min(sampling.max_tokens, room))
+
+
+# The targets, the class and the priority that a request gets: its own, else its class's, within all limits.
+#
+# Raises RequestError that names the field. Knows no engine and no HTTP.
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What the engine is told. slo_class: the class's name. priority: lower is sooner."""
+
+    slo: SLO
+    slo_class: str
+    priority: int
+
+
+def targets_of(
+    body: GenerationBody,
+    settings: ServerSettings,
+    classes: Mapping[str, SloClass],
+    baseline_s: float,
+    limits: KeySettings | None = None,
+) -> Targets:
+    """The targets in force.
+
+    baseline_s: seconds, what `slo_relative` multiplies. limits: of the key that the request came with. Raises
+    RequestError(code="invalid_slo").
+    """
+    default = _class_of(body, settings, classes, limits)
+    own = SLO(body.slo_tpot_ms, body.slo_ttft_ms, body.slo_relative)
+    tpot_ms, relative, ttft_ms = own.tpot_ms, own.relative, own.ttft_ms
+    if tpot_ms is None and relative is None:
+        tpot_ms = default.tpot_ms
+    if ttft_ms is None:
+        ttft_ms = default.ttft_ms
+    low, high = settings.min_slo_tpot_ms, settings.max_slo_tpot_ms
+    ttft_low = settings.min_slo_ttft_ms
+    if limits is not None:
+        low, ttft_low = max(low, limits.min_slo_tpot_ms), max(ttft_low, limits.min_slo_ttft_ms)
+    if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
+        tpot_ms, relative = relative * baseline_s * 1e3, None
+    slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms), relative)
+    return Targets(slo, default.name, _priority(body, default, limits))
+
+
+def _class_of(
+    body: GenerationBody, settings: ServerSettings, classes: Mapping[str, SloClass], limits: KeySettings | None
+) -> SloClass:
+    name = body.slo_class
+    if name is None and body.service_tier is not None:
+        name = settings.tiers().get(body.service_tier, body.service_tier)
+    allowed = sorted(classes)
+    if limits is not None and limits.slo_classes:
+        allowed = list(limits.slo_classes)
+        if body.slo_class is None and name in (None, DEFAULT_CLASS):
+            name = allowed[0]
+    name = DEFAULT_CLASS if name is None else name
+    if name not in allowed:
+        param = "slo_class" if body.slo_class is not None else "service_tier"
+        raise RequestError(
+            f"{param} must be one of {', '.join(allowed)}, got {name!r}", param=param, code="invalid_slo"
+        )
+    return classes[name]
+
+
+def _priority(body: GenerationBody, default: SloClass, limits: KeySettings | None) -> int:
+    priority = default.priority if body.priority is None else body.priority
+    if limits is None or limits.min_priority is None:
+        return priority
+    return max(priority, limits.min_priority)
+
+
+def _clamp(value: float | None, low: float, high: float) -> float | None:
+    """`value` within the limits; the lower one wins where a key's is above the server's upper one."""
+    return None if value is None else max(min(value, high), low)
+
+
+# Targets in headers, as gateways in front of inference servers write them. Read only where the gateway is
+# trusted.
+
+HEADERS = {
+    "slo_tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+    "slo_ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+}
+"""By field of the body: the header, and its older name, which the newer one goes before."""
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+
+
+def with_header_targets(body: AnyBody, headers: Headers, *, trusted: bool) -> tuple[AnyBody, str]:
+    """The body, with targets from the headers where it has none of that kind; and a warning, "" when there is none.
+
+    Raises ApiError(code="invalid_slo") naming a header that is no target, though the body may have its own.
+    """
+    named = [name for names in HEADERS.values() for name in names if name in headers]
+    if not trusted:
+        return body, f"ignored headers of an untrusted gateway: {', '.join(named)}" if named else ""
+    own_tpot = body.slo_tpot_ms is not None or body.slo_relative is not None
+    own = {"slo_tpot_ms": own_tpot, "slo_ttft_ms": body.slo_ttft_ms is not None}
+    found = {field: _first([_target(headers, name) for name in names]) for field, names in HEADERS.items()}
+    update = {field: value for field, value in found.items() if value is not None and not own[field]}
+    return body.model_copy(update=update), ""
+
+
+def _target(headers: Headers, name: str) -> float | None:
+    """Milliseconds that a header asks for; None when it is not there."""
+    values = headers.getlist(name)
+    if not values:
+        return None
+    if len(values) > 1:
+        raise _refusal(name, "given once", f"{len(values)} of them")
+    try:
+        return SLO(tpot_ms=float(values[0])).tpot_ms
+    except (ValueError, RequestError):
+        raise _refusal(name, "a finite number above 0", repr(values[0][:40])) from None
+
+
+def _refusal(name: str, expected: str, got: str) -> ApiError:
+    return invalid(f"the header {name} must be {expected}, got {got}", name, "invalid_slo")
+
+
+def _first(values: list[float | None]) -> float | None:
+    return next((value for value in values if value is not None), None)

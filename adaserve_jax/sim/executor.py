@@ -1,0 +1,267 @@
+"""An executor without a device: a virtual clock, a cost table for its times, and text that is a pure function.
+
+The token at position p of a request is `token_at(seed, choice, p)`, whatever the policy; candidate trees carry it with
+a given acceptance and f's that say so honestly. With `strict` it also keeps track of every KV slot, and raises when a
+plan reads KV of other tokens than the request's own, writes a page that others hold, or breaks a limit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from adaserve_jax.errors import IntegrityError
+from adaserve_jax.memory.residency import State
+from adaserve_jax.scheduler.cost_model import CostGrid
+from adaserve_jax.sim.kv import SimKV
+from adaserve_jax.sim.text import CONCENTRATION, Draws, acceptance_at, search, token_at, tokens_after
+from adaserve_jax.types import (
+    CandidateTrees,
+    CostSamples,
+    DraftPlan,
+    DraftTrees,
+    Limits,
+    LogitEdits,
+    Progress,
+    Request,
+    StepOutcome,
+    StepPlan,
+    context_load,
+)
+
+__all__ = ["SimExecutor", "VirtualClock", "token_at"]
+
+
+class VirtualClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self, start_s: float = 0.0):
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@dataclass(frozen=True)
+class SwapTimes:
+    """Seconds of exchanging the draft and KV pages. expand: of freeing the draft and making the slab. contract: of
+    moving pages and freeing the slab. load: until the draft is back, while steps go on.
+
+    The first two are Nightjar's, of a 30B model on 2 L20 GPUs (table 6); `load` is that of 2.5 GB, a draft of 1B in
+    bf16, at 20 GB/s from the host.
+    """
+
+    expand_s: float = 0.1439
+    contract_s: float = 0.0119
+    load_s: float = 0.125
+
+
+class SimExecutor:
+    """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
+    requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
+    from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
+    plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
+    the same. swap_times: of exchanging the draft and pages. There are no logits, so nothing edits them."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        cost: CostSamples,
+        acceptance: float | Callable[[np.ndarray], np.ndarray],
+        clock: VirtualClock,
+        *,
+        concentration: float = CONCENTRATION,
+        overhead_s: float = 0.0,
+        vocab_size: int = 1000,
+        strict: bool = True,
+        swap_times: SwapTimes | None = None,
+    ):
+        self._limits = limits
+        self._cost = cost
+        self._grid = CostGrid(cost, limits)
+        self._acceptance = acceptance
+        self._concentration = concentration
+        self._overhead_s = overhead_s
+        self._clock = clock
+        self._vocab_size = vocab_size
+        self._draft_s = 0.0
+        self._drawn: tuple[StepPlan, np.ndarray] | None = None
+        self._kv = SimKV(limits, vocab_size) if strict else None
+        self._swap_times = swap_times or SwapTimes()
+        self._place: State = "resident"
+        self._loaded_at_s = 0.0
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
+    def compiles_after_ready(self) -> int:
+        return 0
+
+    def warm_up(self, progress: Progress | None = None) -> CostSamples:
+        if progress is not None:
+            progress("simulated programs", 1, 1)
+        return self._cost
+
+    def speculate(self, plan: StepPlan) -> CandidateTrees:
+        draft = plan.draft
+        if draft is None:
+            raise IntegrityError("speculate needs a plan with a draft")
+        self._require("resident", "a plan has a draft")
+        if self._kv is not None:
+            self._kv.extend_draft(plan)
+            ends = draft.draft_ctx + draft.catchup_counts
+            caught_up = ends[: plan.num_decode] == plan.ctx_len[: plan.num_decode] + 1
+            if draft.depth and not caught_up[draft.speculates].all():
+                raise IntegrityError("a row that speculates does not end its catch-up with the root")
+        load, depth = self._load(plan), draft.depth
+        self._draft_s = self._grid.catchup_s(len(draft.catchup_tokens), load)
+        if depth:
+            self._draft_s += depth * self._grid.level_of(plan.num_rows, draft.width, load)
+        self._clock.advance(self._draft_s)
+        if draft.depth == 0:
+            return CandidateTrees.empty(plan.num_decode)
+        return self._candidates(plan, draft)
+
+    def verify(self, plan: StepPlan, trees: DraftTrees, edits: LogitEdits | None = None) -> StepOutcome:
+        limits, rows = self._limits, plan.num_decode
+        sampled = trees.num_nodes + int(np.count_nonzero(plan.prefill_final))
+        packed = trees.num_nodes + plan.num_prefill_tokens
+        if sampled > limits.max_tree_tokens or packed > limits.max_tokens or plan.num_rows > limits.max_requests:
+            raise IntegrityError(f"the step of {packed} tokens, {sampled} sampled, breaks {limits}")
+        bucket = limits.token_edges[bisect_left(limits.token_edges, packed)]
+        tokens = np.zeros((plan.num_rows, limits.max_depth + 1), np.int32)
+        counts = np.zeros(plan.num_rows, np.int32)
+        accepted = self._walk(plan, trees, tokens, counts)
+        if plan.num_rows > rows:
+            ends = plan.ctx_len[rows:] + plan.prefill_counts
+            sampling = plan.sampling
+            tokens[rows:, 0] = token_at(sampling.seed[rows:], sampling.choice[rows:], ends, self._vocab_size)
+            counts[rows:] = plan.prefill_final
+        if self._kv is not None:
+            self._kv.extend_target(plan, tokens, counts)
+        verify_s = self._grid.verify_s(bucket, plan.num_rows, self._load(plan))
+        self._clock.advance(verify_s + self._overhead_s)
+        draft_s, self._draft_s = self._draft_s, 0.0
+        return StepOutcome(tokens, counts, accepted, draft_s, verify_s, draft_s + verify_s, bucket)
+
+    def expand(self) -> None:
+        self._require("resident", "expand is called")
+        self._clock.advance(self._swap_times.expand_s)
+        self._place = "expanded"
+        if self._kv is not None:
+            self._kv.drop_draft()
+            self._kv.add_extension()
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        self._require("expanded", "move_pages is called")
+        if np.intersect1d(from_pages, to_pages).size:
+            raise IntegrityError(f"pages are moved onto each other: {from_pages} to {to_pages}")
+        if self._kv is not None:
+            self._kv.move_pages(from_pages, to_pages)
+
+    def contract(self) -> None:
+        self._require("expanded", "contract is called")
+        self._clock.advance(self._swap_times.contract_s)
+        self._place = "loading"
+        self._loaded_at_s = self._clock.now() + self._swap_times.load_s
+        if self._kv is not None:
+            self._kv.drop_extension()
+
+    def draft_ready(self) -> bool:
+        self._require("loading", "draft_ready is called")
+        if self._clock.now() < self._loaded_at_s:
+            return False
+        self._place = "resident"
+        return True
+
+    def know(self, request: Request) -> None:
+        """What the text of a request is, so that with `strict` it reads no other's KV even where it shares pages."""
+        if self._kv is not None:
+            self._kv.know(request.prompt_ids, request.seed, request.choice)
+
+    def close(self) -> None:
+        return None
+
+    def _require(self, place: State, what: str) -> None:
+        if self._place != place:
+            raise IntegrityError(f"{what} while the draft is {self._place}; it must be {place}")
+
+    def _load(self, plan: StepPlan) -> float:
+        """Where context costs nothing, it is not counted."""
+        return context_load(plan.ctx_len, self._cost.context_rows) if self._cost.context else 0.0
+
+    def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Follow the target's tokens down every tree; bool[N], nodes walked.
+
+        A node is walked when it and all above it carry the target's tokens; pointers to ancestors double their reach in
+        each round, so that a round per level is not needed.
+        """
+        rows = plan.num_decode
+        roots = (trees.parent < 0).nonzero()[0]
+        if len(roots) != rows or np.count_nonzero(
+            (trees.row[roots] != np.arange(rows)) | (trees.token[roots] != plan.root_token)
+        ):
+            raise IntegrityError("trees must bring each row's root once, in row order")
+        depth = int(trees.depth.max()) if len(trees.row) > rows else 0
+        target = self._target(plan, depth)
+        tokens[:rows, : depth + 1] = target[:, : depth + 1]
+        if not depth:
+            counts[:rows] = 1
+            return np.ones(rows, bool)
+        walked = target.take(trees.row * target.shape[1] + trees.depth - 1, mode="wrap") == trees.token
+        walked[roots] = True
+        above = np.maximum(trees.parent, 0)  # node 0 is a root, and so is walked: as good as none above
+        for _ in range((depth - 1).bit_length()):
+            walked &= walked[above]
+            above = above[above]
+        counts[:rows] = np.bincount(trees.row[walked], minlength=rows)
+        return walked
+
+    def _target(self, plan: StepPlan, depth: int) -> np.ndarray:
+        """i32[num_decode, at least depth + 1], the target's tokens after each root."""
+        if self._drawn is not None and self._drawn[0] is plan and self._drawn[1].shape[1] > depth:
+            return self._drawn[1]
+        rows, sampling = plan.num_decode, plan.sampling
+        return tokens_after(
+            sampling.seed[:rows], sampling.choice[:rows], plan.ctx_len[:rows], depth + 1, self._vocab_size
+        )
+
+    def _candidates(self, plan: StepPlan, draft: DraftPlan) -> CandidateTrees:
+        """Nodes that are right carry the target's token, the others one that is not."""
+        rows, depth, width = plan.num_decode, draft.depth, draft.width
+        seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
+        draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
+        self._drawn = (plan, draws.target)
+        mean = self._acceptance(seed) if callable(self._acceptance) else self._acceptance
+        a = acceptance_at(mean, draws.mood, self._concentration)
+        beams = search(a, draws.luck, width, calibrated=draft.calibrated)
+        level, rank, above = _beam(depth, width)
+        log_f = np.log(beams.f.reshape(rows, depth * width))
+        if np.count_nonzero(draft.speculates) < rows:
+            log_f[~draft.speculates] = -np.inf
+        right = np.repeat(draws.target[:, :depth], width, axis=1)
+        wrong = (right + (1 + rank)) % np.int32(self._vocab_size)
+        parent = np.where(level == 1, -1, above + beams.parent.reshape(rows, -1))
+        return CandidateTrees(
+            token=np.where(beams.true.reshape(rows, -1), right, wrong),
+            parent=parent.astype(np.int32),
+            log_f=log_f.astype(np.float32),
+            depth=level,
+        )
+
+
+@cache
+def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Level (from 1) and rank of each candidate, and the first candidate of the level above: i32[C]."""
+    level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
+    rank = np.tile(np.arange(width, dtype=np.int32), depth)
+    return level, rank, (level - 2) * width

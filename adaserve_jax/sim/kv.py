@@ -1,0 +1,154 @@
+"""KV of the simulated machine: what each slot of each page holds, so that wrong reads and writes are found at once.
+
+What a slot holds is named after all tokens up to it, whoever wrote them: requests may share pages, but none may read
+the KV of other tokens, or of its own at another place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from adaserve_jax.errors import IntegrityError
+from adaserve_jax.sim.text import kv_terms, token_at
+from adaserve_jax.types import Limits, StepPlan
+
+
+class SimKV:
+    """The KV of target and draft. `know` tells what a request's text is; of one that is not known only this is checked,
+    that what it reads is one text from its beginning on."""
+
+    def __init__(self, limits: Limits, vocab_size: int):
+        self._num_pages, self._extension_pages = limits.num_pages, limits.extension_pages
+        self._vocab_size = vocab_size
+        self._texts: dict[tuple[int, int], list[_Text]] = {}
+        self._target = _Record(limits.num_pages, limits.extension_pages, limits.page_size)
+        self._draft = _Record(limits.num_pages, 0, limits.page_size)
+
+    def know(self, prompt_ids: np.ndarray, seed: int, choice: int) -> None:
+        """A request with this prompt, seed and choice will run."""
+        text = _Text(np.asarray(prompt_ids, np.int32), seed, choice, self._vocab_size)
+        self._texts.setdefault((seed, choice), []).append(text)
+
+    def extend_draft(self, plan: StepPlan) -> None:
+        """The draft is fed the catch-up of a plan. Raises IntegrityError: a row reads what is not its own, or two rows
+        write different things to one place."""
+        draft = plan.draft
+        assert draft is not None, "called for plans with a draft"
+        self._extend(self._draft, plan, draft.draft_ctx, draft.catchup_counts, draft.catchup_tokens)
+
+    def extend_target(self, plan: StepPlan, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """The target commits a step: the first counts[r] - 1 of the tokens (i32[R, D]) that decode row r brought behind
+        its root, and the prefill chunks. Raises IntegrityError as `extend_draft`, and when a page that is written is
+        another row's too."""
+        decode, computed = plan.num_decode, counts[: plan.num_decode]
+        fed = np.concatenate([plan.root_token[:, None], tokens[:decode, :-1]], axis=1)
+        fed = np.concatenate([fed[np.arange(fed.shape[1]) < computed[:, None]], plan.prefill_tokens])
+        written = np.concatenate([computed, plan.prefill_counts])
+        self._target.require_own(plan, plan.ctx_len, written)
+        self._extend(self._target, plan, plan.ctx_len, written, fed)
+
+    def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        """The target's KV of pages is copied to other pages."""
+        self._target.copy(from_pages, to_pages)
+
+    def add_extension(self) -> None:
+        """The pages of the extension slab are there, with nothing in them."""
+        self._target.in_force = self._num_pages + self._extension_pages
+
+    def drop_extension(self) -> None:
+        """The extension slab is gone, with what it held."""
+        self._target.clear(self._num_pages)
+        self._target.in_force = self._num_pages
+
+    def drop_draft(self) -> None:
+        """The draft's KV is gone."""
+        self._draft.clear(0)
+
+    def _extend(self, record: _Record, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
+        ends = counts.cumsum()
+        names = []
+        for row, end in enumerate(ends.tolist()):
+            read = record.read(plan.page_table[row], int(ctx[row]), row)
+            names.append(_continued(read, tokens[end - int(counts[row]) : end]))
+            record.write(plan.page_table[row], int(ctx[row]), names[row])
+            self._check_text(int(plan.sampling.seed[row]), int(plan.sampling.choice[row]), names[row], len(read), row)
+        for row, row_names in enumerate(names):
+            if not np.array_equal(record.read(plan.page_table[row], len(row_names), row), row_names):
+                raise IntegrityError(f"row {row} finds KV of another row among its own")
+
+    def _check_text(self, seed: int, choice: int, names: np.ndarray, read: int, row: int) -> None:
+        texts = self._texts.get((seed, choice), [])
+        if not texts or any(text.agrees(names) for text in texts):
+            return
+        fault = "is fed" if any(text.agrees(names[:read]) for text in texts) else "reads KV of"
+        raise IntegrityError(f"row {row} {fault} tokens that are not its own")
+
+
+class _Text:
+    """Names of one request's KV by position."""
+
+    def __init__(self, prompt_ids: np.ndarray, seed: int, choice: int, vocab_size: int):
+        self._of = (seed, choice)
+        self._vocab_size = vocab_size
+        self._names = _continued(np.zeros(0, np.uint64), prompt_ids)
+
+    def agrees(self, names: np.ndarray) -> bool:
+        """Whether all of `names` are its own."""
+        if len(names) > len(self._names):
+            more = token_at(*self._of, np.arange(len(self._names), 2 * len(names)), self._vocab_size)
+            self._names = _continued(self._names, more)
+        return np.array_equal(names, self._names[: len(names)])
+
+
+class _Record:
+    """By page and slot: the name of what it holds (0: nothing), and of what is before it in its text. in_force: pages
+    that are there now."""
+
+    def __init__(self, num_pages: int, extension_pages: int, page_size: int):
+        self._page_size = page_size
+        self.in_force = num_pages
+        self._name = np.zeros((num_pages + extension_pages, page_size), np.uint64)
+        self._before = np.zeros_like(self._name)
+
+    def read(self, pages: np.ndarray, count: int, row: int) -> np.ndarray:
+        """u64[count], the names of the first tokens of a row. Raises IntegrityError unless they are one text."""
+        page, slot = self._places(pages, 0, count)
+        name, before = self._name[page, slot], self._before[page, slot]
+        if not name.all() or before[:1].any() or (before[1:] != name[:-1]).any():
+            raise IntegrityError(f"row {row} reads KV that it did not write")
+        return name
+
+    def write(self, pages: np.ndarray, first: int, names: np.ndarray) -> None:
+        """Put the names of a row from position `first` on in their places."""
+        page, slot = self._places(pages, first, len(names))
+        self._name[page, slot] = names[first:]
+        self._before[page, slot] = np.concatenate([np.zeros(1, np.uint64), names])[first:-1]
+
+    def require_own(self, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray) -> None:
+        """Raise IntegrityError when a page that a row writes is read or written by another row of the step."""
+        ends = -(-(ctx + counts) // self._page_size)
+        held = np.concatenate([plan.page_table[row, : ends[row]] for row in range(plan.num_rows)])
+        holders = np.bincount(held)
+        for row in range(plan.num_rows):
+            if (holders[plan.page_table[row, ctx[row] // self._page_size : ends[row]]] > 1).any():
+                raise IntegrityError("two rows of one step hold the same page, and one of them writes it")
+
+    def copy(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
+        for values in (self._name, self._before):
+            values[to_pages] = values[from_pages]
+
+    def clear(self, first_page: int) -> None:
+        self._name[first_page:] = 0
+
+    def _places(self, pages: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+        position = np.arange(first, end)
+        page = pages[position // self._page_size]
+        if len(page) and page.max() >= self.in_force:
+            raise IntegrityError(f"page {page.max()} is none of the {self.in_force} that hold this model's KV")
+        return page, position % self._page_size
+
+
+def _continued(names: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """`names` (u64[n]) of the first tokens of a text, and those of `tokens` behind them."""
+    terms = kv_terms(tokens, np.arange(len(names), len(names) + len(tokens)))
+    return np.concatenate([names, terms.cumsum(dtype=np.uint64) + (names[-1] if len(names) else np.uint64(0))])

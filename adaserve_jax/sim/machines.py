@@ -1,0 +1,226 @@
+"""Machines to simulate: what verification and drafting cost there, and how often the target agrees with the draft.
+
+A machine is a JSON file; two are packaged, shaped by the settings that AdaServe published. A measured profile is one
+too (`profiled_machine.py`). Imports no jax.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple, dataclass, field, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.profile import Profile, is_profile, parse_profile
+from adaserve_jax.scheduler.cost_model import ServingFactors
+from adaserve_jax.sim.executor import SwapTimes
+from adaserve_jax.types import CostSamples, Limits, scaled_samples
+
+VERSION = 1
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Machine:
+    """verify_ms: by packed tokens, linear between, whatever the rows. draft_level_ms: of a level, whatever its size.
+    token_step: distance of the token edges up to max_batch_tokens. acceptance: of the draft's first choice, by SLO
+    class; requests of other classes have the mean of all. swap_ms: expand, contract and load, as of `SwapTimes`, whose
+    values stand for those that are missing.
+    """
+
+    name: str
+    about: str
+    verify_ms: dict[int, float]
+    draft_level_ms: float
+    max_depth: int
+    max_width: int
+    max_requests: int
+    max_tree_tokens: int
+    max_batch_tokens: int
+    token_step: int
+    max_context: int
+    acceptance: dict[str, float]
+    swap_ms: dict[str, float] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def swap_times(self) -> SwapTimes:
+        return SwapTimes(**{f"{name}_s": ms / 1e3 for name, ms in self.swap_ms.items()})
+
+    @property
+    def baseline_s(self) -> float:
+        """Seconds of one token of one request alone."""
+        return self.verify_ms[min(self.verify_ms)] / 1e3
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """c1 and c2 of AdaServe's eq. 8 and 9."""
+        return 0, 0
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step outside draft and verification."""
+        return 0.0
+
+    def acceptance_of(self, slo_class: str) -> float:
+        return self.acceptance.get(slo_class, sum(self.acceptance.values()) / len(self.acceptance))
+
+    def limits(self, max_requests: int = 0) -> Limits:
+        """max_requests: 0 for the machine's own. Pages never run out."""
+        requests = max_requests or self.max_requests
+        edges = (1, *range(self.token_step, self.max_batch_tokens + 1, self.token_step))
+        pages = requests * -(-self.max_context // PAGE_SIZE)
+        return Limits(
+            max_requests=requests, token_edges=edges, max_tree_tokens=self.max_tree_tokens,
+            max_context=self.max_context, page_size=PAGE_SIZE, num_pages=pages, max_depth=self.max_depth,
+            max_width=self.max_width,
+        )  # fmt: skip
+
+    def samples(self, limits: Limits) -> CostSamples:
+        tokens = sorted(self.verify_ms)
+        seconds = np.interp(limits.token_edges, tokens, [self.verify_ms[at] / 1e3 for at in tokens])
+        verify = {(edge, limits.max_requests): float(s) for edge, s in zip(limits.token_edges, seconds, strict=True)}
+        level = self.draft_level_ms / 1e3
+        levels = {(limits.max_requests, width): level for width in range(1, self.max_width + 1)}
+        return CostSamples(verify, {self.max_batch_tokens: 0.0}, levels)
+
+
+def packaged_machines() -> list[str]:
+    """Their names."""
+    return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
+
+
+def load_machine(name: str) -> Machine:
+    """A packaged machine by name, or by path a JSON file: a machine, or a profile that `adaserve profile` wrote.
+
+    Raises ConfigError saying what is wrong with it.
+    """
+    if name in packaged_machines():
+        text, where = _folder().joinpath(f"{name}.json").read_text(), name
+    else:
+        where = str(Path(name))
+        try:
+            text = Path(name).read_text()
+        except OSError as error:
+            known = ", ".join(packaged_machines())
+            raise ConfigError(f"no machine {name!r}: give {known}, or the path of a JSON file ({error})") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"machine {where}: invalid JSON: {error}") from error
+    if is_profile(values):
+        # which is a Machine
+
+        return profiled_machine(values, where)
+    return _machine(values, where)
+
+
+def _folder() -> Any:
+    return files("adaserve_jax.sim").joinpath("data/machines")
+
+
+def _machine(values: Any, where: str) -> Machine:
+    if not isinstance(values, dict) or values.pop("version", None) != VERSION:
+        raise ConfigError(f"machine {where}: expected an object of version {VERSION}")
+    names = {field.name for field in fields(Machine)}
+    wrong = sorted((names ^ set(values)) - {"swap_ms"})
+    if wrong:
+        raise ConfigError(f"machine {where}: field {wrong[0]!r} is {'missing' if wrong[0] in names else 'unknown'}")
+    try:
+        values["verify_ms"] = {int(tokens): float(ms) for tokens, ms in values["verify_ms"].items()}
+        machine = Machine(**values)
+        ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
+        ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
+        known = [each.name.removesuffix("_s") for each in fields(SwapTimes)]
+        swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.swap_times)) >= 0
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"machine {where}: {error}") from error
+    if not ok:
+        raise ConfigError(f"machine {where}: times must be above 0, and acceptance between 0 and 1")
+    if not swaps_ok:
+        raise ConfigError(
+            f"machine {where}: swap_ms must have times of at least 0 for some of {', '.join(known)}, got "
+            f"{machine.swap_ms}"
+        )
+    return machine
+
+
+# A measured profile as a machine to simulate: its times by tokens, rows and context, and its own limits.
+#
+# Imports no jax.
+
+CLASS = "default"
+
+
+@dataclass(frozen=True)
+class ProfiledMachine(Machine):
+    """verify_ms and draft_level_ms are of one row at the typical context, for reading; steps cost what `costs` say."""
+
+    measured_limits: Limits
+    costs: CostSamples
+    measured_baseline_s: float
+    searched_offsets: tuple[int, int]
+    serving: ServingFactors
+
+    @classmethod
+    def of(cls, profile: Profile, where: str) -> ProfiledMachine:
+        """Raises ConfigError: the profile has no acceptance, or none of a draft."""
+        limits, costs = profile.identity.limits, profile.timings.samples()
+        if profile.acceptance is None and limits.max_depth:
+            raise ConfigError(
+                f"profile {where} has no acceptance, which a simulation draws from; measure it with `adaserve profile "
+                "--check-seconds`, or give it there as --acceptance"
+            )
+        rows = min(rows for _, rows in costs.verify_s)
+        levels = [seconds for _, seconds in sorted(costs.draft_level_s.items())]
+        return cls(
+            name=profile.name,
+            about=f"{profile.identity.machine}; {profile.identity.device}, measured {profile.made_at}",
+            verify_ms={tokens: s * 1e3 for (tokens, r), s in costs.verify_s.items() if r == rows},
+            draft_level_ms=levels[0] * 1e3 if levels else 0.0,
+            max_depth=limits.max_depth,
+            max_width=limits.max_width,
+            max_requests=limits.max_requests,
+            max_tree_tokens=limits.max_tree_tokens,
+            max_batch_tokens=limits.max_tokens,
+            token_step=0,
+            max_context=limits.max_context,
+            acceptance={CLASS: profile.acceptance or 0.5},  # without a draft nothing is drawn
+            measured_limits=limits,
+            costs=costs,
+            measured_baseline_s=profile.baseline_s,
+            searched_offsets=(profile.c1 or 0, profile.c2 or 0),
+            serving=ServingFactors(**profile.serving or {}),
+        )
+
+    @property
+    def baseline_s(self) -> float:
+        """As it was measured, through the whole step."""
+        return self.measured_baseline_s
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """As the profile has them."""
+        return self.searched_offsets
+
+    def limits(self, max_requests: int = 0) -> Limits:
+        """max_requests: 0 for the machine's own; never more than it was measured with."""
+        own = self.measured_limits
+        return replace(own, max_requests=min(max_requests or own.max_requests, own.max_requests))
+
+    def samples(self, limits: Limits) -> CostSamples:
+        """As measured, times what serving adds; limits: of this machine."""
+        return scaled_samples(self.costs, verify=self.serving.verify, draft=self.serving.draft)
+
+    @property
+    def overhead_s(self) -> float:
+        """As it was measured while serving."""
+        return self.serving.overhead_s
+
+
+def profiled_machine(values: Any, where: str) -> ProfiledMachine:
+    """From parsed JSON. Raises ConfigError saying what is wrong with it."""
+    return ProfiledMachine.of(parse_profile(values, where), where)

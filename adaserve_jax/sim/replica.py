@@ -1,0 +1,259 @@
+"""One simulated engine on a virtual clock of its own: the scheduler that serves, and an executor that only takes time.
+
+A step is begun and ended apart, so that what it brings is known to nobody before its end. Knows no other replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from adaserve_jax.results.records import Status
+from adaserve_jax.routing.fleet import Assigned, Fleet
+from adaserve_jax.routing.routers import Router
+from adaserve_jax.scheduler.commit import StepUpdates
+from adaserve_jax.scheduler.elastic import swap_if_due
+from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.sim.executor import VirtualClock
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import (
+    CandidateTrees,
+    DraftTrees,
+    Executor,
+    Request,
+    RequestMetrics,
+    RequestUpdate,
+    StepOutcome,
+    StepPlan,
+)
+
+# When the tokens of simulated requests came, taken in a step at a time and not a request at a time.
+
+_NONE = -1
+
+
+class TokenTimes:
+    """Requests are known by `StepUpdates.sequence`, their number in the order in which the scheduler got them.
+
+    A request that has tokens owns a row of times and counts, one column per step that brought some, until `pop`.
+    """
+
+    def __init__(self) -> None:
+        self._row = np.full(1024, _NONE, np.int64)  # by sequence
+        self._free: list[int] = []
+        self._times_s = np.zeros((0, 64))
+        self._counts = np.zeros((0, 64), np.int32)
+        self._steps = np.zeros(0, np.int64)  # columns in use, by row
+
+    def take(self, updates: StepUpdates, now: float) -> None:
+        """Every request of `updates` got its new tokens at `now`."""
+        sequence = updates.sequence
+        try:
+            rows = self._row[sequence]
+        except IndexError:
+            more = np.full(max(len(self._row), int(sequence.max()) + 1), _NONE, np.int64)
+            self._row = np.concatenate([self._row, more])
+            rows = self._row[sequence]
+        new = rows == _NONE
+        if np.count_nonzero(new):
+            for each in sequence[new].tolist():
+                self._row[each] = self._free_row()
+            rows = self._row[sequence]
+        steps = self._steps[rows]
+        if np.count_nonzero(steps == self._times_s.shape[1]):
+            self._times_s = np.concatenate([self._times_s, np.zeros_like(self._times_s)], axis=1)
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)], axis=1)
+        self._times_s[rows, steps] = now
+        self._counts[rows, steps] = updates.counts
+        self._steps[rows] = steps + 1
+
+    def pop(self, sequence: int) -> tuple[float, ...]:
+        """Seconds of each token of a request since its first one; tokens of one step share their time."""
+        row = int(self._row[sequence]) if sequence < len(self._row) else _NONE
+        if row == _NONE:
+            return ()
+        steps = int(self._steps[row])
+        times_s = self._times_s[row, :steps] - self._times_s[row, 0]
+        self._row[sequence] = _NONE
+        self._steps[row] = 0
+        self._free.append(row)
+        return tuple(np.repeat(times_s, self._counts[row, :steps]).tolist())
+
+    def _free_row(self) -> int:
+        if not self._free:
+            rows = len(self._steps)
+            more = max(rows, 64)
+            self._free = list(range(rows + more - 1, rows - 1, -1))
+            self._times_s = np.concatenate([self._times_s, np.zeros((more, self._times_s.shape[1]))])
+            self._counts = np.concatenate([self._counts, np.zeros((more, self._counts.shape[1]), np.int32)])
+            self._steps = np.concatenate([self._steps, np.zeros(more, np.int64)])
+        return self._free.pop()
+
+
+OnEnd = Callable[["Replica", str, Assigned, RequestMetrics, Status, tuple[float, ...]], None]
+"""on_end(replica, request id, what its router knows of it, its metrics, how it ended, seconds of each token since the
+first one where they are kept)."""
+
+
+class Replica:
+    """Requests from `add` to `on_end`. Call begin_step and end_step in turn; add at any time."""
+
+    def __init__(
+        self, index: int, scheduler: Scheduler, executor: Executor, clock: VirtualClock, on_end: OnEnd,
+        *, fleet: Fleet | None = None, keep_token_times: bool = True, on_step: Callable[[float], None] | None = None,
+    ):  # fmt: skip
+        """fleet: where routers read of its requests; None: no router asks. on_step: told the time of the end of every
+        step, after what the step brought was taken in."""
+        self.index = index
+        self.clock = clock
+        self._open: dict[str, tuple[Assigned, int]] = {}
+        """What a router knows of each request that has not ended, and its number in the order of `add`."""
+        self._added = 0
+        self._fleet = fleet
+        self._place = np.zeros(64, np.int64)  # in the fleet, by number
+        self._token_times = TokenTimes() if keep_token_times else None
+        self._scheduler = scheduler
+        self._executor = executor
+        self._on_end = on_end
+        self._on_step = on_step
+        self._in_flight: tuple[StepPlan, DraftTrees, CandidateTrees, StepOutcome] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def stats(self) -> StepStats:
+        return self._scheduler.stats
+
+    @property
+    def totals(self) -> StepStats:
+        """As `stats`, for who asks often; the next step changes them."""
+        return self._scheduler.totals
+
+    @property
+    def is_stepping(self) -> bool:
+        return self._in_flight is not None
+
+    def add(self, request: Request, known: Assigned) -> None:
+        self._open[request.request_id] = (known, self._added)
+        if self._fleet is not None:
+            if self._added == len(self._place):
+                self._place = np.concatenate([self._place, np.zeros_like(self._place)])
+            self._place[self._added] = self._fleet.add(self.index, known)
+        self._added += 1
+        self._scheduler.add(request)
+
+    def begin_step(self, at_s: float) -> None:
+        """Run the next step, no sooner than `at_s`, up to its end by this replica's clock."""
+        scheduler, clock = self._scheduler, self.clock
+        while clock.now() < at_s:  # one addition may fall short of `at_s` by its rounding
+            clock.advance(at_s - clock.now())
+        plan = scheduler.plan(clock.now())
+        assert plan is not None, "a step is begun only with work"
+        candidates = CandidateTrees.empty(plan.num_decode)
+        if plan.draft is not None:
+            candidates = self._executor.speculate(plan)
+        trees = scheduler.select(plan, candidates, clock.now())
+        self._in_flight = (plan, trees, candidates, self._executor.verify(plan, trees))
+
+    def end_step(self) -> None:
+        """Take in what the step brought, at its end; the draft and pages change places after it, where that is due."""
+        assert self._in_flight is not None, "a step is ended after it was begun"
+        plan, trees, candidates, outcome = self._in_flight
+        self._in_flight = None
+        now = self.clock.now()
+        self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
+        swap_if_due(self._scheduler, self._executor, self.clock.now)
+        if self._on_step is not None:
+            self._on_step(now)
+
+    def cut_off(self) -> None:
+        """End all requests as they are."""
+        for request_id in list(self._open):
+            update = self._scheduler.abort(request_id)
+            if update is not None:
+                self._end(update, "unfinished")
+
+    def _take_in(self, updates: StepUpdates, now: float) -> None:
+        """The one place that reads what `commit` returns."""
+        if self._token_times is not None:
+            self._token_times.take(updates, now)
+        if self._fleet is not None:
+            self._fleet.take(self.index, self._place[updates.sequence], updates.counts, now)
+        for update in updates.ended.values():
+            self._end(update, "finished")
+
+    def _end(self, update: RequestUpdate, status: Status) -> None:
+        metrics = update.metrics
+        assert metrics is not None
+        known, sequence = self._open.pop(update.request_id)
+        known.first_token_s, known.received = metrics.first_token_s, metrics.output_tokens
+        if self._fleet is not None:
+            self._fleet.end(self.index, int(self._place[sequence]))
+        offsets_s = () if self._token_times is None else self._token_times.pop(sequence)
+        self._on_end(self, update.request_id, known, metrics, status, offsets_s)
+
+
+# Several replicas and a router on one virtual timeline: what happens in which order.
+#
+# At one instant, steps end first, then requests arrive and are routed, then steps begin. So a request is in its
+# replica's queue before any step that begins at its arrival or later, and a router sees just what had ended by
+# then.
+
+STEP_ENDS, STEP_BEGINS = 0, 2
+"""Kinds of events, in their order at one instant; between them come arrivals."""
+
+
+def run_cluster(
+    replicas: Sequence[Replica],
+    router: Router,
+    fleet: Fleet,
+    arrivals: Sequence[Assigned],
+    deliver: Callable[[int, Assigned, Replica], None],
+    *,
+    drain_s: float,
+) -> float:
+    """Serve `arrivals` (in order of arrival_s) to the end; returns the time of the last step's end.
+
+    fleet: of these replicas; with one nobody asks it. deliver(number, arrival, replica): adds that arrival to the
+    chosen replica. drain_s: after the last arrival; a step that ends later than that is its replica's last one, and
+    requests left are cut off.
+    """
+    events: list[tuple[float, int, int]] = []
+    last_due_s, arrived, waiting = arrivals[-1].arrival_s, 0, iter(arrivals)
+    asked = next(waiting, None)
+    waiting_to_begin = set[int]()
+
+    def begin_later(replica: Replica, at_s: float) -> None:
+        if not replica.is_stepping and replica.index not in waiting_to_begin:
+            waiting_to_begin.add(replica.index)
+            heappush(events, (max(at_s, replica.clock.now()), STEP_BEGINS, replica.index))
+
+    while events or asked is not None:
+        arrives = asked is not None and (
+            not events or asked.arrival_s < events[0][0]
+            or (asked.arrival_s == events[0][0] and events[0][1] == STEP_BEGINS)
+        )  # fmt: skip
+        if asked is not None and arrives:
+            due_s = asked.arrival_s
+            replica = replicas[router.choose(asked, fleet, due_s) if len(replicas) > 1 else 0]
+            deliver(arrived, asked, replica)
+            arrived, asked = arrived + 1, next(waiting, None)
+            begin_later(replica, due_s)
+            continue
+        at_s, kind, index = heappop(events)
+        replica = replicas[index]
+        if kind == STEP_BEGINS:
+            waiting_to_begin.discard(index)
+            replica.begin_step(at_s)
+            heappush(events, (replica.clock.now(), STEP_ENDS, index))
+            continue
+        replica.end_step()
+        if replica.has_work and at_s <= last_due_s + drain_s:
+            begin_later(replica, at_s)
+    for replica in replicas:
+        replica.cut_off()
+    return max(replica.clock.now() for replica in replicas)

@@ -1,0 +1,345 @@
+"""Runs a trace through the scheduler that serves, on simulated machines and a virtual clock.
+
+Nothing is decoded: the executor draws acceptance, the clock passes by the machine's costs. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal, TypeVar, overload
+
+import numpy as np
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.results.aggregate import RecordColumns
+from adaserve_jax.results.records import RequestRecord, Status, arrival_order
+from adaserve_jax.results.run_folder import PointKey
+from adaserve_jax.results.samples import SAMPLE_S, Sample
+from adaserve_jax.routing.fleet import Assigned, Fleet
+from adaserve_jax.routing.routers import find_router
+from adaserve_jax.scheduler.cost_model import CostTable
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecorder, RecordingExecutor
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.sim.machines import Machine
+from adaserve_jax.sim.replica import Replica, run_cluster
+from adaserve_jax.sim.text import CONCENTRATION
+from adaserve_jax.stats import StepStats
+from adaserve_jax.types import SLO, Limits, Request, RequestMetrics, SamplingParams
+from adaserve_jax.workloads.traces import Trace, TraceRequest
+
+# Sequences of requests that are made when they are asked for: of a million, only those that are open take room.
+#
+# Simulations use `AsAssigned`; scripts under benchmarks/ that simulate a million requests use `RequestColumns`.
+
+Made = TypeVar("Made")
+
+
+class _MadeWhenAsked(Sequence[Made]):
+    @abstractmethod
+    def _make(self, index: int) -> Made:
+        """index: from 0 on."""
+
+    @overload
+    def __getitem__(self, index: int) -> Made: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Made]: ...
+    def __getitem__(self, index: int | slice) -> Made | list[Made]:
+        numbers = range(len(self))[index]
+        return self._make(numbers) if isinstance(numbers, int) else [self._make(each) for each in numbers]
+
+
+class RequestColumns(_MadeWhenAsked[TraceRequest]):
+    """Requests of a trace from columns: 24 bytes each. due_s: f64[N], not decreasing. prompts, outputs: tokens,
+    i32[N]. kinds: i64[N], indices of `classes`, which are names and targets."""
+
+    def __init__(
+        self, due_s: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, kinds: np.ndarray,
+        classes: Sequence[tuple[str, SLO]],
+    ):  # fmt: skip
+        self._due_s, self._prompts, self._outputs, self._kinds = due_s, prompts, outputs, kinds
+        self._classes = classes
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def _make(self, index: int) -> TraceRequest:
+        name, slo = self._classes[self._kinds[index]]
+        return TraceRequest(
+            float(self._due_s[index]), int(self._prompts[index]), int(self._outputs[index]), slo, name
+        )  # fmt: skip
+
+
+class AsAssigned(_MadeWhenAsked[Assigned]):
+    """What a router learns of each request of a trace at its arrival. baseline_s: of the machine, for relative
+    targets."""
+
+    def __init__(self, requests: Sequence[TraceRequest], baseline_s: float):
+        self._requests, self._baseline_s = requests, baseline_s
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def _make(self, index: int) -> Assigned:
+        asked = self._requests[index]
+        tpot_s, ttft_s = asked.slo.tpot_s(self._baseline_s), asked.slo.ttft_s
+        return Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, tpot_s, ttft_s)
+
+
+# Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more
+# seldom, and at the end of all.
+
+ADDED = (
+    "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "draft_s", "verify_s",
+    "wait_s", "running", "waiting", "pages_used", "pages_total", "extension_used", "extension_total", "last_budget",
+)  # fmt: skip
+MOST_SAMPLES = 36_000
+"""Of one point: of longer ones than an hour samples are further apart."""
+MOST_READ = 1_000_000
+"""Totals of replicas that the samples of one point add up, at most: of many replicas samples are further apart."""
+NOTHING = StepStats()
+
+
+class SimSampler:
+    """Call `note` at the end of every step, and `end` after the last. totals: of each replica, asked for only when a
+    sample is due. duration_s: of the simulation, at most. replicas: how many totals there are."""
+
+    def __init__(
+        self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0,
+        replicas: int = 1,
+    ):  # fmt: skip
+        self.samples: list[Sample] = []
+        self._totals = totals
+        self._run_id, self._point = run_id, point
+        self._every_s = max(SAMPLE_S, duration_s / min(MOST_SAMPLES, MOST_READ / replicas))
+        self._due_s = self._every_s
+        self._taken_s = -math.inf
+
+    def note(self, now_s: float) -> None:
+        """Take a sample if one is due. The host's phases are 0: the virtual clock stands still meanwhile."""
+        if now_s < self._due_s:
+            return
+        self._due_s = self._every_s * (math.floor(now_s / self._every_s) + 1)
+        self._take(now_s)
+
+    def end(self, now_s: float) -> None:
+        """Take the last sample, which has what came since the one before, unless that one was taken just now."""
+        if self._taken_s < now_s:
+            self._take(now_s)
+
+    def _take(self, now_s: float) -> None:
+        self._taken_s = now_s
+        stats = together(self._totals())
+        self.samples.append(Sample.of(stats, NOTHING, run_id=self._run_id, point=self._point, t_s=now_s, host=False))
+
+
+def together(replicas: Sequence[StepStats]) -> StepStats:
+    """Of all replicas: counts, requests, pages and budgets added up, depth and width the greatest."""
+    if len(replicas) == 1:
+        return replicas[0]
+    every = StepStats(
+        last_depth=max(each.last_depth for each in replicas),
+        last_width=max(each.last_width for each in replicas),
+        draft_resident=all(each.draft_resident for each in replicas),
+        swaps={str(number): sum(each.swaps.values()) for number, each in enumerate(replicas)},
+    )
+    for name in ADDED:
+        setattr(every, name, sum(getattr(each, name) for each in replicas))
+    return every
+
+
+ALWAYS_WAITS = 1 << 30
+"""Waiting places of the simulated queue: a simulation refuses nobody."""
+
+
+@dataclass(frozen=True)
+class SimulationPlan:
+    """max_requests: most that run at once on a replica, 0 for the machine's own. max_prefill_tokens: as the engine's
+    option. drain_s: how long requests are served after the last arrival; what is left then counts as unfinished.
+    replicas: numbers of replicas to compare, each with `router` in front. acceptance: instead of the machine's. tune:
+    whether the best fixed policy of each point is found and added, by search or over the whole grid.
+    keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
+    keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
+    num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
+    beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
+    """
+
+    policies: tuple[str, ...]
+    seed: int = 0
+    max_requests: int = 0
+    max_prefill_tokens: int = 0
+    drain_s: float = 600.0
+    replicas: tuple[int, ...] = (1,)
+    router: str = "slo-aware"
+    acceptance: AcceptanceModel | None = None
+    keep_token_times: bool = True
+    tune: Literal["no", "search", "grid"] = "no"
+    num_pages: int = 0
+    extension_pages: int = 0
+    elastic: str = "auto"
+    swap_rule: SwapRule = field(default_factory=SwapRule)
+    keep_records: bool = True
+
+    def limits(self, machine: Machine) -> Limits:
+        """Of one replica."""
+        own = machine.limits(self.max_requests)
+        return replace(own, num_pages=self.num_pages or own.num_pages, extension_pages=self.extension_pages)
+
+
+@dataclass
+class Simulated:
+    """One policy over one trace. records: in the order of arrival, where they are kept. wall_s: of the virtual clock.
+    stats: the totals of each replica's scheduler. samples: where they were asked for. columns: of all requests, for
+    `summarize`, where records are not kept."""
+
+    records: list[RequestRecord]
+    wall_s: float
+    stats: list[StepStats]
+    samples: list[Sample] = field(default_factory=list)
+    columns: RecordColumns | None = None
+
+    @property
+    def outcomes(self) -> Sequence[RequestRecord] | RecordColumns:
+        """What `summarize` makes rows of."""
+        return self.records if self.columns is None else self.columns
+
+
+def simulate(
+    policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, *,
+    run_id: str = "", point: str = "", replicas: int = 1, recorder: AcceptanceRecorder | None = None,
+    sample: bool = False,
+) -> Simulated:  # fmt: skip
+    """One policy over one trace, on `replicas` replicas. run_id, point: for the records. recorder: notes what
+    verifications reveal of acceptance. sample: whether samples are taken."""
+    return _Simulation(policy, plan, machine, trace, (run_id, point), replicas, recorder, sample).run()
+
+
+class _Simulation:
+    def __init__(
+        self, policy: str, plan: SimulationPlan, machine: Machine, trace: Trace, key: PointKey, replicas: int,
+        recorder: AcceptanceRecorder | None, sample: bool,
+    ):  # fmt: skip
+        self._plan, self._machine, self._trace, self._policy = plan, machine, trace, policy
+        (self._run_id, self._point), self._recorder = key, recorder
+        self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
+        self._limits = plan.limits(machine)
+        _check_pages(self._limits, trace)
+        self._samples = machine.samples(self._limits)
+        seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
+        self._seeds = seeds
+        order = np.argsort(seeds)
+        self._sorted_seeds, self._chance = seeds[order].astype(np.uint64), self._chances()[order]
+        self._router = find_router(plan.router)(CostTable(self._samples, self._limits), self._limits)
+        self._sampler = self._make_sampler(replicas) if sample else None
+        self._fleet = Fleet(replicas)
+        self._replicas = [self._replica(index, replicas > 1) for index in range(replicas)]
+        self._records: list[RequestRecord] = []
+        self._columns = None if plan.keep_records else RecordColumns()
+
+    def run(self) -> Simulated:
+        arrivals = AsAssigned(self._trace.requests, self._machine.baseline_s)
+
+        def deliver(number: int, known: Assigned, replica: Replica) -> None:
+            replica.add(self._request(number, known), known)
+
+        drain_s = self._plan.drain_s
+        wall_s = run_cluster(self._replicas, self._router, self._fleet, arrivals, deliver, drain_s=drain_s)
+        if self._sampler is not None:
+            self._sampler.end(wall_s)
+        samples = [] if self._sampler is None else self._sampler.samples
+        records = sorted(self._records, key=arrival_order)  # they ended in an order that every policy has of its own
+        return Simulated(records, wall_s, [replica.stats for replica in self._replicas], samples, self._columns)
+
+    def _make_sampler(self, replicas: int) -> SimSampler:
+        duration_s = self._trace.duration_s + self._plan.drain_s
+        return SimSampler(
+            self._totals, run_id=self._run_id, point=self._point, duration_s=duration_s, replicas=replicas
+        )
+
+    def _totals(self) -> list[StepStats]:
+        return [replica.totals for replica in self._replicas]
+
+    def _replica(self, index: int, is_routed: bool) -> Replica:
+        """Replicas differ in what their policies draw at random, and in nothing else."""
+        clock, plan = VirtualClock(), self._plan
+        executor = SimExecutor(
+            self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
+            overhead_s=self._machine.overhead_s, strict=False, swap_times=self._machine.swap_times,
+        )  # fmt: skip
+        config = EngineConfig(
+            policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
+            max_prefill_tokens=plan.max_prefill_tokens, eq8_c1=self._machine.offsets[0],
+            eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
+            prefix_cache=False,  # prompts are all zeros: nothing is known of what they share
+        )  # fmt: skip
+        scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
+        observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
+        return Replica(
+            index, scheduler, observed, clock, self._ended, fleet=self._fleet if is_routed else None,
+            keep_token_times=plan.keep_token_times and plan.keep_records,
+            on_step=None if self._sampler is None else self._sampler.note,
+        )  # fmt: skip
+
+    def _chances(self) -> np.ndarray:
+        """f64[requests], acceptance of the draft's first choice."""
+        classes = [request.slo_class for request in self._trace.requests]
+        if self._plan.acceptance is not None:
+            return self._plan.acceptance.draw(classes, self._plan.seed)
+        return np.array([self._machine.acceptance_of(name) for name in classes])
+
+    def _acceptance(self, seeds: np.ndarray) -> np.ndarray:
+        return self._chance.take(np.searchsorted(self._sorted_seeds, seeds))
+
+    def _request(self, number: int, known: Assigned) -> Request:
+        return Request(
+            request_id=f"{self._policy}-{number}",
+            prompt_ids=np.zeros(known.prompt_tokens, np.int32),
+            sampling=_sampling(self._trace.requests[number].output_tokens),
+            seed=int(self._seeds[number]),
+            arrival_s=known.arrival_s,
+            tpot_slo_s=known.tpot_slo_s,
+            ttft_slo_s=known.ttft_slo_s,
+            slo_class=known.slo_class,
+        )
+
+    def _ended(
+        self, replica: Replica, request_id: str, known: Assigned, metrics: RequestMetrics, status: Status,
+        token_offsets_s: tuple[float, ...],
+    ) -> None:  # fmt: skip
+        self._router.ended(known)
+        keep = self._records.append if self._columns is None else self._columns.add
+        keep(
+            RequestRecord.of(
+                metrics,
+                run_id=self._run_id,
+                policy=self._policy,
+                rate_rps=self._trace.rate_rps,
+                request_id=request_id,
+                status=status,
+                due_s=known.arrival_s,
+                token_offsets_s=token_offsets_s,
+                replica=replica.index,
+                point=self._point,
+            )
+        )
+
+
+def _check_pages(limits: Limits, trace: Trace) -> None:
+    longest = max(r.prompt_tokens + r.output_tokens for r in trace.requests)
+    needed = -(-min(longest, limits.max_context) // limits.page_size)
+    if limits.num_pages < needed:
+        raise ConfigError(
+            f"num_pages must hold the longest request of {trace.name}, which takes {needed} pages of "
+            f"{limits.page_size} tokens, got {limits.num_pages}"
+        )
+
+
+@cache
+def _sampling(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, ignore_eos=True)

@@ -1,0 +1,218 @@
+"""The draft alone on a device: weights, pages, programs. It knows sessions by name only, and no protocol.
+
+It searches with the code and the programs of a local draft (`runtime.drafter`), so trees are those that a local one
+would find. One thread at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import ConfigError, OutOfPagesError
+from adaserve_jax.memory.page_pool import PagePool
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.tokenizer import Tokenizer
+from adaserve_jax.pallas_kernels.paged_tree_attention.reference import CPU_BLOCKS
+from adaserve_jax.results.provenance import model_hash
+from adaserve_jax.runtime.compile import CompileCounter, compile_all, use_compile_cache
+from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.loading import CALIBRATION_FILE
+from adaserve_jax.runtime.model import DeviceModel
+from adaserve_jax.runtime.programs import ModelPrograms
+from adaserve_jax.runtime.sizing import (
+    CPU_KV_BYTES,
+    RESERVE_SHARE,
+    draft_buckets,
+    dtype_of,
+    memory_limit,
+    page_bytes,
+    weight_bytes,
+)
+from adaserve_jax.runtime.warmup import WARM_UP, Effort, measure_draft
+from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.settings import DraftServiceSettings
+from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
+from adaserve_jax.tree.beam import AcceptanceTable
+from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, Limits, Progress, RowSampling, StepPlan
+
+
+class DraftModel:
+    """One draft on the first device. `load` makes a ready one."""
+
+    def __init__(
+        self, limits: Limits, drafter: LocalDrafter, *, version: str, vocabulary_hash: str, table: ChanceTable
+    ) -> None:
+        """limits: max_requests are rows of a batch, token_edges of what is fed at once."""
+        self.limits = limits
+        self.drafter = drafter
+        self.version = version
+        self.vocabulary_hash = vocabulary_hash
+        self.table = table
+        """Chances by cells: what trees name, and what searches go by."""
+        self.samples = CostSamples({}, {}, {})
+        """Times of levels and of catching up, once it is warm."""
+        self.pool = PagePool(limits.num_pages, limits.page_size)
+        self._pages: dict[int, np.ndarray] = {}
+        self._counter = CompileCounter()
+
+    @property
+    def compiles_after_ready(self) -> int:
+        return self._counter.count
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model has."""
+        return self.drafter.model.config.vocab_size
+
+    def warm_up(self, progress: Progress | None = None, effort: Effort = WARM_UP) -> None:
+        """Compile every program, run and time each; afterwards nothing compiles."""
+        self.drafter.model.compiled = compile_all(self.drafter.declare(), progress)
+        on_cpu = jax.local_devices()[0].platform == "cpu"
+        together = CPU_BLOCKS if on_cpu else self.limits.max_requests
+        self.samples = measure_draft(self.limits, self.drafter, together, effort, progress).samples()
+
+    # ---- room for sessions (`star.room.Room`) ----
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one session can have pages for when no other has any."""
+        return self.pool.pages_in_force * self.pool.page_size
+
+    def reserve(self, key: int, tokens: int) -> bool:
+        """Whether the session has pages for so many tokens now; if not, it has those that it had."""
+        held = self._pages.get(key)
+        lacking = self.pool.pages_for(tokens) - (0 if held is None else len(held))
+        if lacking <= 0:
+            return True
+        try:
+            new = self.pool.alloc(lacking)
+        except OutOfPagesError:
+            return False
+        self._pages[key] = new if held is None else np.concatenate([held, new])
+        return True
+
+    def release(self, key: int) -> None:
+        """The session's KV is lost. One that has none is ignored."""
+        pages = self._pages.pop(key, None)
+        if pages is not None:
+            self.pool.free(pages)
+
+    # ---- batches ----
+
+    def run(self, batch: Batch) -> CandidateTrees | None:
+        """Feed every row, then search those with a depth, all to the depth of the batch; rows that are only fed have no
+        candidates. None where no row has a depth; returns when the device is done."""
+        plan = self._plan(batch)
+        with self._counter:
+            found = self.drafter.propose(plan)
+            if not batch.depth:
+                jax.block_until_ready(self.drafter.model.pools)
+        return found if batch.depth else None
+
+    def _plan(self, batch: Batch) -> StepPlan:
+        """As a target would plan it; what says nothing to a drafter is empty."""
+        rows = batch.rows
+        count, zeros = len(rows), np.zeros(len(rows), np.int32)
+        start = np.array([row.start for row in rows], np.int32)
+        counts = np.array([len(row.tokens) for row in rows], np.int32)
+        searched = np.array([row.depth > 0 for row in rows])
+        table = np.zeros((count, self.limits.max_pages_per_request), np.int32)
+        for at, row in enumerate(rows):
+            pages = self._pages[row.key]
+            table[at, : len(pages)] = pages
+        said = [row.sampling for row in rows]
+        sampling = RowSampling(
+            seed=np.array([s.seed for s in said], np.uint64), choice=np.array([s.choice for s in said], np.int32),
+            temperature=np.array([s.temperature for s in said], np.float32),
+            top_k=np.array([s.top_k for s in said], np.int32), top_p=np.array([s.top_p for s in said], np.float32),
+            min_p=np.array([s.min_p for s in said], np.float32),
+        )  # fmt: skip
+        fed = np.concatenate([row.tokens for row in rows])
+        draft = DraftPlan(batch.depth, batch.width, fed, counts, start, searched, batch.calibrated)
+        none, no_flags = np.zeros(0, np.int32), np.zeros(0, bool)
+        return StepPlan(0, zeros, count, zeros, start + counts, table, sampling, none, none, no_flags, draft, 0)
+
+    def close(self) -> None:
+        """Give back the device's memory."""
+        self._counter.close()
+        self.drafter.model.close()
+
+
+def load(settings: DraftServiceSettings, progress: Progress | None = None, effort: Effort = WARM_UP) -> DraftModel:
+    """Read, compile and time the draft. Raises CheckpointError, ConfigError."""
+    use_compile_cache(settings.compile_cache)
+    folder = resolve_folder(settings.model, "draft")
+    config = ModelConfig.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    table = read_chances(_table_file(settings, folder))
+    dtype = dtype_of(EngineConfig(dtype=settings.dtype))
+    limits = limits_of(settings, config, dtype)
+    model = DeviceModel(
+        "draft", config, load_params(folder, config, dtype, progress),
+        ModelPrograms(config, limits.max_pages_per_request), draft_buckets(limits.max_tokens, limits.max_requests),
+        num_pages=limits.num_pages, page_size=limits.page_size, dtype=dtype,
+    )  # fmt: skip
+    widths = tuple(sorted({1, limits.max_width}))
+    drafter = LocalDrafter(model, AcceptanceTable.of(table), max_depth=limits.max_depth, widths=widths)
+    ready = DraftModel(
+        limits, drafter, version=model_hash(folder), vocabulary_hash=tokenizer.vocabulary_hash, table=table
+    )
+    ready.warm_up(progress, effort)
+    return ready
+
+
+def _table_file(settings: DraftServiceSettings, folder: Path) -> Path:
+    """What was asked for, or else the draft's own table, or the embedded pair's, as an engine chooses it."""
+    if settings.calibration is not None:
+        return Path(settings.calibration)
+    own = folder / CALIBRATION_FILE
+    return own if own.exists() else resolve_folder("demo", "draft").parent / CALIBRATION_FILE
+
+
+def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype) -> Limits:
+    """What the draft is compiled for. Raises ConfigError: the model is too short, or there is no memory for it."""
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    if settings.max_context > config.max_position:
+        raise ConfigError(
+            f"max_context must be at most {config.max_position}, which the draft supports, got {settings.max_context}"
+        )
+    context = settings.max_context or min(config.max_position, 2048 if on_cpu else 8192)
+    rows = min(settings.max_batch, settings.max_sessions)
+    tokens = settings.max_batch_tokens or (256 if on_cpu else 1024)
+    if tokens < rows:
+        raise ConfigError(f"max_batch_tokens ({tokens}) must be at least max_batch ({rows}): each is fed one token")
+    return Limits(
+        max_requests=rows, token_edges=draft_buckets(tokens, rows).token_edges, max_tree_tokens=rows,
+        max_context=context, page_size=settings.page_size,
+        num_pages=_num_pages(settings, config, dtype, -(-context // settings.page_size), on_cpu),
+        max_depth=settings.max_depth, max_width=settings.max_width,
+    )  # fmt: skip
+
+
+def _num_pages(
+    settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype, per_session: int, on_cpu: bool
+) -> int:
+    limit = memory_limit(EngineConfig(dtype=settings.dtype)).bytes
+    room = int(limit * (1 - RESERVE_SHARE)) - weight_bytes(config, dtype)
+    page = page_bytes(config, settings.page_size, dtype)
+    pages = settings.num_pages
+    if not pages:
+        affordable = min(room, CPU_KV_BYTES) if on_cpu else room
+        pages = max(per_session, min(settings.max_sessions * per_session, affordable // page))
+    if pages < per_session:
+        raise ConfigError(
+            f"num_pages must be at least {per_session}, which one request of max_context needs, got {pages}; lower "
+            "max_context, or give more pages"
+        )
+    if pages * page > room:
+        raise ConfigError(
+            f"{pages} KV pages take {pages * page >> 20} MiB, and beside the draft's weights there are "
+            f"{max(room, 0) >> 20}; lower num_pages, max_context or max_sessions"
+        )
+    return pages

@@ -1,0 +1,63 @@
+"""Readers of workload files, one file per format, found by name or by what a file's first request looks like."""
+
+from __future__ import annotations
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.workloads.readers import (
+    adaserve,
+    adaserve_trace,
+    alpaca,
+    azure,
+    burstgpt,
+    gsm8k,
+    humaneval,
+    jsonl,
+    mooncake,
+    openai_batch,
+    spec_bench,
+)
+from adaserve_jax.workloads.readers.format import Format
+from adaserve_jax.workloads.readers.source import Source
+
+AUTO = "auto"
+_FORMATS = {
+    module.FORMAT.name: module.FORMAT
+    for module in (
+        jsonl, adaserve, adaserve_trace, humaneval, gsm8k, spec_bench, alpaca, openai_batch, azure, mooncake, burstgpt,
+    )
+}  # fmt: skip
+FORMATS = tuple(_FORMATS)
+
+
+def find_format(name: str, source: Source) -> Format:
+    """By name; "auto": the one that the file's first request looks like. Raises ConfigError: none or several do."""
+    if name != AUTO:
+        if name not in _FORMATS:
+            raise ConfigError(f"no workload format {name!r}; give {AUTO} or one of {', '.join(FORMATS)}")
+        return _FORMATS[name]
+    if source.begin == len(source.text):
+        raise ConfigError(f"workload {source.place} holds no request")
+    keys = _keys(source)
+    fitting = [each for each in _FORMATS.values() if each.detects(source, keys)]
+    fitting = [each for each in fitting if not each.only_alone] or fitting
+    if len(fitting) == 1:
+        return fitting[0]
+    found = ", ".join(each.name for each in fitting)
+    fields = ", ".join(sorted(keys))[:200].encode(errors="replace").decode() or "no fields"
+    said = f"looks like several formats ({found})" if fitting else "looks like no known format"
+    raise ConfigError(
+        f"workload {source.place} {said}: its first request has {fields}; say --format, one of {', '.join(FORMATS)}"
+    )
+
+
+def _keys(source: Source) -> frozenset[str]:
+    """Of the first JSON object, or the columns of a table."""
+    if not source.is_json:
+        return frozenset(source.header())
+    first = next(source.objects(), None)
+    return frozenset() if first is None else frozenset(first.values)
+
+
+def left_out_notes(left_out: dict[str, int]) -> tuple[str, ...]:
+    """One sentence for each thing that a file says and that is not replayed."""
+    return tuple(f"left out: {count} {what}" for what, count in sorted(left_out.items()) if count)

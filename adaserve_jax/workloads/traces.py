@@ -1,0 +1,221 @@
+"""Traces of requests by length and target, without text: what a simulation needs, from every workload with lengths."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.types import SLO
+from adaserve_jax.workloads import arrivals as intensity
+from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S, Schedule
+from adaserve_jax.workloads.items import Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.readers import AUTO
+from adaserve_jax.workloads.workload import SloTable, load_workload
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """due_s: seconds since the start of the trace."""
+
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: SLO
+    slo_class: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of due_s. sha256, hex: as of the workload that it was made of; of a trace made from another
+    (`derived`), of that one's hash and what was done to it. notes: sentences on what reading left out."""
+
+    name: str
+    sha256: str
+    requests: Sequence[TraceRequest]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        return self.requests[-1].due_s
+
+    @property
+    def rate_rps(self) -> float:
+        """Requests per second, over the trace."""
+        return len(self.requests) / self.duration_s if self.duration_s else float(len(self.requests))
+
+    @property
+    def classes(self) -> list[str]:
+        """In name order."""
+        return sorted({request.slo_class for request in self.requests})
+
+    def derived(self, note: str, requests: Iterable[TraceRequest]) -> Trace:
+        """Another trace of `requests`, put in order, that says by its name and hash how it came from this one."""
+        ordered = tuple(sorted(requests, key=lambda request: request.due_s))
+        return Trace(f"{self.name} {note}", derived_hash(self.sha256, note), ordered, self.notes)
+
+
+def load_trace(
+    path: Path, *, format: str = AUTO, slos: SloTable | None = None, slo_class: str | None = None,
+    ttft_slo_s: float | None = None, time_scale: float = 1.0,
+) -> Trace:  # fmt: skip
+    """Read a workload file that has times and lengths. slos, slo_class: as of `load_workload`; the rest as of
+    `adjusted`. Raises ConfigError naming file, line and field."""
+    workload = load_workload(path, format=format, slos=slos, slo_class=slo_class, texts=False)
+    return adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
+
+
+def adjusted(trace: Trace, *, ttft_slo_s: float | None = None, time_scale: float = 1.0) -> Trace:
+    """Another trace, whose hash says what was done. ttft_slo_s: a TTFT target that every request is given. time_scale:
+    what times are multiplied by."""
+    if time_scale != 1.0:
+        trace = trace.derived(
+            f"times x {time_scale:g}", (replace(each, due_s=each.due_s * time_scale) for each in trace.requests)
+        )
+    if ttft_slo_s is None:
+        return trace
+    with_ttft = {slo: replace(slo, ttft_ms=ttft_slo_s * 1e3) for slo in {each.slo for each in trace.requests}}
+    requests = tuple(replace(each, slo=with_ttft[each.slo]) for each in trace.requests)
+    return replace(trace, sha256=derived_hash(trace.sha256, f"ttft {ttft_slo_s:g} s"), requests=requests)
+
+
+def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
+    """The lengths and targets of a workload's requests, at its own times or at those of a schedule of it.
+
+    Raises ConfigError: a request has no lengths, or there are no times.
+    """
+    if any(item.lengths is None for item in workload.items):
+        raise ConfigError(
+            f"workload {workload.name} has texts and not the lengths that a simulation needs; give a trace, such as "
+            "AdaServe's, Azure's, Mooncake's or BurstGPT's"
+        )
+    if schedule is not None:
+        due = [(arrival.due_s, arrival.item) for arrival in schedule.arrivals]
+        note = f"{schedule.process} {schedule.rate_rps!r}/s {schedule.duration_s!r} s seed {schedule.seed}"
+        sha256, name = derived_hash(workload.sha256, note), f"{workload.name} {note}"
+    elif workload.has_arrivals:
+        due = [(item.arrival_s or 0.0, item) for item in workload.items]
+        sha256, name = workload.sha256, workload.name
+    else:
+        raise ConfigError(f"workload {workload.name} says no times; give a rate at which its requests arrive")
+    if not due:
+        raise ConfigError(f"no request of workload {workload.name} arrives; raise the rate or the duration")
+    requests = sorted((_request(at, item) for at, item in due), key=lambda request: request.due_s)
+    return Trace(name, sha256, tuple(requests), workload.notes)
+
+
+def save_trace(trace: Trace, path: Path) -> None:
+    """Write a trace in the format `adaserve-trace`, compressed when `path` ends in .gz. TTFT targets are not part of
+    the format. Raises ConfigError when the file cannot be written."""
+    text = "".join(_line(index, request) + "\n" for index, request in enumerate(trace.requests))
+    data = gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode()
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"cannot write trace {path}: {error.strerror}; choose another folder") from error
+
+
+def _request(due_s: float, item: WorkloadItem) -> TraceRequest:
+    assert item.lengths is not None
+    return TraceRequest(due_s, item.lengths.prompt_tokens, item.lengths.output_tokens, item.slo, item.slo_class)
+
+
+def _line(index: int, request: TraceRequest) -> str:
+    slo = request.slo
+    values = {
+        "t_ms": round(request.due_s * 1e3, 6),
+        "prompt_id": f"{request.slo_class}-{index:04d}",
+        "slo_ratio": slo.relative if slo.relative is not None else -(slo.tpot_ms or 0.0),
+        "output_length": request.output_tokens,
+        "input_length": request.prompt_tokens,
+    }
+    return json.dumps(values)
+
+
+# A generated trace whose classes of requests peak at different times: the shape of AdaServe's figure 13.
+#
+# Of each class, FLAT_SHARE of the requests arrive evenly over the whole time and the rest around the class's
+# peak, as a normal distribution cut off at the ends; arrivals are Poisson.
+
+DURATION_S = 360.0
+RATE_RPS = 3.0
+"""Mean requests per second of all classes together, unless another one is given."""
+OUTPUT_TOKENS = 256
+PROMPT_LOG_SD = 0.5
+"""Standard deviation of the logarithm of prompt lengths, which are drawn as log-normal."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One class: when it peaks, its target, and the median of its prompts' tokens when no trace gives lengths."""
+
+    at_s: float
+    slo: SLO
+    median_prompt_tokens: int
+
+
+PEAKS = {
+    "chat": Peak(75.0, SLO(tpot_ms=50.0), 15),
+    "code": Peak(195.0, SLO(relative=1.2), 118),
+    "summarization": Peak(285.0, SLO(tpot_ms=150.0), 705),
+}
+
+
+def intensity_rps(name: str, at_s: np.ndarray, rate_rps: float = RATE_RPS) -> np.ndarray:
+    """f64, expected arrivals per second of class `name` at times `at_s`; each class has the same share of all."""
+    law = intensity.Peak(PEAKS[name].at_s, PEAK_WIDTH_S, FLAT_SHARE, DURATION_S)
+    return rate_rps / len(PEAKS) * law.intensity(at_s)
+
+
+def fluctuating_trace(
+    *, seed: int, rate_rps: float = RATE_RPS, like: Trace | None = None, ttft_slo_s: float | None = None
+) -> Trace:
+    """A trace of DURATION_S. like: a trace from whose requests of the same class lengths and targets are drawn.
+
+    Raises ConfigError when `like` lacks a class.
+    """
+    rng = np.random.default_rng(seed)
+    requests: list[TraceRequest] = []
+    for name in PEAKS:
+        bodies = _bodies(name, like, ttft_slo_s)
+        for due_s in _arrivals(name, rate_rps, rng):
+            body = bodies[int(rng.integers(len(bodies)))] if like is not None else _drawn(bodies[0], name, rng)
+            requests.append(replace(body, due_s=due_s))
+    if not requests:
+        raise ConfigError(f"a fluctuating trace at {rate_rps:g} requests/s has no request; raise the rate")
+    requests.sort(key=lambda request: request.due_s)
+    source = "" if like is None else f" like {like.name}"
+    digest = hashlib.sha256(f"fluctuating {rate_rps!r} {seed} {like.sha256 if like else ''}".encode()).hexdigest()
+    return Trace(f"fluctuating at {rate_rps:g}/s seed {seed}{source}", digest, tuple(requests))
+
+
+def _arrivals(name: str, rate_rps: float, rng: np.random.Generator) -> list[float]:
+    """An inhomogeneous Poisson process by thinning: uniform candidates at the highest intensity, each kept by ratio."""
+    highest = float(intensity_rps(name, np.array(PEAKS[name].at_s), rate_rps))
+    times = rng.uniform(0.0, DURATION_S, rng.poisson(highest * DURATION_S))
+    return np.sort(times[rng.random(len(times)) * highest < intensity_rps(name, times, rate_rps)]).tolist()
+
+
+def _bodies(name: str, like: Trace | None, ttft_slo_s: float | None) -> list[TraceRequest]:
+    """What requests of a class are drawn from; their times mean nothing."""
+    if like is None:
+        peak = PEAKS[name]
+        slo = replace(peak.slo, ttft_ms=None if ttft_slo_s is None else ttft_slo_s * 1e3)
+        return [TraceRequest(0.0, peak.median_prompt_tokens, OUTPUT_TOKENS, slo, name)]
+    bodies = [request for request in like.requests if request.slo_class == name]
+    if not bodies:
+        has = ", ".join(like.classes)
+        raise ConfigError(f"a fluctuating trace needs requests of class {name!r}, but {like.name} has only {has}")
+    return bodies
+
+
+def _drawn(body: TraceRequest, name: str, rng: np.random.Generator) -> TraceRequest:
+    tokens = PEAKS[name].median_prompt_tokens * math.exp(PROMPT_LOG_SD * rng.standard_normal())
+    return replace(body, prompt_tokens=max(1, round(tokens)))

@@ -1,0 +1,105 @@
+"""Rows of benchmarks/throughput.py: ratios of the same rounds, the aims that they are held to, and their file."""
+
+from dataclasses import replace
+
+import pytest
+
+from adaserve_jax.errors import ConfigError
+from benchmarks.throughput_rows import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
+
+ROW = ThroughputRow(
+    commit="0" * 40, machine="m", device="cpu", jax_version="0.9", torch_version=None, transformers_version=None,
+    threads=2, target="demo", target_params=None, draft="demo", draft_params=None, dtype="f32", config={"seed": 0},
+    prompts="p", min_prompt_tokens=4, max_prompt_tokens=8, new_tokens=12, settle_tokens=4, repeats=2, slo_scale=None,
+    seed=0, system="ar", requests=1, temperature=0.0, whole_tps=[20.0, 30.0], decode_tps=[40.0, 60.0],
+    tokens_per_step=1.0, acceptance_rate=None, drafting_share=0.0, depth=None, width=None, tree_tokens=1.0, steps=12.0,
+    step_ms=1.0, draft_ms=0.0, verify_ms=0.9, deciding_ms=0.1, sequences=0, differing=0, equal_tokens=None,
+    others_share=None,
+)  # fmt: skip
+
+
+def at(system: str, requests: int, decode: float | None, whole: float = 1.0) -> ThroughputRow:
+    """One round."""
+    tps = None if decode is None else [decode]
+    return replace(ROW, system=system, requests=requests, decode_tps=tps, whole_tps=[whole])
+
+
+def told(found: list[Aim]) -> list[tuple[int, str, str, float, float, bool]]:
+    return [(aim.requests, aim.against, aim.measure, aim.wanted, round(aim.found.median, 3), aim.met) for aim in found]
+
+
+def test_ratios_are_of_the_same_round():
+    """2, 3 and 1, round by round: the median is 2, though the medians of the figures are 25 and 10."""
+    ratio = paired_ratio([20.0, 30.0, 25.0], [10.0, 10.0, 25.0])
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 1.0, 3.0)
+    one = paired_ratio([3.0], [2.0])
+    assert (one.median, one.low, one.high) == (1.5, 1.5, 1.5)
+
+
+def test_the_bootstrap_leaves_out_what_is_rarer_than_one_in_forty():
+    """Of nine rounds 1, .., 9 the median of a resample is <= k with chance P(Binomial(9, k / 9) >= 5): 0.0014 for
+    k = 1, 0.030 for k = 2. So the 2.5 % quantile is 2, and by symmetry the other 8. Of five rounds the least is the
+    median with chance 0.058."""
+    nine = paired_ratio([float(k) for k in range(1, 10)], [1.0] * 9)
+    assert (nine.median, nine.low, nine.high) == (5.0, 2.0, 8.0)
+    five = paired_ratio([5.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 5)
+    assert (five.median, five.low, five.high) == (3.0, 1.0, 5.0)
+
+
+def test_a_row_says_how_many_times_the_reference_it_is_where_both_were_measured():
+    """transformers does not say when its prompts were computed, and so has no decode tokens/s."""
+    ours = replace(ROW, system="adaserve", decode_tps=[80.0, 90.0], whole_tps=[40.0, 90.0])
+    assert [each and (each.low, each.high) for each in ours.times(ROW)] == [(1.5, 2.0), (2.0, 3.0)]
+    assert ROW.times(ROW) == ours.times(None) == (None, None)
+    for one, other in ((ours, at("transformers", 1, None)), (at("transformers", 1, None), ours)):
+        decode, whole = replace(one, whole_tps=[10.0]).times(replace(other, whole_tps=[5.0]))
+        assert decode is None and whole is not None and whole.median == 2.0
+
+
+def test_aims_compare_with_the_best_of_the_others_and_hide_no_miss():
+    one = [at("ar", 1, 40, 38), at("adaserve", 1, 60, 50), at(ASSISTED, 1, None, 20), at(f"{ASSISTED}:4", 1, None, 30)]
+    many = [at("ar", 16, 100), at("spec:4", 16, 200), at("adaserve", 16, 190)]
+    found = aims(one + many)
+    assert told(found) == [
+        (1, "ar", "decode", 1.5, 1.5, True),
+        (1, f"{ASSISTED}:4", "whole-call", 2.0, 1.667, False),
+        (16, "spec:4", "decode", 0.98, 0.95, False),
+    ]
+    assert found[-1].text == (
+        "16 at once, temperature 0: adaserve is 0.95 (0.95 to 0.95) times spec:4 by decode tokens/s; the aim is 0.98"
+    )
+
+
+def test_points_without_an_aim_or_without_who_it_compares_with_have_none():
+    """No aim is for 2 at once; 16 are held to plain decoding and chains together, 8 to plain decoding."""
+    assert aims([at("ar", 2, 40), at("adaserve", 2, 60)]) == []
+    assert aims([at("ar", 16, 40), at("adaserve", 16, 60)]) == aims([at("spec:4", 16, 40), at("adaserve", 16, 9)]) == []
+    assert aims([at("adaserve", 8, 60)]) == aims([at("ar", 8, 40), at("spec:4", 8, 40)]) == []
+    assert aims([at("adaserve", 8, 60), at(ASSISTED, 8, None)]) == [], "assisted generation is timed alone"
+    assert aims([at("ar", 1, None), at("adaserve", 1, 60)]) == aims([at("ar", 1, 40), at("adaserve", 1, None)]) == []
+
+
+def test_points_are_judged_by_themselves():
+    """The same number of requests at another temperature is another point."""
+    warm = [replace(each, temperature=0.8) for each in (at("ar", 8, 40), at("adaserve", 8, 44))]
+    found = aims([*warm, at("adaserve", 8, 60), at("ar", 8, 40)])
+    assert [(aim.temperature, aim.wanted, aim.met) for aim in found] == [(0.8, 1.15, False), (0.0, 1.15, True)]
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    path, rows = tmp_path / "rows.json", [ROW, at("transformers", 4, None)]
+    write_rows(path, rows)
+    assert read_rows(path) == rows and len(path.read_text().splitlines()) == 4, "a row a line"
+    assert [ThroughputRow.join(row.conditions, row) for row in rows] == rows
+    with pytest.raises(ValueError, match="Out of range float values are not JSON compliant"):
+        write_rows(path, [replace(ROW, step_ms=float("nan"))])
+    assert read_rows(path) == rows, "what cannot be written leaves the old file"
+
+
+@pytest.mark.parametrize("text", ['[{"policy": "ar"}]', "[3]", "nothing", None])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "rows.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"rows\.json must be a file that benchmarks/throughput\.py wrote"):
+        read_rows(path)
