@@ -58,8 +58,8 @@ def write_report(asked: FolderReport) -> None:
     else:
         print_summary(document)
     if asked.perfetto is not None:
-        from adaserve_jax.report.conditions import invalid_point
         from adaserve_jax.report.perfetto import traced_point, write_trace
+        from adaserve_jax.report.view import invalid_point
 
         point = traced_point(found, asked.timeline, asked.rate)
         write_trace(point, asked.perfetto)
@@ -78,8 +78,8 @@ def renderer(out: Path) -> Callable[[Document], str]:
 
         return render_markdown
     if suffix == ".html":
+        from adaserve_jax.report.figures import need_matplotlib
         from adaserve_jax.report.html import render_html
-        from adaserve_jax.report.svg import need_matplotlib
 
         need_matplotlib()
         return render_html

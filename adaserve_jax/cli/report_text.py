@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.report.words import ms, percent
+from adaserve_jax.report.estimates import ms, percent
 from adaserve_jax.results.schema import Summary
 from adaserve_jax.results.served import ClassReport, Percentiles, ServedReport, Targets
 

@@ -6,22 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.acceptance import acceptance
-from adaserve_jax.report.compare import comparison
-from adaserve_jax.report.conditions import facts, invalid_points, warnings
-from adaserve_jax.report.curves import curves
+from adaserve_jax.report.compare import comparison, versus
 from adaserve_jax.report.document import Document, Section, Text
+from adaserve_jax.report.estimates import listed
 from adaserve_jax.report.headline import headline
-from adaserve_jax.report.latency import latency
 from adaserve_jax.report.mlperf import mlperf
-from adaserve_jax.report.pareto import pareto
-from adaserve_jax.report.phases import phases
 from adaserve_jax.report.points import Measured, find_point
+from adaserve_jax.report.sections import acceptance, curves, latency, pareto, phases, violations
 from adaserve_jax.report.timeline import over_time
-from adaserve_jax.report.versus import versus
-from adaserve_jax.report.view import View
-from adaserve_jax.report.violations import violations
-from adaserve_jax.report.words import listed
+from adaserve_jax.report.view import View, facts, invalid_points, warnings
 from adaserve_jax.results.run_folder import RunFolder
 
 

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.report.columns import Columns
-from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure
-from adaserve_jax.report.pairing import Pairing, pair_up
-from adaserve_jax.report.points import Group, Point
+from adaserve_jax.report.measures import (
+    ATTAINMENT,
+    ATTAINMENT_TPOT,
+    GOODPUT,
+    JUDGED_TIMES,
+    RATIOS,
+    THROUGHPUT,
+    TPOT_P50,
+    TPOT_P99,
+    TTFT_P99,
+    VIOLATIONS,
+    Columns,
+    Measure,
+    Unit,
+)
+from adaserve_jax.report.points import Group, Pairing, Point, pair_up
 from adaserve_jax.results.bootstrap import (
     ENOUGH_REPEATS,
     between,
@@ -203,3 +216,170 @@ def _over(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Infinite over nothing, and nan of nothing over nothing."""
     nothing = np.where(one > 0, np.inf, np.nan)
     return np.divide(one, other, out=nothing, where=other > 0)
+
+
+# Numbers as a report writes them: shares in percent, times in milliseconds, "-" for what is not known.
+
+UNIT_NAMES: dict[Unit, str] = {"share": "", "tokens/s": ", tokens/s", "s": ", ms", "tokens": ""}
+_SCALES: dict[Unit, float] = {"share": 100.0, "tokens/s": 1.0, "s": 1e3, "tokens": 1.0}
+_FORMATS: dict[Unit, str] = {"share": ",.1f", "tokens/s": ",.1f", "s": ",.1f", "tokens": ",.2f"}
+
+
+def heading(measure: Measure) -> str:
+    """The title of a column of the measure, with its unit."""
+    return measure.title + UNIT_NAMES[measure.unit]
+
+
+def cell(measure: Measure, estimate: Estimate) -> str:
+    """E.g. "93.1% (90.2 to 95.5)"."""
+    return _with_interval(estimate, measure, sign="", suffix="%" if measure.unit == "share" else "")
+
+
+def difference_cell(measure: Measure, estimate: Estimate) -> str:
+    """E.g. "+2.9 better (+1.0 to +4.8)"; shares in percentage points. Without the word: chance may be all it is."""
+    judged = ""
+    if estimate.value is not None and estimate.is_not_zero:
+        judged = " better" if measure.better(estimate.value, 0.0) else " worse"
+    return _with_interval(estimate, measure, sign="+", suffix=judged)
+
+
+def titled(measure: Measure) -> str:
+    """The title at the beginning of a sentence."""
+    return measure.title[0].upper() + measure.title[1:]
+
+
+def amount(measure: Measure, value: float) -> str:
+    """A difference without its sign, in words: "4.2 percentage points", "12.0 tokens/s", "3.1 ms"."""
+    names: dict[Unit, str] = {"share": " percentage points", "tokens/s": " tokens/s", "s": " ms", "tokens": " tokens"}
+    return number(measure.unit, abs(value)) + names[measure.unit]
+
+
+def number(unit: Unit, value: float | None, sign: str = "") -> str:
+    return "-" if value is None else format(value * _SCALES[unit], sign + _FORMATS[unit])
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def ms(seconds: float | None) -> str:
+    return number("s", seconds)
+
+
+def size(parameters: int) -> str:
+    """E.g. "110.2M" or "8.03B"."""
+    for unit, scale, digits in (("B", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
+        if parameters >= scale:
+            return f"{parameters / scale:.{digits}f}{unit}"
+    return str(parameters)
+
+
+def listed(names: Sequence[str]) -> str:
+    """E.g. "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else ""
+
+
+def span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def _with_interval(estimate: Estimate, measure: Measure, *, sign: str, suffix: str) -> str:
+    text = number(measure.unit, estimate.value, sign)
+    if estimate.value is None:
+        return text
+    text += suffix
+    if estimate.low is None or estimate.high is None:
+        return text
+    return f"{text} ({number(measure.unit, estimate.low, sign)} to {number(measure.unit, estimate.high, sign)})"
+
+
+# Pairs of groups side by side: each measure's difference with its interval, and how often it is sure.
+
+MEASURES = (ATTAINMENT, ATTAINMENT_TPOT, GOODPUT, TPOT_P50, TPOT_P99, TTFT_P99)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is judged, and what it is judged against."""
+
+    ours: Group
+    theirs: Group
+
+    @property
+    def has_records(self) -> bool:
+        return self.ours.has_records and self.theirs.has_records
+
+
+def how_paired(estimates: Estimates, pairs: Sequence[Pair]) -> list[str]:
+    """What keeps the differences from being those of pairs of requests; empty where nothing does."""
+    known = [estimates.pairing(pair.ours, pair.theirs) for pair in pairs if pair.has_records]
+    independent = sum(not each.paired for each in known)
+    partly = sum(each.left_out > 0 for each in known)
+    texts = []
+    if independent:
+        texts.append(
+            f"{independent} of {len(pairs)} comparisons are not of the same requests at the same times: their "
+            "differences are those of independent samples, with wider intervals."
+        )
+    if partly:
+        texts.append(
+            f"{partly} of {len(pairs)} comparisons are of some repeats only, those that both sides have: their "
+            "differences are not those of the figures of all repeats."
+        )
+    return texts
+
+
+def columns(ratio: str) -> tuple[str, ...]:
+    """Titles of `cells`. ratio: of what the last column is."""
+    titles = (heading(m) + (", points" if m.unit == "share" else "") for m in MEASURES)
+    return (*titles, f"violations, {ratio}")
+
+
+def cells(estimates: Estimates, pair: Pair, slo_class: str = ALL_CLASSES) -> tuple[tuple[str, ...], set[int]]:
+    """Ours minus theirs in each measure, then the ratio of their violations to ours, unbounded where ours may be none;
+    and the columns where ours is better and the interval excludes 0."""
+    found = [estimates.difference(pair.ours, pair.theirs, measure, slo_class) for measure in MEASURES]
+    better = {
+        column for column, (measure, each) in enumerate(zip(MEASURES, found, strict=True)) if _wins(measure, each)
+    }
+    texts = (difference_cell(measure, each) for measure, each in zip(MEASURES, found, strict=True))
+    return (*texts, _ratio_cell(estimates.violation_ratio(pair.theirs, pair.ours, slo_class))), better
+
+
+def tally(estimates: Estimates, pairs: Sequence[Pair], measure: Measure) -> str:
+    """At how many pairs ours is better, worse, and neither beyond chance, and by how much."""
+    if not any(pair.has_records for pair in pairs):
+        return f"{titled(measure)}: without request records nothing tells a difference from chance."
+    found = [estimates.difference(pair.ours, pair.theirs, measure) for pair in pairs]
+    sure = [each.value for each in found if each.is_not_zero and each.value is not None]
+    better = [value for value in sure if measure.better(value, 0.0)]
+    worse = [value for value in sure if not measure.better(value, 0.0)]
+    return (
+        f"{titled(measure)}: better at {len(better)} of {len(pairs)} points{_by(measure, better)}, worse at "
+        f"{len(worse)}{_by(measure, worse)}, and at {len(pairs) - len(sure)} not told apart."
+    )
+
+
+def _by(measure: Measure, values: Sequence[float]) -> str:
+    """E.g. " (by 2.0 to 4.1 ms)"."""
+    if not values:
+        return ""
+    low, high = min(map(abs, values)), max(map(abs, values))
+    if number(measure.unit, low) == number(measure.unit, high):
+        return f" (by {amount(measure, high)})"
+    return f" (by {number(measure.unit, low)} to {amount(measure, high)})"
+
+
+def _wins(measure: Measure, difference: Estimate) -> bool:
+    return difference.is_not_zero and measure.better(difference.value or 0.0, 0.0)
+
+
+def _ratio_cell(estimate: Estimate) -> str:
+    if estimate.value is None:
+        return "-"
+    at_most = math.inf if estimate.high is None else estimate.high
+    if estimate.low is not None and math.isinf(at_most):
+        at_least = f"more than {estimate.low:.2f}"
+        return at_least if math.isinf(estimate.value) else f"{estimate.value:.2f} ({at_least})"
+    text = "only theirs" if math.isinf(estimate.value) else f"{estimate.value:.2f}"
+    return text if estimate.low is None else f"{text} ({estimate.low:.2f} to {at_most:.2f})"

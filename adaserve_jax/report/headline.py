@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from adaserve_jax.report.differences import Pair, how_paired
 from adaserve_jax.report.document import Section, Table, Text
+from adaserve_jax.report.estimates import Pair, amount, cell, heading, how_paired, listed, number, titled
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT, HEADLINE, MEAN_ACCEPTED, Measure
-from adaserve_jax.report.points import Group
-from adaserve_jax.report.setting import AXES, Setting
+from adaserve_jax.report.points import AXES, Group, Setting
 from adaserve_jax.report.view import View
-from adaserve_jax.report.words import amount, cell, heading, listed, number, titled
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS
 
 MOST_ROWS = 48

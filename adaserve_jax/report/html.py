@@ -17,11 +17,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import adaserve_jax
-from adaserve_jax.report.characters import printable
-from adaserve_jax.report.document import Document, Figure, Section, Table, Text
-from adaserve_jax.report.figure_data import tables_of
+from adaserve_jax.report.document import Document, Figure, Section, Table, Text, printable, tables_of
+from adaserve_jax.report.figures import draw, need_matplotlib
 from adaserve_jax.report.palette import css_variables
-from adaserve_jax.report.svg import draw, need_matplotlib
 
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 MOST_ROWS = 200

@@ -6,9 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from adaserve_jax.report.characters import printable
-from adaserve_jax.report.document import Document, Figure, Section, Table, Text
-from adaserve_jax.report.figure_data import tables_of
+from adaserve_jax.report.document import Document, Figure, Section, Table, Text, printable, tables_of
 
 MOST_ROWS = 24
 _MARKUP = re.compile(r"([\\`*\[\]<>|~])|(?<![A-Za-z0-9])(_)|(_)(?![A-Za-z0-9])|&(?=#?\w+;)")

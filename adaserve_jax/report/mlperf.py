@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from adaserve_jax.report.columns import Columns
 from adaserve_jax.report.document import Section, Table, Text
+from adaserve_jax.report.estimates import listed, number, span
+from adaserve_jax.report.measures import Columns
 from adaserve_jax.report.points import Group
 from adaserve_jax.report.view import View
-from adaserve_jax.report.words import listed, number, span
 
 QUANTILE = 99
 DEFINITION = (

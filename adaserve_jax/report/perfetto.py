@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.conditions import point_facts
 from adaserve_jax.report.points import Measured, Point, find_point
 from adaserve_jax.report.timeline import default_point
-from adaserve_jax.report.view import View
+from adaserve_jax.report.view import View, point_facts
 from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.results.samples import Sample
 

@@ -3,17 +3,82 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.columns import Columns
-from adaserve_jax.report.setting import AXES, Setting
+from adaserve_jax.report.measures import Columns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
+
+# What load a point had: the axes along which a run varies it, and how their values are written.
+
+AXES = {
+    "rate_rps": ("rate", "{:.4g}/s"),
+    "urgent_share": ("urgent share", "{:.0%}"),
+    "slo_scale": ("target scale", "{:g}"),
+    "burstiness": ("burstiness", "{:g}"),
+    "process": ("arrivals", "{}"),
+    "workload": ("workload", "{}"),
+}
+"""By column: what people call it, and how a value is written."""
+AXIS_LABELS = {
+    "rate_rps": "requests per second", "urgent_share": "share of urgent requests",
+    "slo_scale": "factor of all TPOT targets",
+    "burstiness": "coefficient of variation of the gaps between arrivals",
+}  # fmt: skip
+"""Of those that are numbers, along which curves are drawn."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """None: not varied in its run. workload: empty unless another one was measured at the same setting."""
+
+    process: str
+    rate_rps: float
+    urgent_share: float | None
+    slo_scale: float | None
+    burstiness: float | None
+    workload: str = ""
+
+    @classmethod
+    def of(cls, row: ResultRow) -> Setting:
+        """Rows from before burstiness was noted have that of their process."""
+        burstiness = 1.0 if row.burstiness is None and row.arrival_process == "poisson" else row.burstiness
+        return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, burstiness)
+
+    @property
+    def order(self) -> tuple[float | str, ...]:
+        """Settings sort by it: rate first."""
+        return (*(self.number(axis) for axis in AXIS_LABELS), self.process, self.workload)
+
+    def value(self, axis: str) -> float | str | None:
+        """None where it was not varied."""
+        return getattr(self, axis) or None if axis == "workload" else getattr(self, axis)
+
+    def number(self, axis: str) -> float:
+        """The value of one of `AXIS_LABELS`, -1 where it was not varied."""
+        value = getattr(self, axis)
+        return -1.0 if value is None else value
+
+    def cell(self, axis: str) -> str:
+        """The value as a table shows it: "2/s", "60%"."""
+        value = self.value(axis)
+        return "-" if value is None else AXES[axis][1].format(value)
+
+    def describe(self, axes: Iterable[str]) -> str:
+        """E.g. "2/s, urgent share 60%"; of the axes that are given and known."""
+        known = (axis for axis in axes if self.value(axis) is not None)
+        return ", ".join(self.cell(a) if a == "rate_rps" else f"{AXES[a][0]} {self.cell(a)}" for a in known)
+
+    def but(self, axis: str) -> tuple[object, ...]:
+        """All of it but one axis. Arrivals of one burstiness have a process of that name, which varies with it."""
+        left_out = ("burstiness", "process") if axis == "burstiness" else (axis,)
+        return tuple(self.value(other) for other in AXES if other not in left_out)
+
 
 HASH_LETTERS = 12
 SAME_RUN = (
@@ -283,3 +348,59 @@ def _named(points: Sequence[Point]) -> list[Point]:
             for number, point in enumerate(points, 1)
         ]
     return list(points)
+
+
+# Which repeats of two groups were given the same requests, so that one can be set against the other in pairs.
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Two groups as they are compared. paired: repeat by repeat with the same requests; else they are whole, and
+    independent of each other. left_out: repeats that have no match, of both groups together."""
+
+    one: Group
+    other: Group
+    paired: bool
+    left_out: int = 0
+
+
+def pair_up(one: Group, other: Group) -> Pairing:
+    """Restrict both to the repeats that both have, in the same order; where there is none, leave them as they are.
+
+    Of repeats with the same requests, those of one run and one number belong together first, then those of one number.
+    """
+    candidates = [
+        (a.row.run_id != b.row.run_id, a.row.repeat != b.row.repeat, i, j)
+        for i, a in enumerate(one.points)
+        for j, b in enumerate(other.points)
+        if _same_load(a, b)
+    ]
+    found: dict[int, int] = {}
+    for *_, i, j in sorted(candidates):
+        if i not in found and j not in found.values():
+            found[i] = j
+    if not found:
+        return Pairing(one, other, paired=False)
+    kept = sorted(found)
+    left_out = len(one.points) + len(other.points) - 2 * len(kept)
+    one, other = _restricted(one, kept), _restricted(other, [found[i] for i in kept])
+    return Pairing(one, other, one.has_records and other.has_records, left_out)
+
+
+def _same_load(one: Point, other: Point) -> bool:
+    """By their requests; without records by what they were made from."""
+    if one.is_complete and other.is_complete:
+        return one.columns.same_requests(other.columns)
+    return _load(one) == _load(other)
+
+
+def _load(point: Point) -> tuple[object, ...]:
+    row = point.row
+    return row.repeat, row.seed, row.workload_hash, row.duration_s, row.requests
+
+
+def _restricted(group: Group, kept: Sequence[int]) -> Group:
+    """The group itself where it is whole and in order, so that what was drawn for it serves again."""
+    if list(kept) == list(range(len(group.points))):
+        return group
+    return replace(group, points=tuple(group.points[i] for i in kept))

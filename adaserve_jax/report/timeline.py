@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from adaserve_jax.report.conditions import condition_line, invalid_point
 from adaserve_jax.report.document import Figure, Panel, Section, Series, Text
 from adaserve_jax.report.points import Point, find_point
-from adaserve_jax.report.view import View
+from adaserve_jax.report.view import View, condition_line, invalid_point
 from adaserve_jax.results.samples import Sample
 
 RATE_S = 1.0

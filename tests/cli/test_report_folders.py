@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from adaserve_jax.cli.app import app
 from adaserve_jax.cli.report import print_summary, renderer
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report import svg
+from adaserve_jax.report import figures as svg
 from adaserve_jax.results.jsonl import append_rows
 from tests.report import made as runs
 from tests.report import made_document as made

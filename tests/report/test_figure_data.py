@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.report.document import Figure, Panel, Series
-from adaserve_jax.report.figure_data import averaged, number, tables_of, thinned
+from adaserve_jax.report.document import Figure, Panel, Series, averaged, number, tables_of, thinned
 
 
 @pytest.mark.parametrize(

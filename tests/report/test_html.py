@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report import svg
+from adaserve_jax.report import figures as svg
 from adaserve_jax.report.document import Document, Section, Table, Text
 from adaserve_jax.report.html import Anchors, cell, prose, render_html
 from tests.report import made_document as made

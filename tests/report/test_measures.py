@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from adaserve_jax.report.columns import WITH_TARGET, WITHOUT_TARGET, Columns
 from adaserve_jax.report.estimates import Estimates
-from adaserve_jax.report.latency import TIMES_OVER, shares_within
 from adaserve_jax.report.measures import (
     ATTAINMENT,
     GOODPUT,
@@ -19,8 +17,12 @@ from adaserve_jax.report.measures import (
     TPOT_P90,
     TPOT_P99,
     VIOLATIONS,
+    WITH_TARGET,
+    WITHOUT_TARGET,
+    Columns,
 )
 from adaserve_jax.report.points import measured
+from adaserve_jax.report.sections import TIMES_OVER, shares_within
 from tests.report.made import folder, point, random_requests, request
 
 

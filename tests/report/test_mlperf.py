@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from adaserve_jax.report.columns import Columns
 from adaserve_jax.report.document import Table, Text
+from adaserve_jax.report.measures import Columns
 from adaserve_jax.report.mlperf import Tail, mlperf
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View

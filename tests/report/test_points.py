@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.conditions import warnings
 from adaserve_jax.report.points import find_point, measured
+from adaserve_jax.report.view import warnings
 from tests.report.made import PROVENANCE, folder, point, request
 
 ONE = [request(0)]

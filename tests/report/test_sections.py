@@ -5,17 +5,12 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.acceptance import acceptance
-from adaserve_jax.report.curves import curves
 from adaserve_jax.report.document import Figure, Table, Text
 from adaserve_jax.report.headline import headline
-from adaserve_jax.report.latency import latency
-from adaserve_jax.report.pareto import pareto
-from adaserve_jax.report.phases import NO_SAMPLES, phases
 from adaserve_jax.report.points import measured
+from adaserve_jax.report.sections import NO_SAMPLES, acceptance, curves, latency, pareto, phases, violations
 from adaserve_jax.report.timeline import generation_rates, over_time
 from adaserve_jax.report.view import View
-from adaserve_jax.report.violations import violations
 from tests.report.made import PROVENANCE, folder, point, request, samples_over
 
 

@@ -12,10 +12,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report import svg
+from adaserve_jax.report import figures as svg
 from adaserve_jax.report.document import Figure, Panel, Series
+from adaserve_jax.report.figures import draw
 from adaserve_jax.report.palette import DASHES, shades, styles_of
-from adaserve_jax.report.svg import draw
 from tests.report import made_document as made
 
 pytest.importorskip("matplotlib")
