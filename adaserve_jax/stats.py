@@ -144,7 +144,7 @@ class StepStats(Statistics):
     )  # fmt: skip
     last_depth: int = gauge("step_depth", "Depth of the last step's beam search.")
     last_width: int = gauge("step_width", "Width of the last step's beam search.")
-    last_budget: int = gauge("step_budget", "Tree tokens that the last step could verify.")
+    last_verified_tree_tokens: int = gauge("step_budget", "Tree tokens that the last step could verify.")
     pages_cached: int = gauge()
     extension_used: int = gauge()
     extension_cached: int = gauge()
@@ -152,10 +152,10 @@ class StepStats(Statistics):
     draft_resident: bool = gauge("draft_resident", "1 while the draft is on the device.", default=False)
     cache_queried_tokens: int = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
     cache_hit_tokens: int = counter("prefix_cache_hits", "Prompt tokens found there.")
-    swaps: dict[str, int] = counter(
+    elastic_moves: dict[str, int] = counter(
         "swaps", "Exchanges of the draft and KV pages, by kind.", "kind", default=dict[str, int]
     )
-    swap_s: dict[str, float] = counter(
+    elastic_s: dict[str, float] = counter(
         "swap_seconds", "Seconds of the step loop that exchanges of the draft and KV pages took.", "kind",
         default=dict[str, float],
     )  # fmt: skip

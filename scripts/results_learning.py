@@ -1,6 +1,6 @@
 """Tables of docs/results.md about drafts that learn: acceptance by requests, time per token, what learning costs.
 
-Of results that benchmarks/online_learning.py, learning_latency.py and learning_cost.py wrote. Imports no jax.
+Of results that benchmarks/osd/online_learning.py, learning_latency.py and learning_cost.py wrote. Imports no jax.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from results_policies import line
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # files are read as its readers do
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # files are read as its readers do
 
-from learning_views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
+from benchmarks.osd.views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
 
 SERVED = (500, 1000, 2000)
 NARROW = (
@@ -54,7 +54,7 @@ def online_tables(folder: Path) -> list[str]:
 
 
 def latency_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/learning_latency.py."""
+    """One run of benchmarks/osd/latency.py."""
     first = {each["policy"]: each for each in reversed(result["rows"])}
     rows = [
         line(
@@ -68,14 +68,14 @@ def latency_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     about = (
         f"Target of {result['target']}, one request at a time, {result['prompts']} prompts of {result['domain']}; "
-        f"`ar`: {result['plain_tpot_ms']:.1f} ms per token. Medians over prompts, in brackets the 95 % bootstrap "
-        f"interval; programs compiled after the start: {result['compiles_after_ready']}."
+        f"`ar`: {result['plain_tpot_ms']:.1f} ms per token. Medians over prompts, 95 % bootstrap intervals in "
+        f"brackets; programs compiled after the start: {result['compiles_after_ready']}."
     )
     return "\n\n".join([about, "\n".join([LATENCY, *rows]), _where(result)])
 
 
 def cost_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/learning_cost.py. A load of which no pair of turns has ended is left out."""
+    """One run of benchmarks/osd/cost.py. A load of which no pair of turns has ended is left out."""
     rows = []
     for each in result["loads"]:
         if each["pairs"]:
@@ -120,7 +120,7 @@ def _shift(result: dict[str, Any]) -> str:
         )
         for each in phases(result)
     ]  # fmt: skip
-    about = f"One kind of traffic after another, {_settings(result)}; acceptance on the kind that is served:"
+    about = f"One kind of traffic after another, {_settings(result)}; acceptance is that on the kind being served:"
     return "\n\n".join([about, "\n".join([SHIFT, *rows]), _where(result)])
 
 
@@ -134,7 +134,10 @@ def _mixed(result: dict[str, Any]) -> str:
             accepted = last(runs[way], domain) if way in runs else None
             cells += [_share(accepted), "-" if accepted is None else f"{accepted - one:+.3f}"]
         rows.append(line(domain, *cells))
-    about = f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance when all was served:"
+    about = (
+        f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance is that after the last "
+        "request:"
+    )
     return "\n\n".join([about, "\n".join([MIXED, *rows]), _where(result)])
 
 

@@ -26,7 +26,7 @@ def line(*cells: str) -> str:
 
 
 def validation_tables(result: dict[str, Any]) -> str:
-    """One run of benchmarks/policy_validation.py."""
+    """One run of benchmarks/adaserve/validation.py."""
     rows = []
     for point in result["points"]:
         pairs = [
@@ -44,14 +44,14 @@ def validation_tables(result: dict[str, Any]) -> str:
             "\n".join([REAL, *rows]),
             f"Largest differences: attainment {100 * result['largest_attainment_off']:.1f} points, goodput "
             f"{result['largest_goodput_off']:.1%}. Order of the policies: {'; '.join(orders)}.",
-            f"Error of predicted times in the profile's own mixed load, median and 90th percentile: {predicted}. "
+            f"Error of predicted times in the profile's own mixed load (median and 90th percentile): {predicted}. "
             f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
         ]
     )
 
 
 def calibration_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/calibration.py; the second halves."""
+    """One run of benchmarks/adaserve/calibration.py; the second halves."""
     rows = [
         line(
             row["start"], "yes" if row["learns"] else "no", f"{row['temperature']:g}", str(row["outcomes"]),
@@ -65,7 +65,7 @@ def calibration_table(result: dict[str, Any]) -> str:
 
 
 def sweeps_table(result: dict[str, Any]) -> str:
-    """The verdict of benchmarks/policy_sweeps.py, point by point."""
+    """The verdict of benchmarks/adaserve/sweeps.py, point by point."""
     rows = [
         line(
             point["machine"], KINDS[point["targets"]], point["sweep"], f"{point['value']:g}",

@@ -16,15 +16,14 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.server import schema as protocol
-from adaserve_jax.server import schema as responses
+from adaserve_jax.server import schema
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 from tests.conftest import ROOT
 from tests.documents import Row, names, rows, section
 
 PYTHON_API = (ROOT / "docs" / "python-api.md").read_text()
-MODELS = [model for module in (protocol, responses) for model in http_reference.models_of(module)]
+MODELS = [*http_reference.models_of(schema.RequestModel), *http_reference.models_of(schema.ResponseModel)]
 NOT_SERVED = {"best_of", "suffix", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"}
 
 
@@ -59,16 +58,16 @@ def test_types_are_said_in_words():
 
 def test_the_guide_has_a_row_for_every_field_of_a_request():
     shown = names(section("http.md", "## Request body"))
-    taken = set(protocol.CompletionBody.model_fields) | set(protocol.ChatBody.model_fields)
+    taken = set(schema.CompletionBody.model_fields) | set(schema.ChatBody.model_fields)
     assert sorted(shown) == sorted(taken - NOT_SERVED)
     assert all(f"`{name}`" in section("http.md", "## Request body") for name in NOT_SERVED)
 
 
 def test_the_example_of_metrics_in_the_guide_has_their_fields():
     example = json.loads(re.search(r"```json\n(.*?)```", section("http.md", "## Response"), re.DOTALL)[1])
-    assert set(example) == set(responses.ResponseMetrics.model_fields)
-    assert set(example["slo"]) == set(responses.SloMetrics.model_fields)
-    assert set(example["speculative"]) == set(responses.SpeculativeMetrics.model_fields)
+    assert set(example) == set(schema.ResponseMetrics.model_fields)
+    assert set(example["slo"]) == set(schema.SloMetrics.model_fields)
+    assert set(example["speculative"]) == set(schema.SpeculativeMetrics.model_fields)
 
 
 @pytest.mark.parametrize(

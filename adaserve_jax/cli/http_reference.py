@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 
-from adaserve_jax.server import schema as protocol
-from adaserve_jax.server import schema as responses
+from adaserve_jax.server import schema
 
 HEAD = """# HTTP fields
 
@@ -23,25 +21,24 @@ ABOUT = {
     "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, each as one "
     "event `data: {...}`; the last event is `data: [DONE]`.",
 }
-HIDDEN = ("Body", "GenerationBody")
-"""Bases: no route takes or gives one."""
+HIDDEN = (schema.RequestModel, schema.Body, schema.GenerationBody, schema.ResponseModel)
+"""Base classes, which no route takes or returns."""
 
 
 def render() -> str:
     """The page, as Markdown."""
     parts = [HEAD]
-    for (title, about), module in zip(ABOUT.items(), (protocol, responses), strict=True):
+    for (title, about), base in zip(ABOUT.items(), (schema.RequestModel, schema.ResponseModel), strict=True):
         parts += [f"## {title}", "", about, ""]
-        for model in models_of(module):
+        for model in models_of(base):
             parts += _model(model)
     return "\n".join(parts)
 
 
-def models_of(module: ModuleType) -> Iterator[type[BaseModel]]:
-    """Bodies and their parts, as they stand in the module."""
-    for value in vars(module).values():
-        own = isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.__name__
-        if own and value.__name__ not in HIDDEN:
+def models_of(base: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """Yield the subclasses of `base` in the order of their module."""
+    for value in vars(schema).values():
+        if isinstance(value, type) and issubclass(value, base) and value not in HIDDEN:
             yield value
 
 

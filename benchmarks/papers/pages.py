@@ -9,9 +9,9 @@ from typing import Any
 
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.report.document import Document, Section, Table, Text
-from papers.entry import Entry, Form, Found
-from papers.running import command
-from papers.status import RunRow, judged
+from benchmarks.papers.entry import Entry, Form, Found
+from benchmarks.papers.running import command
+from benchmarks.papers.status import RunRow, judged
 
 RENDERERS = {
     ".html": ("adaserve_jax.report.html", "render_html"),
@@ -36,7 +36,7 @@ def document_of(entry: Entry, form: Form, row: RunRow, found: Found) -> Document
 
 def claims_table(claims: list[dict[str, Any]]) -> Table:
     rows = tuple(claim_cells(claim) for claim in claims)
-    caption = "The paper's numbers are of its machines and models: direction and ratio can be compared."
+    caption = "The paper's numbers come from its own machines and models. You can compare directions and ratios."
     return Table("claims", "Statements", caption, COLUMNS, rows, frozenset({2, 3, 5}))
 
 

@@ -1,11 +1,11 @@
-"""What AdaServe's figure 15 states, read from benchmarks/host_share.py. Runs nothing."""
+"""What AdaServe's figure 15 states, read from benchmarks/engine/host_share.py. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, read_json, series
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, read_json, series
 
 POLICY = "adaserve"
 PHASES = ("plan", "draft", "select", "verify", "commit")
@@ -13,7 +13,8 @@ MINIMAL = 0.01
 """The largest share of the serving time that counts as next to nothing."""
 SHARE_CLAIMS = (
     Claim("share of the serving time that selection takes", "select share", "at most", MINIMAL, 0.0041, "share"),
-    Claim("the same with the choice of depth, width and budget", "plan and select share", "at most", MINIMAL, None,
+    Claim("share of the serving time, with the choice of depth, width and budget", "plan and select share",
+          "at most", MINIMAL, None,
           "share"),
 )  # fmt: skip
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from star_paper import (
+from benchmarks.papers.entry import Claim
+from benchmarks.starsd.paper import (
     COLOCATED_ROUNDS_PER_S,
     COLOCATED_TPS,
     DRAFT_VARIANCE_MS2,
@@ -12,8 +13,6 @@ from star_paper import (
     TOKEN_MS,
     paper_rows,
 )
-
-from papers.entry import Claim
 
 PAPER = {row["n"]: row for row in paper_rows()}
 """Table 1 as printed, by targets."""
@@ -37,7 +36,7 @@ TABLE_CLAIMS = (
 )  # fmt: skip
 ENGINE_CLAIMS = (
     Claim("tokens/s of two targets over one", "tokens: two over one", "at least", 1.0, _paper("throughput_tps", 2, 1)),
-    Claim("texts that are what the target makes of the prompt alone", "same texts", "at least", 1.0, None, "share"),
+    Claim("texts that equal what the target writes alone", "same texts", "at least", 1.0, None, "share"),
 )  # fmt: skip
 ROUND_CLAIMS = (
     Claim("rounds/s of the draft: three targets over one", "draft: three over one", "at least", 1.5,
