@@ -34,7 +34,7 @@ _NONE = -1
 
 
 class TokenTimes:
-    """When the tokens of simulated sequences came, recorded one step at a time.
+    """Records when the tokens of simulated sequences came, one step at a time.
 
     Sequences are named by `StepUpdates.sequence`, their number in the order of `Scheduler.add`. A sequence with tokens
     owns a row of times and counts, one column per step that brought some, until `pop`.
