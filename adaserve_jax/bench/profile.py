@@ -33,7 +33,8 @@ from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO, CostSamples, Limits, Progress, RequestMetrics, SamplingParams
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import load_workload
 
 

@@ -33,7 +33,8 @@ from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO, Limits, RequestMetrics, SamplingParams, Sequence
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 Made = TypeVar("Made")
 

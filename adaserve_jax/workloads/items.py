@@ -93,3 +93,14 @@ class Workload:
 def derived_hash(sha256: str, note: str) -> str:
     """Hex, of requests that came from those of `sha256` by what `note` says."""
     return hashlib.sha256(f"{sha256} {note}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """Lengths and target of a request, without a text. due_s: seconds since the start of the trace."""
+
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: SLO
+    slo_class: str

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import with_relative
 
 

@@ -16,20 +16,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import arrivals as intensity
 from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S, Schedule
-from adaserve_jax.workloads.items import Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.workload import SloTable, load_workload
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """due_s: seconds since the start of the trace."""
-
-    due_s: float
-    prompt_tokens: int
-    output_tokens: int
-    slo: SLO
-    slo_class: str
 
 
 @dataclass(frozen=True)

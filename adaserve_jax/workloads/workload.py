@@ -6,20 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.items import Lengths, Message, Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.items import Lengths, Message, TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO, find_format, left_out_notes
 from adaserve_jax.workloads.readers.format import Gaps
 from adaserve_jax.workloads.readers.jsonl import MAX_TEMPERATURE
 from adaserve_jax.workloads.readers.source import Source
 
-if TYPE_CHECKING:
-    from adaserve_jax.workloads.traces import TraceRequest
-
-Targeted = TypeVar("Targeted", WorkloadItem, "TraceRequest")
+Targeted = TypeVar("Targeted", WorkloadItem, TraceRequest)
 OTHERS = "*"
 """In the place of a class: requests that carry no target and whose class is not named."""
 NONE = "none"

@@ -13,7 +13,8 @@ from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import SimSampler, SimulationPlan, simulate, together
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import load_workload
 
 ABOUT = {"run_id": "r", "point": "p"}
