@@ -143,7 +143,7 @@ def test_options_of_learning_are_a_config_only_where_it_is_on() -> None:
 
 def test_unknown_options_are_named() -> None:
     with pytest.raises(ConfigError, match="unknown option 'tagret'; known options are attention, calibrate, "):
-        EngineConfig.from_dict({"tagret": "demo"})
+        EngineConfig(**{"tagret": "demo"})
 
 
 def test_paths_become_text_and_lists_tuples() -> None:

@@ -18,9 +18,10 @@ from adaserve_jax.cli.app import app
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.scheduler.policies import ABLATIONS, POLICIES
 from adaserve_jax.server.app import create_app
-from adaserve_jax.server.config_file import SECTIONS, TABLES, fields_of
+from adaserve_jax.server.config_file import SECTIONS, TABLES
 from adaserve_jax.server.schema import ChatBody, CompletionBody
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.settings import options_of
 from tests.conftest import ROOT
 from tests.documents import names
 from tests.server.scripted import ScriptedEngine
@@ -61,7 +62,7 @@ def public_surface() -> dict[str, list[str]]:
     texts = {name: (ROOT / "docs" / name).read_text() for name in DOCUMENTS}
     found: dict[str, Iterable[str]] = {
         "commands and options": options(typer.main.get_command(app)),
-        "configuration keys": (f"{name}.{key}" for name, kind in (SECTIONS | TABLES).items() for key in fields_of(kind)),
+        "configuration keys": (f"{name}.{key}" for name, kind in (SECTIONS | TABLES).items() for key in options_of(kind)),
         "routes": [*routes(server.routes), *re.findall(r"`((?:GET |POST )?/cluster[/a-z]*)", texts["cluster.md"])],
         "metrics": (name for text in texts.values() for name in names(text) if name.startswith("adaserve_")),
         "policies": (*POLICIES, *ABLATIONS),

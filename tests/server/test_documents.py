@@ -144,7 +144,7 @@ def test_the_openapi_document_is_complete(server):
 )
 def test_wrong_settings_are_refused(values, text):
     with pytest.raises(ConfigError) as caught:
-        ServerSettings.from_dict(values)
+        ServerSettings(**values)
     assert text in str(caught.value)
 
 
