@@ -66,7 +66,7 @@ class OutOfPagesError(AdaServeError):
     """The page pool has fewer free pages than were asked for; nothing was taken."""
 
 
-class SwapError(AdaServeError):
+class ElasticError(AdaServeError):
     """Draft and KV pages could not change places; what was there before is there still."""
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 GAUGES = frozenset({
     "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
-    "extension_total", "last_depth", "last_width", "last_budget", "draft_resident", "calibration_error", "arms",
-    "arm_regret_s",
+    "extension_total", "last_depth", "last_width", "last_verified_tree_tokens", "draft_resident", "calibration_error",
+    "arms",    "arm_regret_s",
 })  # fmt: skip
 """Fields that say how things are; the others count what has happened."""
 LEARNING_GAUGES = frozenset({"version", "held_out_acceptance", "loss", "records", "held_out"})
@@ -28,10 +28,10 @@ class StepStats:
     online). pages_used, pages_total: of the base pool; extension_*: of the extension slab, 0 while there is none.
     pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free;
     extension_cached: those of the extension.
-    cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there. swaps,
-    swap_s: exchanges of the draft and pages, and seconds of the step loop that they took, by kind. arms: the arm
-    thought best, by bucket of batch sizes. arm_regret_s: seconds that the arms played are estimated to have cost beyond
-    the best ones.
+    cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there.
+    elastic_moves, elastic_s: expansions and contractions, and the seconds of the step loop they took, by kind. arms:
+    the arm thought best, by bucket of batch sizes. arm_regret_s: seconds that the arms
+    played are estimated to have cost beyond the best ones.
     """
 
     steps: int = 0
@@ -57,7 +57,7 @@ class StepStats:
     calibration_error: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     last_depth: int = 0
     last_width: int = 0
-    last_budget: int = 0
+    last_verified_tree_tokens: int = 0
     pages_cached: int = 0
     extension_used: int = 0
     extension_cached: int = 0
@@ -65,8 +65,8 @@ class StepStats:
     draft_resident: bool = False
     cache_queried_tokens: int = 0
     cache_hit_tokens: int = 0
-    swaps: dict[str, int] = field(default_factory=dict[str, int])
-    swap_s: dict[str, float] = field(default_factory=dict[str, float])
+    elastic_moves: dict[str, int] = field(default_factory=dict[str, int])
+    elastic_s: dict[str, float] = field(default_factory=dict[str, float])
     arms: dict[str, str] = field(default_factory=dict[str, str])
     arm_regret_s: float = 0.0
 

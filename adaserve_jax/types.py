@@ -6,7 +6,8 @@ vocabulary. Seconds everywhere; milliseconds only in the constructor of `SLO`, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -60,7 +61,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class Sequence:
     """One choice of one user request, as the scheduler receives it; immutable.
 
     prompt_ids: i32[tokens], not empty. seed: drawn already (never None here). choice: index among the n choices.
@@ -69,7 +70,7 @@ class Request:
     only with those of the same salt. draft: index of the draft that speculates for it.
     """
 
-    request_id: str
+    sequence_id: str
     prompt_ids: np.ndarray
     sampling: SamplingParams
     seed: int
@@ -241,7 +242,7 @@ class StepPlan:
     slots: i32[R], the engine slot of each row (stable while a request runs). root_token: i32[num_decode].
     ctx_len: i32[R], committed target KV. page_table: i32[R, max_pages_per_request], unused entries 0.
     prefill_tokens: i32[sum(prefill_counts)]; prefill_counts: i32[R - num_decode]; prefill_final: bool, whether the
-    chunk ends the prompt (then one token is sampled from its end). budget: most tree tokens, roots included.
+    chunk ends the prompt (then one token is sampled from its end). tree_token_cap: most tree tokens, roots included.
     """
 
     step: int
@@ -255,7 +256,7 @@ class StepPlan:
     prefill_counts: np.ndarray
     prefill_final: np.ndarray
     draft: DraftPlan | None
-    budget: int
+    tree_token_cap: int
 
     @property
     def num_rows(self) -> int:
@@ -295,7 +296,7 @@ class DraftTrees:
     """The selected trees of all decode rows, packed row after row, each root first, parents before children.
 
     row, token, parent, depth, candidate: i32[N]; parent is an index into the packed array (-1: root);
-    candidate: column in CandidateTrees (-1: root). path_prob: f32[N], f (root: 1).
+    candidate: column in CandidateTrees (-1: root). f: f32[N], f (root: 1).
     """
 
     row: np.ndarray
@@ -303,7 +304,7 @@ class DraftTrees:
     parent: np.ndarray
     depth: np.ndarray
     candidate: np.ndarray
-    path_prob: np.ndarray
+    f: np.ndarray
 
     @property
     def num_nodes(self) -> int:
@@ -368,11 +369,11 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class RequestUpdate:
+class SequenceUpdate:
     """New tokens of one request after a step; finish_reason and metrics are set exactly once, at its end. logprobs: one
     per token where the request asked for them, else none."""
 
-    request_id: str
+    sequence_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     metrics: RequestMetrics | None = None
@@ -382,7 +383,7 @@ class RequestUpdate:
 class StopCheck(Protocol):
     """Finds stop strings. Called once per request and step, in order."""
 
-    def __call__(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+    def __call__(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """Take in new tokens; return how many of them to keep when a stop string ended the text, else None."""
         ...
 
@@ -415,23 +416,23 @@ class Executor(Protocol):
 
     def expand(self) -> None:
         """Free the draft and make the extension slab of its memory; called between steps, with the draft resident.
-        Afterwards pages up to num_pages + extension_pages are there, and no plan has a draft. Raises SwapError: the
+        Afterwards pages up to num_pages + extension_pages are there, and no plan has a draft. Raises ElasticError: the
         slab could not be made; the draft is back, its KV empty, and the pages are as they were."""
         ...
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         """Copy target KV of pages to other pages, i32[N] each, none of them in both; called between steps while
-        expanded. Raises SwapError: pages outside `to_pages` are as they were."""
+        expanded. Raises ElasticError: pages outside `to_pages` are as they were."""
         ...
 
     def contract(self) -> None:
         """Free the extension slab, which nobody uses any more, and begin to bring the draft back; returns at once.
-        Raises SwapError: still expanded."""
+        Raises ElasticError: still expanded."""
         ...
 
     def draft_ready(self) -> bool:
-        """After `contract`: whether the draft is resident again, its KV empty. Never waits. Raises SwapError: loading
-        it failed; the next call begins anew."""
+        """After `contract`: whether the draft is resident again, its KV empty. Never waits. Raises ElasticError when
+        loading failed; the next call begins anew."""
         ...
 
     def close(self) -> None: ...

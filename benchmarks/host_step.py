@@ -24,7 +24,7 @@ from adaserve_jax.scheduler import selection
 from adaserve_jax.scheduler.controllers.base import Feedback, Load
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
 
 TARGET_MS = {"step, 16 requests": 1.0, "step, 64 requests": 2.5, "selector, 64 x 24": 0.15}
 
@@ -53,7 +53,7 @@ def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
         slo_s = (0.02, 0.04, 0.08, None)[index % 4]
         prompt = rng.integers(0, 1000, 40).astype(np.int32)
         params = SamplingParams(max_tokens=1900, temperature=0.8)
-        scheduler.add(Request(f"r{index}", prompt, params, seed=index, arrival_s=0.0, tpot_slo_s=slo_s))
+        scheduler.add(Sequence(f"r{index}", prompt, params, seed=index, arrival_s=0.0, tpot_slo_s=slo_s))
     times: list[tuple[float, float, float]] = []
     while len(times) < steps:
         begin = time.perf_counter()

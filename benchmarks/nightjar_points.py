@@ -22,7 +22,7 @@ from segments import (
 )
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
+from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
@@ -109,9 +109,13 @@ class Point:
         pool = self.pool
         if pool is None:
             return plan
-        rule = SwapRule(pool.tau_low, pool.persist_steps)
+        rule = ElasticRule(pool.tau_low, pool.persist_steps)
         return replace(
-            plan, num_pages=pool.num_pages, extension_pages=pool.extension_pages, elastic=pool.elastic, swap_rule=rule
+            plan,
+            num_pages=pool.num_pages,
+            extension_pages=pool.extension_pages,
+            elastic=pool.elastic,
+            elastic_rule=rule,
         )
 
 

@@ -46,14 +46,15 @@ def readme(result: dict[str, Any], tables: Tables) -> str:
     seeds = len({each.seed for each in tables.lines})
     parts = [
         "# Nightjar's tables, simulated",
-        f"Simulated by `benchmarks/nightjar_tables.py`, commit {commits}; means over {seeds} independent "
-        f"runs, ratios within runs. Lengths, and the shape of the dynamic load, are those of {segment['trace']}: "
-        f"{segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request has a target.",
-        "*Throughput* is all output tokens over the run's time, *while busy* over the time in which a request is "
-        "there: below saturation the first is what is offered, whatever the policy. *Latency* is the mean from "
-        "arrival to the last token.",
+        f"`benchmarks/nightjar_tables.py` simulated these tables at commit {commits}: means over {seeds} independent "
+        f"{'run' if seeds == 1 else 'runs'}, ratios within runs. The lengths and the shape of the dynamic load are "
+        f"those of {segment['trace']}: {segment['requests']} requests, {segment['rate_rps']:.2f} a second. No request "
+        "has a target.",
+        "*Throughput* is all output tokens over the time of the run. Below saturation it equals the offered load under "
+        "every policy. *While busy* is the same over the time in which a request is in the system. *Latency* is the "
+        "mean time from arrival to the last token.",
         table(
-            ("setup", "one of so many prompt tokens", "mean prompt", "mean output", "capacity, requests/s", "depth",
+            ("setup", "keeps one prompt token of", "mean prompt", "mean output", "capacity, requests/s", "depth",
              "running"),
             [
                 (name, f"{about['prompt_parts']:g}", f"{about['mean_prompt_tokens']:.0f}",
@@ -112,7 +113,8 @@ def paper(tables: Tables) -> str:
     header = ["policy", "in the paper", "its throughput", "its latency"]
     for setup in views:
         header += [f"{setup}: throughput", "latency"]
-    return "\n\n".join([f"Times plain decoding; ours are means over {', '.join(CLASSES)} load.", table(header, rows)])
+    about = f"All figures are multiples of plain decoding. Ours are means over the loads {', '.join(CLASSES)}."
+    return "\n\n".join([about, table(header, rows)])
 
 
 def lengths(tables: Tables, setup: str) -> str:
@@ -167,7 +169,7 @@ def offload(tables: Tables, setup: str) -> str:
     )  # fmt: skip
     pool = tables.pools(setup)[0].pool
     assert pool is not None
-    about = f"{pool['num_pages']} pages, and {pool['extension_pages']} of the draft's memory while it is away."
+    about = f"{pool['num_pages']} pages, and {pool['extension_pages']} more after an expansion."
     return "\n\n".join([about, table(header, rows)])
 
 

@@ -76,7 +76,7 @@ class Rounds:
             shutil.rmtree(folder, ignore_errors=True)
             row = self._run(number, policy, make(), engine, folder)
             stats = engine.stats()
-            noted.write_text(json.dumps({} if stats is None else stats.swaps) + "\n")
+            noted.write_text(json.dumps({} if stats is None else stats.elastic_moves) + "\n")
             notes().print(
                 f"round {number + 1}, {load} load, {name}: {row.throughput_tps:.1f} tokens/s, "
                 f"{row.e2e_mean_s or 0:.2f} s, {row.running_mean or 0:.1f} running; "

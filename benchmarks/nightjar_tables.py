@@ -67,7 +67,7 @@ def run(job: Job) -> Line:
     done = simulate(point.policy, plan, job.machine, job.trace, run_id=run_id)
     rows = result_rows(point.policy, plan, job.machine, job.trace, done.records, wall_s=done.wall_s, run_id=run_id)
     row = asdict(next(row for row in rows if row.slo_class == ALL_CLASSES))
-    swaps = {name: sum(stats.swaps.get(name, 0) for stats in done.stats) for name in SWAPS}
+    swaps = {name: sum(stats.elastic_moves.get(name, 0) for stats in done.stats) for name in SWAPS}
     return Line(
         job.key, point.setup.name, point.load, point.share, point.policy, point.seed,
         None if point.pool is None else asdict(point.pool), {name: row[name] for name in FIGURES},

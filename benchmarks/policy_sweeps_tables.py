@@ -67,7 +67,7 @@ def tables(lines: Sequence[Line]) -> str:
     """A table for each machine, kind of targets and sweep: attainment and goodput by contender and value."""
     kinds = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
     commits = ", ".join(sorted({line.overall["commit"][:12] for line in lines}))
-    parts = ["# Policy sweeps", "", f"Simulated by `benchmarks/policy_sweeps.py`, commit {commits}.", ""]
+    parts = ["# Policy sweeps", "", _about(commits), ""]
     for machine, targets in dict.fromkeys((group[0], group[1]) for group in grouped(lines)):
         parts += [f"![attainment and goodput: {machine}, {kinds[targets]}]({machine}-{targets}.png)", ""]
     for (machine, targets, sweep), by_value in grouped(lines).items():
@@ -75,7 +75,7 @@ def tables(lines: Sequence[Line]) -> str:
         parts += [
             f"## {machine}, {kinds[targets]}: by {SWEEPS[sweep]}",
             "",
-            "Requests met, and goodput in tokens/s.",
+            "Each cell: share of requests met / goodput in tokens/s.",
             "",
         ]
         parts += _table(["policy", *(f"{value:g}" for value in by_value)], [
@@ -84,6 +84,13 @@ def tables(lines: Sequence[Line]) -> str:
         tuned = [f"{value:g}: {at[TUNED].setting}" for value, at in by_value.items() if TUNED in at]
         parts += [*([f"Tuned settings: {'; '.join(tuned)}.", ""] if tuned else [])]
     return "\n".join(parts)
+
+
+def _about(commits: str) -> str:
+    return (
+        f"`benchmarks/policy_sweeps.py` simulated these sweeps at commit {commits}. They compare every policy on "
+        "AdaServe's traces, over rates, shares of urgent requests and SLO scales. The summary is in docs/results.md."
+    )
 
 
 def _cell(line: Line | None) -> str:

@@ -25,7 +25,7 @@ from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
-from adaserve_jax.types import SLO, CandidateTrees, Request, SamplingParams
+from adaserve_jax.types import SLO, CandidateTrees, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 POLICIES = ("spec:4", "ar", "adaserve", "adaserve-paper")
@@ -77,7 +77,7 @@ def phases_us(machine: Machine, policy: str, most_running: int, steps: int) -> d
             params = SamplingParams(max_tokens=OUTPUT_TOKENS + added % 40, ignore_eos=True)
             prompt = np.zeros(MEAN_PROMPTS[added % len(CLASSES)], np.int32)
             target_s = slo.tpot_s(machine.baseline_s)
-            scheduler.add(Request(f"{added}", prompt, params, added, clock.now(), tpot_slo_s=target_s, slo_class=name))
+            scheduler.add(Sequence(f"{added}", prompt, params, added, clock.now(), tpot_slo_s=target_s, slo_class=name))
             added += 1
         begin = time.perf_counter()
         plan = scheduler.plan(clock.now())

@@ -238,7 +238,7 @@ class Target:
         self._step += 1
         return StepPlan(
             self._step, np.arange(num, dtype=i32), num, zeros, known, zeros[:, None], sampling, none, none,
-            np.zeros(0, bool), draft, budget=num,
+            np.zeros(0, bool), draft, tree_token_cap=num,
         )  # fmt: skip
 
 

@@ -97,8 +97,8 @@ def _step(plan: StepPlan, candidates: CandidateTrees, texts: list[list[int]], pi
     assert rows.tolist() == list(range(len(rows))), "requests run in the order in which they came"
     ranked = selection.rank(candidates)
     need = np.array(NEEDS)
-    taken = selection.slo_phase(ranked.path_prob, need, budget=plan.budget)
-    chosen = selection.throughput_phase(ranked, taken, plan.budget - len(need) - int(taken.sum()))
+    taken = selection.slo_phase(ranked.f, need, budget=plan.tree_token_cap)
+    chosen = selection.throughput_phase(ranked, taken, plan.tree_token_cap - len(need) - int(taken.sum()))
     trees = selection.pack(candidates, plan.root_token, ranked, chosen)
     accepted = np.zeros(trees.num_nodes, bool)
     bonus = []
@@ -117,7 +117,7 @@ def _step(plan: StepPlan, candidates: CandidateTrees, texts: list[list[int]], pi
 
 def _worth(step: Step) -> float:
     """Tokens that the request with the least can expect: a step in which every draft has something to say."""
-    return float(step.ranked.path_prob.sum(axis=1).min())
+    return float(step.ranked.f.sum(axis=1).min())
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def draw_step(step: Step) -> plt.Figure:
     each = step.candidates.token.shape[1]
     boxes = (
         (0, "plan(now)", f"{plan.num_rows} requests run; depth {draft.depth}, width {draft.width};\n"
-         f"at most {plan.budget} tokens to verify", "StepPlan"),
+         f"at most {plan.tree_token_cap} tokens to verify", "StepPlan"),
         (1, "speculate(plan)", f"the draft feeds on what was accepted last,\nthen searches: {each} candidates each",
          "CandidateTrees"),
         (0, "select(plan, candidates, now)", f"the clock is read again; what each needs;\n{trees.num_nodes} of "
@@ -83,7 +83,7 @@ def draw_tree(step: Step) -> plt.Figure:
     parent, depth = step.candidates.parent[row], step.candidates.depth
     present = [c for c in range(len(depth)) if np.isfinite(step.candidates.log_f[row, c])]
     height = _heights(present, parent.tolist())
-    f = {int(column): prob for column, prob in zip(step.ranked.column[row], step.ranked.path_prob[row], strict=True)}
+    f = {int(column): prob for column, prob in zip(step.ranked.column[row], step.ranked.f[row], strict=True)}
     figure, axes = _canvas(WIDTH, 1.2 + 0.46 * (max(height.values()) + 1))
     for node in present:
         above = int(parent[node])
@@ -116,7 +116,7 @@ def draw_selection(step: Step) -> plt.Figure:
     rows = len(NEEDS)
     figure, panels = plt.subplots(rows, 1, figsize=(WIDTH, 1.35 * rows + 0.9), sharex=True, facecolor="white")
     for row, (panel, name, need) in enumerate(zip(panels, PROMPTS, NEEDS, strict=True)):
-        f = step.ranked.path_prob[row]
+        f = step.ranked.f[row]
         place = np.arange(1, len(f) + 1)
         in_slo = place <= step.taken[row]
         in_rest = step.chosen[row] & ~in_slo
@@ -129,7 +129,7 @@ def draw_selection(step: Step) -> plt.Figure:
         panel.text(len(f) + 0.4, 0.93, f"{name} {wants},\ncan expect {gets:.1f}", ha="right", va="top", fontsize=9)
         panel.set(ylim=(0, 1.05), yticks=(0, 0.5, 1), ylabel="f")
         panel.spines[["top", "right"]].set_visible(False)
-    columns = step.ranked.path_prob.shape[1]
+    columns = step.ranked.f.shape[1]
     panels[-1].set(xlabel="candidates of a request, the likeliest first", xlim=(-0.7, columns + 0.7))
     panels[-1].set_xticks(range(columns + 1), ["root", *map(str, range(1, columns + 1))])
     handles = [

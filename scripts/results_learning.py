@@ -68,8 +68,8 @@ def latency_table(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     about = (
         f"Target of {result['target']}, one request at a time, {result['prompts']} prompts of {result['domain']}; "
-        f"`ar`: {result['plain_tpot_ms']:.1f} ms per token. Medians over prompts, in brackets the 95 % bootstrap "
-        f"interval; programs compiled after the start: {result['compiles_after_ready']}."
+        f"`ar`: {result['plain_tpot_ms']:.1f} ms per token. Medians over prompts, 95 % bootstrap intervals in "
+        f"brackets; programs compiled after the start: {result['compiles_after_ready']}."
     )
     return "\n\n".join([about, "\n".join([LATENCY, *rows]), _where(result)])
 
@@ -120,7 +120,7 @@ def _shift(result: dict[str, Any]) -> str:
         )
         for each in phases(result)
     ]  # fmt: skip
-    about = f"One kind of traffic after another, {_settings(result)}; acceptance on the kind that is served:"
+    about = f"One kind of traffic after another, {_settings(result)}; acceptance is that on the kind being served:"
     return "\n\n".join([about, "\n".join([SHIFT, *rows]), _where(result)])
 
 
@@ -134,7 +134,10 @@ def _mixed(result: dict[str, Any]) -> str:
             accepted = last(runs[way], domain) if way in runs else None
             cells += [_share(accepted), "-" if accepted is None else f"{accepted - one:+.3f}"]
         rows.append(line(domain, *cells))
-    about = f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance when all was served:"
+    about = (
+        f"All kinds at once, {len(result['order'])} requests, {_settings(result)}; acceptance is that after the last "
+        "request:"
+    )
     return "\n\n".join([about, "\n".join([MIXED, *rows]), _where(result)])
 
 

@@ -72,14 +72,14 @@ def _simulated(result: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     segment = result["segment"]
     parts = [
-        f"Simulated, lengths and swing of {segment['trace']} ({segment['requests']} requests, "
+        f"Simulated, with the lengths and the varying rate of {segment['trace']} ({segment['requests']} requests, "
         f"{segment['rate_rps']:.2f} a second):",
         "\n".join([SIMULATED, *loads]),
     ]
     if fixed:
-        parts += ["Against the fixed lengths, none included:", "\n".join([FIXED, *fixed])]
+        parts += ["`nightjar` against the best fixed length, including no speculation:", "\n".join([FIXED, *fixed])]
     if offload:
-        parts += ["Elastic memory, where KV pages are few:", "\n".join([OFFLOAD, *offload])]
+        parts += ["Elastic memory on a machine with few KV pages:", "\n".join([OFFLOAD, *offload])]
     return parts
 
 
@@ -97,7 +97,7 @@ def _engine(result: dict[str, Any]) -> list[str]:
     rounds = max((len(each["rounds"]) for each in result["points"]), default=0)
     spread = f"{rounds} rounds of {result['span_s']:g} s of arrivals, medians and 95 % bootstrap intervals"
     if rounds == 1:
-        spread = f"one round of {result['span_s']:g} s of arrivals, which has no interval"
+        spread = f"one round of {result['span_s']:g} s of arrivals, so no interval"
     about = f"The real engine, {_pair(result)}; {spread}; capacity {result['capacity_rps']:g} requests/s:"
     return [about, "\n".join([ENGINE, *rows]), _where(result)]
 
@@ -113,7 +113,7 @@ def _pressed(result: dict[str, Any]) -> list[str]:
         rows.append(line(*cells, ", ".join(str(swaps.get("expand", 0)) for swaps in each["swaps"])))
     about = (
         f"The real engine with {result['num_pages']} KV pages of {result['page_size']} tokens, and "
-        f"{result['extension_pages']} of the draft's memory while it is away; {_pair(result)}:"
+        f"{result['extension_pages']} more after an expansion; {_pair(result)}:"
     )
     return [about, "\n".join([PRESSED, *rows]), _where(result)]
 

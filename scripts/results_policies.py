@@ -44,7 +44,7 @@ def validation_tables(result: dict[str, Any]) -> str:
             "\n".join([REAL, *rows]),
             f"Largest differences: attainment {100 * result['largest_attainment_off']:.1f} points, goodput "
             f"{result['largest_goodput_off']:.1%}. Order of the policies: {'; '.join(orders)}.",
-            f"Error of predicted times in the profile's own mixed load, median and 90th percentile: {predicted}. "
+            f"Error of predicted times in the profile's own mixed load (median and 90th percentile): {predicted}. "
             f"{result['device']}; jax {result['jax_version']}. Commit {result['commit'][:12]}.",
         ]
     )

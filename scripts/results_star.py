@@ -71,7 +71,7 @@ def _spread(result: dict[str, Any]) -> list[str]:
         )
         for batched, mode in MODES.items()
     ]  # fmt: skip
-    return [f"tokens/s over rounds, least to most, by N: {'; '.join(said)}."]
+    return [f"Lowest and highest tokens/s of the rounds, by N: {'; '.join(said)}."]
 
 
 def _engines(result: dict[str, Any]) -> list[str]:
@@ -90,7 +90,7 @@ def _engines(result: dict[str, Any]) -> list[str]:
         f"With whole engines as targets ({real['target']}, {real['verify_s'] * 1e3:.1f} ms a verification, all on the "
         f"same cores):",
         table(head, lines),
-        f"{real['same_texts']} of {real['texts']} texts are what the target makes of the prompt alone; one engine with "
+        f"{real['same_texts']} of {real['texts']} texts are those that the target writes alone; one engine with "
         f"the draft in its own process: {together:.1f} tokens/s.",
     ]
 
@@ -98,7 +98,7 @@ def _engines(result: dict[str, Any]) -> list[str]:
 def _alone(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, Any]]) -> str:
     alone, one = result["colocated"], rows["measured", False, 1]
     return (
-        f"The same draft within the target's process: {alone['throughput_tps']:.1f} tokens/s, S "
+        f"The same draft inside the target's process: {alone['throughput_tps']:.1f} tokens/s, S "
         f"{alone['service_s'] * 1e3:.1f} ms, against {one['throughput_tps']:.1f} tokens/s of one target at the service "
         f"(the paper: {result['paper_colocated_tps']} against {result['paper'][0]['throughput_tps']})."
     )
@@ -112,9 +112,9 @@ def _judged(result: dict[str, Any], rows: dict[tuple[str, bool, int], dict[str, 
     met = "met" if beyond and min(beyond) >= 0.95 else "**missed**"
     better = "met" if ratio["measured"] >= 1.5 else "**missed**"
     return (
-        f"N_full = {full}. Load of the draft beyond it, one by one: {load} (aim 95%: {met}). Batched over one by one "
-        f"at N = {most}: {ratio['measured']:.2f} times the tokens/s (aim 1.5: {better}); {ratio['simulated']:.2f} in "
-        f"simulation, {ratio['closed']:.2f} by closed form."
+        f"N_full = {full}. Load of the draft with more targets than that, one by one: {load} (aim 95%: {met}). "
+        f"Batched over one by one at N = {most}: {ratio['measured']:.2f} times the tokens/s (aim 1.5: {better}); "
+        f"{ratio['simulated']:.2f} in simulation, {ratio['closed']:.2f} by closed form."
     )
 
 
@@ -123,7 +123,7 @@ def _about(result: dict[str, Any]) -> str:
     others = [run["others_share"] for run in result["runs"] if run["others_share"] is not None]
     shared = f" Other processes took {min(others):.0%} to {max(others):.0%} of the cores' time." if others else ""
     return (
-        f"t_v = {result['verify_s'] * 1e3:.1f} ms as it was slept, t_c = {result['network_s'] * 1e3:.1f} ms, "
+        f"t_v = {result['verify_s'] * 1e3:.1f} ms as measured (a sleep), t_c = {result['network_s'] * 1e3:.1f} ms, "
         f"d = {result['shape']['depth']}, b = {result['acceptance']:.3f} ({result['tokens_per_round']:.2f} tokens a "
         f"round), S(n) for n = 1 to {len(result['service_s'])}: {times} ms. Draft {result['draft']}, texts of "
         f"{result['target']} ({result['texts']} of {result['new_tokens']} tokens, temperature "

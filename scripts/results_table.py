@@ -121,7 +121,7 @@ def conditions(rows: Sequence[ThroughputRow]) -> str:
     return (
         f"Target {sizes[0]}, draft {sizes[1]}, {row.dtype}; prompts of {row.min_prompt_tokens} to "
         f"{row.max_prompt_tokens} tokens of {row.prompts}, {row.new_tokens} new tokens each, {slo}; medians of "
-        f"{row.repeats} rounds, in brackets the 95 % bootstrap interval. jax {row.jax_version} on {row.device}, torch "
+        f"{row.repeats} rounds, 95 % bootstrap intervals in brackets. jax {row.jax_version} on {row.device}, torch "
         f"{row.torch_version}, transformers {row.transformers_version}, {row.threads} threads: {row.machine}. "
         f"Commit {row.commit[:12]}.{shared}"
     )
@@ -140,8 +140,8 @@ def tables(rows: Sequence[ThroughputRow]) -> str:
     ]  # fmt: skip
     steps = [steps_line(row) for row in rows if row.steps]
     parts = [f"Measured with `{command(rows)}`:", "\n".join([FIGURES, *figures]), conditions(rows)]
-    parts += ["Aims, and what was found:", "\n".join([AIMS, *judged])] if judged else []
-    parts += ["What the engine's steps were:", "\n".join([STEPS, *steps])]
+    parts += ["Aims and results:", "\n".join([AIMS, *judged])] if judged else []
+    parts += ["The engine's steps:", "\n".join([STEPS, *steps])]
     return "\n\n".join(parts)
 
 
@@ -159,8 +159,8 @@ def load_table(result: dict[str, Any]) -> str:
     ratio = median(a / b for a, b in zip(*(times_of[layout] for layout in LAYOUTS), strict=True))
     about = (
         f"{result['checkpoint']}, weights {result['quantize']}; {len(times_of['converted'])} loads of each layout in "
-        f"turns, medians of times and the largest peak; files in the page cache. {result['machine']}. Commit "
-        f"{result['commit'][:12]}. The converted layout loads {ratio:.2f} times as fast, import left out."
+        f"turns: medians of times, and the largest peak. Files were in the page cache. Without the import, the "
+        f"converted layout loads {ratio:.2f} times as fast. {result['machine']}. Commit {result['commit'][:12]}."
     )
     return "\n\n".join([f"Measured with `{result['command']}`:", "\n".join([LOADS, *rows]), about])
 
@@ -173,7 +173,7 @@ def device_tables(result: dict[str, Any]) -> str:
         kernels = result["kernels"]
         wrong = [f"{each['implementation']} {each['spec']}" for each in kernels["conformance"] if not each["ok"]]
         checked = f"{len(kernels['conformance'])} kernels and shapes were checked against the oracle"
-        parts.append(f"{checked}; {'wrong: ' + ', '.join(wrong) if wrong else 'all were right'}.")
+        parts.append(f"{checked}; {'wrong: ' + ', '.join(wrong) if wrong else 'all were correct'}.")
         times = [
             line(
                 each["kernel"], each["spec"], f"`{each['implementation']}`", number(each["seconds"] * 1e6, 1),
@@ -185,7 +185,7 @@ def device_tables(result: dict[str, Any]) -> str:
             line(str(each["vocabulary"]), number(each["argmax_s"] * 1e6, 0), number(each["top_k_s"] * 1e6, 0))
             for each in kernels["picks"]
         ]
-        parts += ["\n".join([KERNELS, *times]), "The largest of 64 rows of scores:", "\n".join([PICKS, *picks])]
+        parts += ["\n".join([KERNELS, *times]), "Finding the largest scores of 64 rows:", "\n".join([PICKS, *picks])]
     if "programs" in result:
         verify = result["programs"]["verify"]
         one = min(verify, key=lambda step: (step["tokens"], step["rows"]))["seconds"]
@@ -196,7 +196,7 @@ def device_tables(result: dict[str, Any]) -> str:
             )
             for step in verify
         ]  # fmt: skip
-        about = f"Verify programs of {result['config']['target']}, context 256, host to host:"
+        about = f"Verify programs of {result['config']['target']} at context 256, timed from host to host:"
         parts += [about, "\n".join([PROGRAMS, *steps])]
     rates = (
         f"copy {ceilings['copy_bytes_per_s'] / 1e9:.1f} GB/s, "
@@ -233,7 +233,7 @@ def off_path_table(result: dict[str, Any]) -> str:
     about = (
         f"Target {sizes[0]}, draft {sizes[1]}, {config['dtype']}; policy `{config['policy']}` in both engines, prompts "
         f"of {low} to {high} tokens, {plan['new_tokens']} new tokens each, at most {config['max_requests']} requests "
-        f"at once; medians over pairs, in brackets the 95 % bootstrap interval. jax {result['jax_version']} on "
+        f"at once; medians over pairs, 95 % bootstrap intervals in brackets. jax {result['jax_version']} on "
         f"{result['device']}: {result['machine']}. Commit {result['commit'][:12]}.{shared}"
     )
     return "\n\n".join([f"Measured with `{shlex.join(words)}`:", "\n".join([OFF, *rows]), about])

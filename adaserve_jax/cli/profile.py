@@ -156,7 +156,7 @@ def _show_memory(config: EngineConfig, out: Path | None) -> None:
     with progress_bar() as progress:
         from adaserve_jax.runtime.loading import plan_memory  # imports jax
 
-        resolved, workspace = plan_memory(config, progress, swaps=policy_of(config).elastic)
+        resolved, workspace = plan_memory(config, progress, elastic=policy_of(config).elastic)
     ledger = resolved.ledger(workspace)
     show_ledger(ledger)
     if out is not None:

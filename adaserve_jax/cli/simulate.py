@@ -22,7 +22,7 @@ from adaserve_jax.cli.options import (
 from adaserve_jax.cli.terminal import point_line, print_rows, say, say_next_step
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, SwapRule
+from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
 from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
@@ -152,7 +152,7 @@ def simulate(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
         None if acceptance is None else load_acceptance(acceptance), token_times,
         "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
-        EngineConfig(elastic=elastic).elastic, SwapRule(tau_low, swap_after), records,
+        EngineConfig(elastic=elastic).elastic, ElasticRule(tau_low, swap_after), records,
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")

@@ -7,7 +7,8 @@ same tokens (docs/architecture/constraints.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from adaserve_jax.constraints.protocols import Grammars, Spells
 from adaserve_jax.constraints.sandbox import contained
 from adaserve_jax.errors import AdaServeError, RequestError
 from adaserve_jax.sampling import SamplingParams
-from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepOutcome, StepPlan
+from adaserve_jax.types import DraftTrees, LogitEdits, Sequence, StepOutcome, StepPlan
 
 # The tokens that one choice's penalties and biases concern: those it has seen, how often, and those with a
 # bias.
@@ -30,7 +31,7 @@ from adaserve_jax.types import DraftTrees, LogitEdits, Request, StepOutcome, Ste
 class Touched:
     """Columns of E tokens, each once, in the order in which they came; they grow as the output does."""
 
-    def __init__(self, biases: Sequence[tuple[int, float]], prompt_ids: np.ndarray, most: int):
+    def __init__(self, biases: abc.Sequence[tuple[int, float]], prompt_ids: np.ndarray, most: int):
         """biases: of tokens, each once. prompt_ids: i32[U], each once. most: tokens that there can ever be."""
         first = [token for token, _ in biases]
         tokens = [*first, *np.setdiff1d(prompt_ids, first, assume_unique=True).tolist()]
@@ -51,7 +52,7 @@ class Touched:
         twin._in_prompt, twin._bias = self._in_prompt.copy(), self._bias.copy()
         return twin
 
-    def count(self, token_ids: Sequence[int]) -> None:
+    def count(self, token_ids: abc.Sequence[int]) -> None:
         """Take in output tokens."""
         for token in token_ids:
             self._output_count[self._place_of(token)] += 1
@@ -113,7 +114,7 @@ def asked(sampling: SamplingParams) -> list[str]:
 class ConstrainedChoice:
     """One choice between its admission and its end."""
 
-    def __init__(self, request: Request, shared: Shared, vocab_size: int):
+    def __init__(self, request: Sequence, shared: Shared, vocab_size: int):
         sampling = request.sampling
         self.sampling = sampling
         self.has_grammar = sampling.json_schema is not None
@@ -129,7 +130,7 @@ class ConstrainedChoice:
         self._without_words = None if words is None else all_but(vocab_size, words.always)
         self._without_stops = all_but(vocab_size, request.stop_token_ids) if request.stop_token_ids else None
 
-    def push(self, token_ids: Sequence[int]) -> None:
+    def push(self, token_ids: abc.Sequence[int]) -> None:
         """Take in output tokens."""
         self.output += token_ids
         if self.touched is not None and self._counts_output:
@@ -214,9 +215,9 @@ def dead_end(gave_up: str | None) -> RequestError:
 
 
 def without_dead_ends(
-    outcome: StepOutcome, edits: LogitEdits, plan: StepPlan, trees: DraftTrees, request_ids: Sequence[str]
+    outcome: StepOutcome, edits: LogitEdits, plan: StepPlan, trees: DraftTrees, sequence_ids: abc.Sequence[str]
 ) -> tuple[StepOutcome, list[str]]:
-    """The outcome without tokens that stand where none was allowed, and the requests that came there. request_ids: of
+    """The outcome without tokens that stand where none was allowed, and the requests that came there. sequence_ids: of
     the step's rows."""
     ends = _dead_ends(edits, plan, trees, outcome.accepted)
     if not ends:
@@ -224,7 +225,7 @@ def without_dead_ends(
     counts = outcome.counts.copy()
     for row, left in ends.items():
         counts[row] = left
-    return replace(outcome, counts=counts), [request_ids[row] for row in ends]
+    return replace(outcome, counts=counts), [sequence_ids[row] for row in ends]
 
 
 def _dead_ends(edits: LogitEdits, plan: StepPlan, trees: DraftTrees, accepted: np.ndarray) -> dict[int, int]:
@@ -267,9 +268,9 @@ class Constraints:
     @property
     def failed(self) -> list[str]:
         """Choices whose following failed in this step; they must end, as `why_ended` says."""
-        return [request_id for request_id, choice in self._choices.items() if choice.failure is not None]
+        return [sequence_id for sequence_id, choice in self._choices.items() if choice.failure is not None]
 
-    def check(self, sampling: SamplingParams, prompt_ids: Sequence[int] | np.ndarray = ()) -> Shared | None:
+    def check(self, sampling: SamplingParams, prompt_ids: abc.Sequence[int] | np.ndarray = ()) -> Shared | None:
         """What the choices of a request have in common, before `prepare`; None: they ask for nothing. Raises
         RequestError when what they ask for can never be done here. Safe in any thread."""
         names = asked(sampling)
@@ -305,7 +306,7 @@ class Constraints:
         shared.start = self._grammars.prepare(sampling.json_schema)
         shared.start.add_done_callback(lambda _: then())
 
-    def add(self, request: Request, shared: Shared | None = None) -> None:
+    def add(self, request: Sequence, shared: Shared | None = None) -> None:
         """Follow one choice, if it asks for anything. shared: of its request; None: made here, which takes its time.
         Raises RequestError; AdaServeError: the grammar failed."""
         sampling = request.sampling
@@ -318,47 +319,47 @@ class Constraints:
         choice = ConstrainedChoice(request, shared, self._vocab_size)
         if shared.start is not None and self._grammars is not None:
             with contained("json_schema"):
-                self._grammars.add(request.request_id, shared.start.result())
-        self._choices[request.request_id] = choice
+                self._grammars.add(request.sequence_id, shared.start.result())
+        self._choices[request.sequence_id] = choice
 
-    def discard(self, request_id: str) -> None:
+    def discard(self, sequence_id: str) -> None:
         """Forget a choice; unknown ids are ignored."""
-        choice = self._choices.pop(request_id, None)
+        choice = self._choices.pop(sequence_id, None)
         if choice is not None and choice.has_grammar and self._grammars is not None:
-            self._grammars.discard(request_id)
+            self._grammars.discard(sequence_id)
 
-    def why_ended(self, request_id: str) -> AdaServeError:
+    def why_ended(self, sequence_id: str) -> AdaServeError:
         """Why a choice that is followed goes on no more: it failed, or no token may follow its text."""
-        choice = self._choices[request_id]
+        choice = self._choices[sequence_id]
         return choice.failure or dead_end(choice.gave_up)
 
-    def push(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+    def push(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """Take in output tokens; how many to keep where a grammar says that the text is complete then, else None."""
-        choice = self._choices.get(request_id)
+        choice = self._choices.get(sequence_id)
         if choice is None:
             return None
         kept = None
         if choice.has_grammar:
             try:
                 with contained("json_schema"):
-                    kept = self._end(request_id, token_ids)
+                    kept = self._end(sequence_id, token_ids)
             except AdaServeError as error:
                 choice.failure = error
         choice.push(token_ids[:kept])
         return kept
 
-    def _end(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+    def _end(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """Let a grammar take in tokens one by one, so that the text ends where it would end if each came in a step of
         its own: after how many, if after any."""
         assert self._grammars is not None
         for count, token in enumerate(token_ids, 1):
-            if self._grammars.advance(request_id, [token]):
+            if self._grammars.advance(sequence_id, [token]):
                 return count
         return None
 
-    def edits(self, plan: StepPlan, trees: DraftTrees, request_ids: Sequence[str]) -> LogitEdits | None:
-        """What the step's rows ask for; None: nothing. request_ids: [R], of the rows."""
-        rows = [(row, self._choices[name]) for row, name in enumerate(request_ids) if name in self._choices]
+    def edits(self, plan: StepPlan, trees: DraftTrees, sequence_ids: abc.Sequence[str]) -> LogitEdits | None:
+        """What the step's rows ask for; None: nothing. sequence_ids: [R], of the rows."""
+        rows = [(row, self._choices[name]) for row, name in enumerate(sequence_ids) if name in self._choices]
         if not rows:
             return None
         positions = Positions.of(plan, trees)
@@ -366,12 +367,12 @@ class Constraints:
         asking = [
             (row, choice, slice(spans[row], spans[row + 1])) for row, choice in rows if spans[row + 1] > spans[row]
         ]
-        edits = self._edits(plan.num_rows, positions, asking, request_ids)
+        edits = self._edits(plan.num_rows, positions, asking, sequence_ids)
         return edits if edits.changed.any() or (edits.logprobs >= 0).any() else None
 
     def _edits(
         self, num_rows: int, positions: Positions, asking: list[tuple[int, ConstrainedChoice, slice]],
-        request_ids: Sequence[str],
+        sequence_ids: abc.Sequence[str],
     ) -> LogitEdits:  # fmt: skip
         penalties = np.zeros((3, num_rows), np.float32)
         penalties[2] = 1.0
@@ -391,7 +392,7 @@ class Constraints:
             if choice.bans:
                 if masks is None:
                     masks = np.tile(self._everything, (len(positions.row), 1))
-                self._fill_or_fail(request_ids[row], choice, positions, span, masks[span])
+                self._fill_or_fail(sequence_ids[row], choice, positions, span, masks[span])
                 changed[span] |= (masks[span] != self._everything).any(axis=1)
         row, token, output_count, in_prompt, bias = (np.concatenate(column) for column in zip(*touched, strict=True))
         presence, frequency, repetition = penalties
@@ -401,23 +402,23 @@ class Constraints:
         )  # fmt: skip
 
     def _fill_or_fail(
-        self, request_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
+        self, sequence_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
     ) -> None:
         """`_fill`; where it fails, the choice is left with nothing allowed."""
         try:
             with contained("json_schema" if choice.has_grammar else "bad_words"):
-                self._fill(request_id, choice, positions, span, masks)
+                self._fill(sequence_id, choice, positions, span, masks)
         except AdaServeError as error:
             choice.failure = error
             masks[:] = 0
 
     def _fill(
-        self, request_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
+        self, sequence_id: str, choice: ConstrainedChoice, positions: Positions, span: slice, masks: np.ndarray
     ) -> None:
         """Write the masks of one tree, u32[its nodes, words], which allow everything."""
         parents = np.maximum(positions.parent[span] - span.start, -1)
         tokens = positions.token[span]
         if choice.has_grammar and self._grammars is not None:
-            choice.gave_up = self._grammars.fill(request_id, tokens, parents, masks)
+            choice.gave_up = self._grammars.fill(sequence_id, tokens, parents, masks)
             masks &= self._everything
         choice.apply_bans(tokens, parents, positions.depth[span], masks)

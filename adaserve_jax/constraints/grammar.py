@@ -312,24 +312,24 @@ class Grammars:
     def prepare(self, schema: str) -> Future[Start]:
         return self._cache.prepare(schema)
 
-    def add(self, request_id: str, start: Start) -> None:
-        self._texts[request_id] = _Text(start, self._eos_ids)
+    def add(self, sequence_id: str, start: Start) -> None:
+        self._texts[sequence_id] = _Text(start, self._eos_ids)
 
-    def discard(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+    def discard(self, sequence_id: str) -> None:
+        self._texts.pop(sequence_id, None)
 
-    def advance(self, request_id: str, token_ids: Iterable[int]) -> bool:
+    def advance(self, sequence_id: str, token_ids: Iterable[int]) -> bool:
         """A text that may end but can go on, as a number can, is not complete. A token that was forbidden leaves the
         request with nothing allowed."""
-        with self._text(request_id) as text:
+        with self._text(sequence_id) as text:
             return text.advance(token_ids)
 
-    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
+    def fill(self, sequence_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
         """A node that cannot be reached, because its token or one above it is forbidden, gets all ids; one at which the
         schema costs more than the limits gets none. Ids from V on are never allowed."""
         assert masks.dtype == np.uint32 and masks.shape == (len(tokens), self._vocabulary.num_words)
         assert masks.flags.c_contiguous
-        with self._text(request_id) as text:
+        with self._text(sequence_id) as text:
             return self._fill(text, tokens.tolist(), parents.tolist(), masks)
 
     def _fill(self, text: _Text, tokens: list[int], parents: list[int], masks: np.ndarray) -> str | None:
@@ -356,9 +356,9 @@ class Grammars:
         return why
 
     @contextmanager
-    def _text(self, request_id: str) -> Iterator[_Text]:
+    def _text(self, sequence_id: str) -> Iterator[_Text]:
         """A request's text; where following it breaks, others of the schema get a new matcher from then on."""
-        text = self._texts[request_id]
+        text = self._texts[sequence_id]
         try:
             yield text
         except BaseException:

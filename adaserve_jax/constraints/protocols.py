@@ -26,20 +26,20 @@ class Grammars(Protocol):
         `schema` cannot be held to; QueueFullError: too many others are being prepared."""
         ...
 
-    def add(self, request_id: str, start: Any) -> None:
+    def add(self, sequence_id: str, start: Any) -> None:
         """A choice begins, with no output yet."""
         ...
 
-    def discard(self, request_id: str) -> None:
+    def discard(self, sequence_id: str) -> None:
         """A choice ended. Unknown ids are ignored."""
         ...
 
-    def advance(self, request_id: str, token_ids: Sequence[int]) -> bool:
+    def advance(self, sequence_id: str, token_ids: Sequence[int]) -> bool:
         """Take in output tokens, which all follow the schema. True: the text is complete, and nothing may follow but
         end-of-text, which may be the last of them."""
         ...
 
-    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
+    def fill(self, sequence_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> str | None:
         """Write which tokens may follow each node, bit v % 32 of word v // 32 for token v; the text stays where it is.
         Returns why the grammar gave up at a node, which then allows nothing; None: it did not.
 

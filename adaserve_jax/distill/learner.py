@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.commit import StepUpdates
 from adaserve_jax.stats import LearningStats
-from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Request, StepOutcome, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftTrees, Progress, Sequence, StepOutcome, StepPlan
 
 if TYPE_CHECKING:
     from adaserve_jax.models.decoder import Params
@@ -55,7 +56,7 @@ class RecordFiles:
     vocab_size: int
     source: Source
 
-    def save(self, folder: Path, records: Sequence[Record]) -> None:
+    def save(self, folder: Path, records: abc.Sequence[Record]) -> None:
         try:
             save_records(folder / RECORDS, records, top_k=self.top_k, source=self.source)
         except OSError as error:
@@ -77,7 +78,7 @@ class Keeper:
     """Of the drafts of one learner. Not thread-safe."""
 
     def __init__(
-        self, folder: Path, drafts: Sequence[DraftUpdates], clock: Callable[[], float], *,
+        self, folder: Path, drafts: abc.Sequence[DraftUpdates], clock: Callable[[], float], *,
         beside: Kept | None = None, records: RecordFiles | None = None,
     ) -> None:  # fmt: skip
         """beside: what is kept with them, of a router's topics. records: None: no text is on the disk."""
@@ -294,7 +295,7 @@ class Learner:
 
     # ---- what is served ----
 
-    def added(self, choice: Request, *, learn: bool = True, tenant: str = "") -> None:
+    def added(self, choice: Sequence, *, learn: bool = True, tenant: str = "") -> None:
         """A choice of a user's request is going to run. learn: whether its text may be learned from. tenant: whose it
         is."""
         with self._contained():
@@ -313,7 +314,7 @@ class Learner:
 
     def stepped(
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
-        choice_ids: Sequence[str], updates: StepUpdates, *, capture: bool,
+        choice_ids: abc.Sequence[str], updates: StepUpdates, *, capture: bool,
     ) -> None:  # fmt: skip
         """A step was committed. choice_ids: of its rows. capture: whether to ask what the target thought in it, which
         is fetched after the next step. Runs nothing that the step loop would have to wait for."""

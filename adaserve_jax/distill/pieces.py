@@ -167,7 +167,7 @@ def measure_pieces(trainer: Trainer, num_records: int, serve: Callable[[Params],
         "apply": trainer.apply,
         "check": lambda: trainer.evaluate(batch),
         "copy": trainer.back_to_good,
-        "swap": lambda: serve(trainer.weights()),
+        "publish": lambda: serve(trainer.weights()),
     }
     taken: dict[PieceKind, list[float]] = {kind: [] for kind in pieces}
     for _ in range(TIMED_RUNS):

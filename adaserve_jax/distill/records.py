@@ -6,7 +6,8 @@ is the target's distribution after the token at 0-based index t, so it predicts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.scheduler.commit import StepUpdates
-from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Request, StepOutcome, StepPlan
+from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Sequence, StepOutcome, StepPlan
 
 LOG_ZERO = -1e4
 """Stands for -inf in kept rows: its exponential is 0 in every float type, and a product with it is a number."""
@@ -129,7 +130,7 @@ class Recorder:
         self._texts[choice_id] = _Text(self._next, prompt_ids, [], draft, tenant, held_out)
         self._next += 1
 
-    def add_rows(self, choice_ids: Sequence[str], row: np.ndarray, position: np.ndarray, target: Rows) -> None:
+    def add_rows(self, choice_ids: abc.Sequence[str], row: np.ndarray, position: np.ndarray, target: Rows) -> None:
         """Take in what one step said of all its texts, in one copy for all of them.
 
         row: i32[M], whose each position is, as an index into choice_ids; position: i32[M], from 0 in the text;
@@ -175,7 +176,7 @@ class Recorder:
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
 
-    def output(self, choice_id: str, token_ids: Sequence[int]) -> None:
+    def output(self, choice_id: str, token_ids: abc.Sequence[int]) -> None:
         """These tokens follow in the text. Nothing happens where it is not watched."""
         text = self._texts.get(choice_id)
         if text is not None:
@@ -261,7 +262,7 @@ class Sampled:
     of prompts in row order. row: i32[M], whose of choice_ids; position: i32[M], of the token that was fed, from 0 in
     its text."""
 
-    choice_ids: Sequence[str]
+    choice_ids: abc.Sequence[str]
     at: np.ndarray
     row: np.ndarray
     position: np.ndarray
@@ -269,7 +270,7 @@ class Sampled:
     @classmethod
     def of(
         cls, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
-        choice_ids: Sequence[str], watched: np.ndarray, *, only_overruled: bool,
+        choice_ids: abc.Sequence[str], watched: np.ndarray, *, only_overruled: bool,
     ) -> Sampled:  # fmt: skip
         """The accepted nodes of the watched rows (bool[R]), roots among them, and the ends of their prompts; or only
         the nodes whose next token was none of those that the draft proposed there."""
@@ -326,8 +327,8 @@ class Watcher:
         """Whether `take_in` has something to do."""
         return self._promised is not None or bool(self._ended)
 
-    def begin(self, choice: Request, tenant: str) -> None:
-        self._recorder.begin(choice.request_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
+    def begin(self, choice: Sequence, tenant: str) -> None:
+        self._recorder.begin(choice.sequence_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
 
     def drop(self, choice_id: str, reason: str) -> None:
         """A choice has ended outside a step. Nothing happens where it is not watched."""
@@ -340,7 +341,7 @@ class Watcher:
 
     def ask(
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
-        choice_ids: Sequence[str],
+        choice_ids: abc.Sequence[str],
     ) -> None:  # fmt: skip
         """Ask what the target thought in the step that has just been committed; `take_in` was called before."""
         watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
@@ -354,10 +355,10 @@ class Watcher:
     def end(self, updates: StepUpdates) -> None:
         """These choices ended in that step."""
         for index, update in updates.ended.items():
-            if update.request_id in self._recorder:
+            if update.sequence_id in self._recorder:
                 state = updates.requests[index]
                 output = state.token_ids[state.prompt_len : state.num_tokens]
-                self._ended.append(_Ended(update.request_id, update.finish_reason, output))
+                self._ended.append(_Ended(update.sequence_id, update.finish_reason, output))
 
     def take_in(self) -> list[Record]:
         """Fetch what was asked of the last step, and make records of the texts that ended in it."""
@@ -433,7 +434,7 @@ class Window:
         return self.stop - self.start
 
 
-def pack(records: Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[Batch]:
+def pack(records: abc.Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[Batch]:
     """Every row of every record once, in as few batches as first fit finds, windows in an order drawn by rng.
 
     Texts longer than num_tokens become several windows; a row of one has at least a quarter of a window before it, or
@@ -465,7 +466,7 @@ def _windows(record: Record, num_tokens: int) -> Iterator[Window]:
         row = end
 
 
-def _batch(windows: Sequence[Window], num_tokens: int) -> Batch:
+def _batch(windows: abc.Sequence[Window], num_tokens: int) -> Batch:
     top = windows[0].record.ids.shape[1]
     batch = Batch(
         tokens=np.zeros(num_tokens, np.int32),

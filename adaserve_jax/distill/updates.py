@@ -249,7 +249,7 @@ PROBATION_BATCHES = 4
 PROBATION_RECORDS = 4
 """New held-out records that end a version's probation; any do when the next update is due."""
 
-PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "swap"]
+PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "publish"]
 """What comes next: records drawn and packed on the host, a micro-step forward and back, an optimiser step, a forward,
 weights and optimiser state remembered or restored, or new weights for the executor."""
 
@@ -331,7 +331,7 @@ class DraftUpdates:
             yield "copy"
             self._refuse(f"acceptance on held-out requests went from {verdict.before:.4f} to {verdict.acceptance:.4f}")
             return
-        yield "swap"
+        yield "publish"
         self._serve(self.trainer.weights())
         self._made += 1
         self._before, self.version = self.version, self._made
@@ -354,7 +354,7 @@ class DraftUpdates:
         )  # fmt: skip
         yield "copy"
         self.trainer.back_to_good()
-        yield "swap"
+        yield "publish"
         self._take_back()
         self.acceptance = verdict.before
 

@@ -151,7 +151,7 @@ class Assembly:
             drafting.check_files(config.drafter)
         self._progress = progress
         self._observe = observe
-        self.executor = load_executor(config, progress, swaps=policy.elastic, training_bytes=learning_bytes(config))
+        self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=learning_bytes(config))
         self.drafting: drafting.Drafting | None = None
 
     @property

@@ -6,7 +6,8 @@ Knows the scheduler, the executor protocol and the text tracker; decides nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,15 +17,15 @@ from adaserve_jax.constraints.constraints import Constraints, Shared, without_de
 from adaserve_jax.constraints.protocols import Spells
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
-from adaserve_jax.scheduler.elastic import bring_back_draft, swap_if_due
+from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.types import (
     CandidateTrees,
     Executor,
     LogitEdits,
-    Request,
     RequestMetrics,
-    RequestUpdate,
+    Sequence,
+    SequenceUpdate,
     StepLogprobs,
     TokenLogprob,
 )
@@ -46,7 +47,7 @@ class _Choice:
 
 
 class OutputTracker:
-    """Text state of all choices in flight, by the scheduler's request id."""
+    """Text state of all choices in flight, by the sequence id."""
 
     def __init__(self, tokenizer: Decodes):
         self._tokenizer = tokenizer
@@ -55,27 +56,27 @@ class OutputTracker:
     def __len__(self) -> int:
         return len(self._choices)
 
-    def add(self, client_id: str, request: Request) -> None:
+    def add(self, client_id: str, request: Sequence) -> None:
         """Follow one choice. client_id: the id that the client gave the whole request."""
         prompt = request.prompt_ids.tolist()
         detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, request.sampling.stop)
-        self._choices[request.request_id] = _Choice(client_id, request.choice, detokenizer)
+        self._choices[request.sequence_id] = _Choice(client_id, request.choice, detokenizer)
 
-    def discard(self, request_id: str) -> None:
-        self._choices.pop(request_id, None)
+    def discard(self, sequence_id: str) -> None:
+        self._choices.pop(sequence_id, None)
 
-    def stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+    def stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """Take in new tokens; how many to keep when a stop string ended the text, else None."""
-        choice = self._choices[request_id]
+        choice = self._choices[sequence_id]
         shown, kept = choice.detokenizer.push(token_ids)
         choice.text += shown
         return kept
 
-    def chunk(self, update: RequestUpdate) -> OutputChunk:
+    def chunk(self, update: SequenceUpdate) -> OutputChunk:
         """The chunk of one update; forgets the choice when it ended."""
-        choice = self._choices[update.request_id]
+        choice = self._choices[update.sequence_id]
         if update.finish_reason is not None:
-            del self._choices[update.request_id]
+            del self._choices[update.sequence_id]
             choice.text += choice.detokenizer.finish()
         text, choice.text = choice.text, ""
         return OutputChunk(
@@ -93,13 +94,13 @@ class OutputTracker:
 
 
 def with_logprobs(
-    updates: Iterable[RequestUpdate], request_ids: Sequence[str], edits: LogitEdits, found: StepLogprobs
-) -> list[RequestUpdate]:
-    """The updates, with one TokenLogprob per token where the request asked. request_ids: of the step's rows."""
-    rows = {request_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
+    updates: Iterable[SequenceUpdate], sequence_ids: abc.Sequence[str], edits: LogitEdits, found: StepLogprobs
+) -> list[SequenceUpdate]:
+    """The updates, with one TokenLogprob per token where the request asked. sequence_ids: of the step's rows."""
+    rows = {sequence_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
     return [
         replace(update, logprobs=_told(update.token_ids, found, row, int(edits.logprobs[row])))
-        if (row := rows.get(update.request_id)) is not None
+        if (row := rows.get(update.sequence_id)) is not None
         else update
         for update in updates
     ]
@@ -202,14 +203,14 @@ class EngineCore:
         try:
             for choice in choices:
                 self.scheduler.add(choice)
-                added.append(choice.request_id)
+                added.append(choice.sequence_id)
                 self._tracker.add(request.request_id, choice)
                 self._constraints.add(choice, shared)
         except BaseException:
-            for request_id in added:
-                self.scheduler.abort(request_id)
-                self._tracker.discard(request_id)
-                self._constraints.discard(request_id)
+            for sequence_id in added:
+                self.scheduler.abort(sequence_id)
+                self._tracker.discard(sequence_id)
+                self._constraints.discard(sequence_id)
             raise
         self._choice_ids[request.request_id] = added
         if self._learner is not None:
@@ -251,31 +252,31 @@ class EngineCore:
         if plan.draft is not None:
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, self.clock())
-        request_ids: list[str] = []
+        sequence_ids: list[str] = []
         edits, stop_check = None, self._tracker.stop_check
         if self._constraints.active or self._learner is not None:
-            request_ids = scheduler.request_ids(plan)
+            sequence_ids = scheduler.sequence_ids(plan)
         if self._constraints.active:
             stop_check = self._stop_check
-            edits = self._constraints.edits(plan, trees, request_ids)
+            edits = self._constraints.edits(plan, trees, sequence_ids)
         outcome, stuck = executor.verify(plan, trees, edits), []
         if edits is not None:
-            outcome, stuck = without_dead_ends(outcome, edits, plan, trees, request_ids)
+            outcome, stuck = without_dead_ends(outcome, edits, plan, trees, sequence_ids)
         done_s = self.clock()
         committed = scheduler.commit(plan, trees, candidates, outcome, done_s, stop_check)
         if self._learner is not None:
             capture = not scheduler.is_loaded(done_s)
-            self._learner.stepped(plan, trees, candidates, outcome, request_ids, committed, capture=capture)
-        updates: Iterable[RequestUpdate] = committed
+            self._learner.stepped(plan, trees, candidates, outcome, sequence_ids, committed, capture=capture)
+        updates: Iterable[SequenceUpdate] = committed
         if edits is not None and outcome.logprobs is not None:
-            updates = with_logprobs(updates, request_ids, edits, outcome.logprobs)
+            updates = with_logprobs(updates, sequence_ids, edits, outcome.logprobs)
         chunks = [self._tracker.chunk(update) for update in updates]
         if self._constraints.active:
             ending = dict.fromkeys([*stuck, *self._constraints.failed])
-            chunks += [chunk for request_id in ending for chunk in self._end_stuck(request_id)]
+            chunks += [chunk for sequence_id in ending for chunk in self._end_stuck(sequence_id)]
         self._forget_finished(chunks)
         self._tell_ended()
-        swap_if_due(scheduler, executor, self.clock)
+        expand_or_contract(scheduler, executor, self.clock)
         return chunks
 
     def _tell_ended(self) -> None:
@@ -283,20 +284,20 @@ class EngineCore:
         if self._remote is not None and len(slots := self.scheduler.take_released()):
             self._remote.ended(slots)
 
-    def _stop_check(self, request_id: str, token_ids: Sequence[int]) -> int | None:
+    def _stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """`types.StopCheck`: where a grammar or a stop string ends a text."""
-        complete = self._constraints.push(request_id, token_ids)
-        stopped = self._tracker.stop_check(request_id, token_ids[:complete])
+        complete = self._constraints.push(sequence_id, token_ids)
+        stopped = self._tracker.stop_check(sequence_id, token_ids[:complete])
         return complete if stopped is None else stopped
 
-    def _end_stuck(self, request_id: str) -> list[OutputChunk]:
+    def _end_stuck(self, sequence_id: str) -> list[OutputChunk]:
         """End a choice that cannot go on, unless its text has ended anyway."""
-        update = self.scheduler.abort(request_id, "error")
+        update = self.scheduler.abort(sequence_id, "error")
         if update is None:
             return []
         if self._learner is not None:
-            self._learner.dropped(request_id, "error")
-        error = self._constraints.why_ended(request_id)
+            self._learner.dropped(sequence_id, "error")
+        error = self._constraints.why_ended(sequence_id)
         chunk = self._tracker.chunk(update)
         return [replace(chunk, error=str(error), error_code=error.code, error_param=error.param)]
 
@@ -321,21 +322,21 @@ class EngineCore:
         for the draft; one may for the copy of cached pages. Returns whether there may be more to do at once."""
         if self.scheduler.draft_resident and self._learner is not None:
             return self._learner.work(None)
-        swap_if_due(self.scheduler, self.executor, self.clock)
+        expand_or_contract(self.scheduler, self.executor, self.clock)
         return False
 
     def settle(self) -> None:
-        """Bring the draft back; only while idle, before another core takes over the executor. Raises SwapError."""
+        """Bring the draft back; only while idle, before another core takes over the executor. Raises ElasticError."""
         bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
 
-    def _choices(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Request]:
+    def _choices(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Sequence]:
         sampling = request.sampling
         seed = int(self._seeds.integers(0, 2**63)) if sampling.seed is None else sampling.seed
         stop_ids = frozenset(sampling.stop_token_ids)
         prompt = np.asarray(request.prompt_ids, np.int32)
         return [
-            Request(
-                request_id=f"{request.request_id}/{choice}",
+            Sequence(
+                sequence_id=f"{request.request_id}/{choice}",
                 prompt_ids=prompt,
                 sampling=sampling,
                 seed=seed,

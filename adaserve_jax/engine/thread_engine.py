@@ -95,7 +95,7 @@ class LocalEngine:
 
     def set_policy(self, policy: str) -> None:
         """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle,
-        SwapError when the draft's memory is KV pages and it cannot be brought back."""
+        ElasticError when the draft's memory is KV pages and it cannot be brought back."""
         config = replace(self.config, policy=policy)
         with self._lock:
             if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended

@@ -15,7 +15,7 @@ from adaserve_jax.errors import ConfigError
 
 State = Literal["resident", "expanded", "loading"]
 """Of the draft: on the device; away, its memory being KV pages; on its way back, where neither is there."""
-Swap = Literal["expand", "contract", "reload"]
+Transition = Literal["expand", "contract", "reload"]
 """What may be due: give the draft's memory to pages; take it back and begin to load the draft; see whether it is
 there."""
 
@@ -32,7 +32,7 @@ LONGEST_WAIT = 4096
 
 
 @dataclass(frozen=True)
-class SwapRule:
+class ElasticRule:
     """tau_low: share of the base pages. persist_steps: T_persist. min_stay_steps: that the draft
     stays, or stays away while there are requests.
 
@@ -67,7 +67,7 @@ class Pressure:
 class Residency:
     """Where the draft is, and which swap is due. Ask `due` once after each step; tell it how one that was due went."""
 
-    def __init__(self, rule: SwapRule, base_pages: int, extension_pages: int):
+    def __init__(self, rule: ElasticRule, base_pages: int, extension_pages: int):
         """base_pages: K_boundary. extension_pages: N_draft."""
         self._rule = rule
         self._extension_pages = extension_pages
@@ -87,7 +87,7 @@ class Residency:
 
     def due(
         self, pressure: Pressure, speculates: bool | None, pages_pay: Callable[[], bool] | None = None
-    ) -> Swap | None:
+    ) -> Transition | None:
         """The swap to do now, once a step. speculates: whether speculation was on in it; None: it had no decode rows,
         so that nothing was decided. pages_pay: whether pages are worth more than the draft; where it is given, it is
         asked after each T_persist steps of short pages, and whether speculation was on in them does not matter."""
@@ -97,15 +97,15 @@ class Residency:
             return None if self._wait else "reload"
         if self.state == "resident":
             self._count(pressure, bool(speculates) and pages_pay is None, speculates is not None)
-            return "expand" if self._may_swap and self._wants_pages(pages_pay) else None
+            return "expand" if self._may_change and self._wants_pages(pages_pay) else None
         idle = not pressure.waiting and not pressure.running
         short = pressure.turned_away and not idle  # the last step's word, which a request that left may have caused
         wants_draft = not short and pressure.spare > self._extension_pages + self.tau_low_pages
-        return "contract" if wants_draft and not self._wait and (idle or self._may_swap) else None
+        return "contract" if wants_draft and not self._wait and (idle or self._may_change) else None
 
-    def succeeded(self, swap: Swap) -> None:
+    def succeeded(self, swap: Transition) -> None:
         """`swap` was done. For "reload": the draft is there."""
-        following: dict[Swap, State] = {"expand": "expanded", "contract": "loading", "reload": "resident"}
+        following: dict[Transition, State] = {"expand": "expanded", "contract": "loading", "reload": "resident"}
         self.state = following[swap]
         self._stay = self._short_steps = self._wait = self.failures = 0
 
@@ -115,7 +115,7 @@ class Residency:
         self.failures += 1
 
     @property
-    def _may_swap(self) -> bool:
+    def _may_change(self) -> bool:
         return not self._wait and self._stay >= self._rule.min_stay_steps
 
     def _count(self, pressure: Pressure, needed: bool, decided: bool) -> None:

@@ -61,7 +61,7 @@ class Sample:
             draft_tokens=stats.draft_tokens - since.draft_tokens,
             accepted_tokens=stats.accepted_tokens - since.accepted_tokens,
             preemptions=stats.preemptions - since.preemptions,
-            swaps=sum(stats.swaps.values()) - sum(since.swaps.values()),
+            swaps=sum(stats.elastic_moves.values()) - sum(since.elastic_moves.values()),
             plan_s=round(stats.plan_s - since.plan_s, 6) if host else 0.0,
             draft_s=round(stats.draft_s - since.draft_s, 6),
             select_s=round(stats.select_s - since.select_s, 6) if host else 0.0,
@@ -76,6 +76,6 @@ class Sample:
             extension_total=stats.extension_total,
             depth=stats.last_depth,
             width=stats.last_width,
-            budget=stats.last_budget,
+            budget=stats.last_verified_tree_tokens,
             draft_resident=stats.draft_resident,
         )

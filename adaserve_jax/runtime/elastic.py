@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adaserve_jax.errors import EngineDeadError, SwapError
+from adaserve_jax.errors import ElasticError, EngineDeadError
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.models.loading import HostCopy
 from adaserve_jax.pallas_kernels.move_pages.moves import check_moves
@@ -26,7 +26,7 @@ DEVICE_ERRORS = (RuntimeError, MemoryError)
 """What jax raises when a device cannot do as asked, out of memory included, and what NumPy does."""
 
 
-def declare_swaps(target: DeviceModel, draft: DeviceModel, extension_pages: int) -> list[Declared]:
+def declare_expansion(target: DeviceModel, draft: DeviceModel, extension_pages: int) -> list[Declared]:
     """What swaps run: empty pools, and moves of up to all pages of the extension."""
     extension = target.abstract_extension(extension_pages)
     ids = jax.ShapeDtypeStruct((extension_pages,), jnp.int32)
@@ -83,7 +83,7 @@ class Elastic:
             free(params)
 
     def expand(self) -> None:
-        """`types.Executor.expand`. Raises SwapError; EngineDeadError: the draft could not be brought back either."""
+        """`types.Executor.expand`. Raises ElasticError; EngineDeadError: the draft could not be brought back either."""
         assert self._resident and self._target.pools.extension is None
         with self._counter:
             self._draft.free()
@@ -92,7 +92,7 @@ class Elastic:
                 extension = self._new_extension()
             except DEVICE_ERRORS as error:
                 self._bring_back(error)
-                raise SwapError(
+                raise ElasticError(
                     f"no room for {self._extension_pages} more KV pages where the draft was: {error}; the draft is back"
                 ) from error
             self._target.pools = self._target.pools._replace(extension=extension)
@@ -100,7 +100,7 @@ class Elastic:
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         """`types.Executor.move_pages`, from the extension into the base: the only way that pages ever go.
 
-        Raises ValueError: other moves, or moves that clash. SwapError; EngineDeadError: the KV cache is lost.
+        Raises ValueError: other moves, or moves that clash. ElasticError; EngineDeadError: the KV cache is lost.
         """
         pools = self._target.pools
         base, extension = pools._replace(extension=None), pools.extension
@@ -123,7 +123,7 @@ class Elastic:
                 raise EngineDeadError(
                     f"the KV cache was lost while pages moved: {error}; restart the engine"
                 ) from error
-            raise SwapError(
+            raise ElasticError(
                 f"{len(to_pages)} KV pages could not be copied: {error}; they are where they were"
             ) from error
         self._target.pools = moved._replace(extension=extension)
@@ -147,7 +147,7 @@ class Elastic:
         return True
 
     def wait(self) -> None:
-        """After `contract`: return when the draft is there. Raises SwapError as `draft_ready` does."""
+        """After `contract`: return when the draft is there. Raises ElasticError as `draft_ready` does."""
         if self._loading is not None:
             self._take_over(self._loading)
 
@@ -166,7 +166,7 @@ class Elastic:
             weights, self._draft.pools = loading.result()
         except DEVICE_ERRORS as error:
             free(newer)
-            raise SwapError(f"the draft could not be loaded: {error}; it is tried again") from error
+            raise ElasticError(f"the draft could not be loaded: {error}; it is tried again") from error
         for draft, params in newer.items():
             free(weights[draft])
             weights[draft] = params

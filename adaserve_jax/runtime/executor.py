@@ -34,7 +34,7 @@ from adaserve_jax.runtime.programs import outcome_size
 from adaserve_jax.runtime.resample import Resampler, logprobs_of
 from adaserve_jax.runtime.sizing import Resolved, resolve, workspace_of
 from adaserve_jax.runtime.step_layout import pack_verify
-from adaserve_jax.runtime.warmup import measure, rehearse_swap, run_once
+from adaserve_jax.runtime.warmup import measure, rehearse_expansion, run_once
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import (
     CandidateTrees,
@@ -76,7 +76,7 @@ class ModelExecutor:
         self.resampler = resampler_of(resolved, target)
         self._capture = capture_of(resolved, target)
         self.elastic: Elastic | None = None
-        """What swaps, where the draft's memory may become pages."""
+        """What elastic, where the draft's memory may become pages."""
         if resolved.limits.extension_pages:
             assert drafter is not None
             self.elastic = Elastic(target, drafter.model, resolved.limits.extension_pages, self._counter)
@@ -107,7 +107,7 @@ class ModelExecutor:
         if self._capture is not None:
             self._capture.run_once()
         if self.elastic is not None:
-            rehearse_swap(self, self.elastic, progress)
+            rehearse_expansion(self, self.elastic, progress)
         return samples
 
     @property
@@ -228,18 +228,18 @@ class ModelExecutor:
         return self.local_drafter.model
 
     def expand(self) -> None:
-        self._swaps().expand()
+        self._elastic_memory().expand()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
-        self._swaps().move_pages(from_pages, to_pages)
+        self._elastic_memory().move_pages(from_pages, to_pages)
 
     def contract(self) -> None:
-        self._swaps().contract()
+        self._elastic_memory().contract()
 
     def draft_ready(self) -> bool:
-        return self._swaps().draft_ready()
+        return self._elastic_memory().draft_ready()
 
-    def _swaps(self) -> Elastic:
+    def _elastic_memory(self) -> Elastic:
         if self.elastic is None:
             raise IntegrityError("this engine has no extension: limits.extension_pages is 0, so nothing may swap")
         return self.elastic
@@ -259,11 +259,11 @@ class ModelExecutor:
 
 
 def load_executor(
-    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False, training_bytes: int = 0
+    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
 ) -> ModelExecutor:
     """Load the models and size everything; nothing is compiled yet. With several processes, waits for the others.
 
-    swaps: whether the policy has the draft give its memory to pages, where config.elastic is "auto". training_bytes:
+    elastic: whether the policy has the draft give its memory to pages, where config.elastic is "auto". training_bytes:
     what is left to learning, beside what serves.
     Raises CheckpointError, ConfigError; where weights and pages need more memory than there is, before one is read.
     """
@@ -271,11 +271,11 @@ def load_executor(
         raise ConfigError(f"process {config.process_id} has no engine of its own; run `adaserve follow` there")
     use_compile_cache(config.compile_cache)
     if config.num_processes == 1:
-        return _load(config, progress, None, swaps, training_bytes)
+        return _load(config, progress, None, elastic, training_bytes)
     followers = hosts.Followers(config)
     try:
         hosts.join(config)
-        return _load(config, progress, followers, swaps, training_bytes)
+        return _load(config, progress, followers, elastic, training_bytes)
     except BaseException:
         followers.close()
         hosts.leave()
@@ -283,11 +283,15 @@ def load_executor(
 
 
 def _load(
-    config: EngineConfig, progress: Progress | None, followers: hosts.Followers | None, swaps: bool, training_bytes: int
+    config: EngineConfig,
+    progress: Progress | None,
+    followers: hosts.Followers | None,
+    elastic: bool,
+    training_bytes: int,
 ) -> ModelExecutor:
     pair = find_pair(config)
     chances = find_chances(config, pair)
-    resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
+    resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
     resolved.check_memory()
     if followers is not None:
         followers.tell(resolved.config)

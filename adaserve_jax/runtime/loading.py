@@ -28,7 +28,7 @@ from adaserve_jax.results.provenance import machine_name, model_hash
 from adaserve_jax.runtime.capture import Capture
 from adaserve_jax.runtime.compile import Declared, compile_all, use_compile_cache
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.runtime.elastic import declare_swaps
+from adaserve_jax.runtime.elastic import declare_expansion
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.programs import ModelPrograms
 from adaserve_jax.runtime.resample import Resampler
@@ -160,13 +160,13 @@ def declare_all(
     target: DeviceModel, limits: Limits, resampler: Resampler | None, capture: Capture | None,
     drafter: LocalDrafter | None,
 ) -> list[Declared]:  # fmt: skip
-    """Every program of an engine with these parts, those of swaps too where its pools can be extended."""
+    """Every program of an engine with these parts, those of elastic too where its pools can be extended."""
     declared = declare_target(target, limits)
     for part in (resampler, capture, drafter):
         if part is not None:
             declared += part.declare()
     if drafter is not None and limits.extension_pages:
-        declared += declare_swaps(target, drafter.model, limits.extension_pages)
+        declared += declare_expansion(target, drafter.model, limits.extension_pages)
     return declared
 
 
@@ -224,10 +224,10 @@ class Unfilled(Placement):
 
 
 def plan_memory(
-    config: EngineConfig, progress: Progress | None = None, *, swaps: bool = False, training_bytes: int = 0
+    config: EngineConfig, progress: Progress | None = None, *, elastic: bool = False, training_bytes: int = 0
 ) -> tuple[Resolved, Workspace]:
-    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not. swaps,
-    training_bytes: as for `load_executor`.
+    """The engine that `config` describes, resolved, and what its compiled programs take; whether it fits or not.
+    elastic, training_bytes: as for `load_executor`.
 
     Raises CheckpointError, ConfigError: as loading it would, but for memory.
     """
@@ -238,7 +238,7 @@ def plan_memory(
         )
     use_compile_cache(config.compile_cache)
     pair = find_pair(config)
-    resolved = resolve(config, pair.target, pair.draft, swaps=swaps, training_bytes=training_bytes)
+    resolved = resolve(config, pair.target, pair.draft, elastic=elastic, training_bytes=training_bytes)
     unfilled = replace(resolved, placement=Unfilled.like(resolved.placement))
     target = load_target(pair, unfilled, progress, read=_shapes)
     resampler = Resampler(target, resolved.limits)

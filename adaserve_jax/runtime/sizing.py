@@ -27,14 +27,16 @@ from adaserve_jax.types import Limits
 # How many KV pages the draft's memory makes while the draft is away, and whether this engine shall have them.
 
 
-def extension_pages(config: EngineConfig, limits: Limits, sizes: Sizes, attention: Implementation, swaps: bool) -> int:
+def extension_pages(
+    config: EngineConfig, limits: Limits, sizes: Sizes, attention: Implementation, elastic: bool
+) -> int:
     """N_draft: whole pages of the target that fit into the draft's weights and KV pool; 0: the draft stays.
 
-    limits: without an extension. swaps: whether the policy has the draft give its memory to pages. Raises ConfigError:
-    elastic is "on" where it cannot be.
+    limits: without an extension. elastic: whether the policy has the draft give its memory to pages. Raises
+    ConfigError: elastic is "on" where it cannot be.
     """
     has_draft = limits.max_depth > 0 and config.drafter is None
-    if not has_draft or config.elastic == "off" or (config.elastic == "auto" and not (swaps and _runs_short(limits))):
+    if not has_draft or config.elastic == "off" or (config.elastic == "auto" and not (elastic and _runs_short(limits))):
         reason, pages = "" if has_draft else "there is no draft", 0
     else:
         reason, pages = _obstacle(config, attention), sizes.extension_pages(limits.num_pages)
@@ -224,10 +226,10 @@ class Resolved:
 
 
 def resolve(
-    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, swaps: bool = False,
+    config: EngineConfig, target: ModelConfig, draft: ModelConfig | None, *, elastic: bool = False,
     training_bytes: int = 0,
 ) -> Resolved:  # fmt: skip
-    """draft: the one of this device. swaps: whether the policy has it give its memory to pages. training_bytes: what
+    """draft: the one of this device. elastic: whether the policy has it give its memory to pages. training_bytes: what
     learning keeps and takes beside what serves. Raises ConfigError when the parts do not fit each other; the message
     says which to change."""
     device = jax.local_devices()[0]
@@ -267,7 +269,7 @@ def resolve(
     attention = choose_attention(
         config, [placement.partition.local(target), *([draft] if draft else [])], dtype, device.platform
     )
-    limits = replace(limits, extension_pages=extension_pages(config, limits, sizes, attention, swaps))
+    limits = replace(limits, extension_pages=extension_pages(config, limits, sizes, attention, elastic))
     catchup = _catchup_edges(edges)
     return Resolved(
         config=config,

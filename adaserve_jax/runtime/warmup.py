@@ -95,11 +95,11 @@ def run_once(executor: ModelExecutor, progress: Progress | None = None) -> None:
             progress("running", done, len(jobs))
 
 
-def rehearse_swap(executor: ModelExecutor, elastic: Elastic, progress: Progress | None = None) -> None:
+def rehearse_expansion(executor: ModelExecutor, elastic: Elastic, progress: Progress | None = None) -> None:
     """Extend the pools, run every verify program on them once, move a page, contract, and wait for the draft.
 
-    For an engine that has not served yet: page 0 loses what it held. Raises SwapError: the device cannot do it now, so
-    it could not later.
+    For an engine that has not served yet: page 0 loses what it held. Raises ElasticError: the device cannot do it now,
+    so it could not later.
     """
     limits, buckets = executor.limits, executor.target.buckets.all()
     elastic.expand()
@@ -210,7 +210,7 @@ def decode_plan(limits: Limits, rows: int, context: int, draft: DraftPlan | None
         ctx_len=np.full(rows, context, np.int32),
         page_table=np.zeros((rows, limits.max_pages_per_request), np.int32), sampling=sampling,
         prefill_tokens=np.zeros(prefill, np.int32), prefill_counts=np.full(chunks, prefill, np.int32),
-        prefill_final=np.ones(chunks, bool), draft=draft, budget=limits.max_tree_tokens,
+        prefill_final=np.ones(chunks, bool), draft=draft, tree_token_cap=limits.max_tree_tokens,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class LearnedAcceptance:
         if width > 1:
             cell += trees.candidate % width
         size = (levels + 1) * ranks
-        claimed = np.bincount(cell, trees.path_prob, size)[ranks:].reshape(levels, ranks)
+        claimed = np.bincount(cell, trees.f, size)[ranks:].reshape(levels, ranks)
         expected = float((claimed * self._accepted / self._expected).sum())
         if edited is not None and edited.any():
             speculates = speculates & ~edited[: len(speculates)]
@@ -65,7 +65,7 @@ class LearnedAcceptance:
                 return expected
             others = ~edited[trees.row]
             cell, accepted = cell[others], accepted[others]
-            claimed = np.bincount(cell, trees.path_prob[others], size)[ranks:].reshape(levels, ranks)
+            claimed = np.bincount(cell, trees.f[others], size)[ranks:].reshape(levels, ranks)
 
         self.updates += 1
         if speculating < len(speculates):

@@ -14,7 +14,7 @@ from adaserve_jax.errors import IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
 from adaserve_jax.memory.prefix_cache import PrefixCache, first_key, next_key
 from adaserve_jax.scheduler.queue import Ordering, WaitingQueue
-from adaserve_jax.scheduler.sequence import COMPUTED, RequestState, SlotTable
+from adaserve_jax.scheduler.sequence import COMPUTED, SequenceState, SlotTable
 from adaserve_jax.types import Limits
 
 # Requests and the prefix cache: what a request finds there when it starts, and the pages it leaves there as it
@@ -41,7 +41,7 @@ class Prefixes:
         self._due = np.zeros_like(self._computed)
         """i64[2, S], tokens of target and draft at which a slot's next page is whole."""
 
-    def find(self, state: RequestState) -> np.ndarray:
+    def find(self, state: SequenceState) -> np.ndarray:
         """The pages known for the tokens of a waiting request, from the first on: i32[n]. At least one token is left to
         compute, since its logits are needed."""
         pages: list[int] = []
@@ -52,7 +52,7 @@ class Prefixes:
             pages.append(page)
         return np.array(pages, np.int32)
 
-    def start(self, state: RequestState, shared: np.ndarray) -> None:
+    def start(self, state: SequenceState, shared: np.ndarray) -> None:
         """A request has its slot, and its first pages are those that `find` returned: what they hold is computed."""
         num_tokens = len(shared) * self._page_size
         drafted = self._cache.draft_prefix(shared) * self._page_size if self._holds_draft else 0
@@ -81,13 +81,13 @@ class Prefixes:
         self._cache.forget_draft()
         self._due[1] = self._page_size
 
-    def check_integrity(self, running: list[RequestState]) -> None:
+    def check_integrity(self, running: list[SequenceState]) -> None:
         """Raise IntegrityError unless the cache and the pool agree, and every whole page of a request was entered."""
         self._cache.check_integrity()
         for state in running:
             waits = self._due[:, state.slot] - self._computed[:, state.slot]
             if (waits <= 0).any() or (waits > self._page_size).any():
-                raise IntegrityError(f"whole pages of request {state.request.request_id!r} were not entered")
+                raise IntegrityError(f"whole pages of request {state.request.sequence_id!r} were not entered")
 
     def _enter(self, slot: int, computed: int, drafted: int) -> None:
         state, end = self._table.states[slot], computed // self._page_size
@@ -97,7 +97,7 @@ class Prefixes:
             self._cache.enter(self._key(state, index), page, draft_whole=drafted >= (index + 1) * self._page_size)
         self._due[0, slot] = (end + 1) * self._page_size
 
-    def _key(self, state: RequestState, index: int) -> bytes:
+    def _key(self, state: SequenceState, index: int) -> bytes:
         """The key of a full page of a request; keys of earlier pages are there, or come with it."""
         keys, size = state.page_keys, self._page_size
         while len(keys) <= index:
@@ -122,7 +122,7 @@ class Batch:
         self.prefixes = Prefixes(self.pool, self.table, holds_draft=holds_draft) if prefix_cache else None
         self.queue = WaitingQueue(ordering)
         self._preempts_for_priority = ordering == "priority"
-        self.running: list[RequestState] = []
+        self.running: list[SequenceState] = []
         self._slots = np.zeros(limits.max_requests, np.int64)  # of `running`, as far as that is long
         self.preemptions = 0
         self.released: set[int] = set()
@@ -175,7 +175,7 @@ class Batch:
         self.table.grow(slots, missing, self.pool.alloc(wanted))
         return True
 
-    def admit(self, now: float, may_start: Callable[[RequestState], bool] | None) -> None:
+    def admit(self, now: float, may_start: Callable[[SequenceState], bool] | None) -> None:
         """Move waiting requests into free slots, in order, while their whole prompt fits beside one more page of growth
         for every running request, and `may_start` agrees. It is not asked while nothing runs, nor about preempted
         requests, nor about those whose turn it is for having waited longest; where it does not agree, the first that
@@ -191,7 +191,7 @@ class Batch:
             self.queue.take(state)
             self._start(state)
 
-    def _start(self, state: RequestState) -> None:
+    def _start(self, state: SequenceState) -> None:
         """Give a request a slot and the pages of all its tokens, those that the prefix cache knows first."""
         pages = self.pool.pages_for(state.num_tokens)
         if self.prefixes is None:
@@ -204,14 +204,14 @@ class Batch:
         self._slots[len(self.running)] = state.slot
         self.running.append(state)
 
-    def _room_for(self, state: RequestState) -> bool:
+    def _room_for(self, state: SequenceState) -> bool:
         while not self._fits(state):
             if not self._make_way(state):
                 self.turned_away = len(self.running) < self.capacity
                 return False
         return True
 
-    def _fits(self, state: RequestState) -> bool:
+    def _fits(self, state: SequenceState) -> bool:
         if len(self.running) >= self.capacity:
             return False
         pages, free = self.pool.pages_for(state.num_tokens), self.pool.num_free
@@ -220,7 +220,7 @@ class Batch:
             pages -= int(np.count_nonzero(self.pool.references(self.prefixes.find(state))))
         return pages + len(self.running) <= free or (not self.running and pages <= free)
 
-    def _make_way(self, state: RequestState) -> bool:
+    def _make_way(self, state: SequenceState) -> bool:
         """Under strict priorities, preempt the running request of highest rank if it is of lower priority."""
         if not self._preempts_for_priority or not self.running:
             return False
@@ -230,7 +230,7 @@ class Batch:
         self._preempt(worst)
         return True
 
-    def release(self, state: RequestState) -> None:
+    def release(self, state: SequenceState) -> None:
         """Return the slot and the pages of a running request."""
         self.pool.free(self.table.pages(state))
         self.released.add(state.slot)
@@ -250,7 +250,7 @@ class Batch:
         if self.prefixes is not None:
             self.prefixes.forget_draft()
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: SequenceState) -> None:
         self.release(state)
         state.forget_kv()
         self.queue.put_back(state)
@@ -274,8 +274,8 @@ class Batch:
         for state in self.running:
             self._check_request(state)
 
-    def _check_request(self, state: RequestState) -> None:
-        name = state.request.request_id
+    def _check_request(self, state: SequenceState) -> None:
+        name = state.request.sequence_id
         if self.table.page_table[state.slot, state.num_pages :].any():
             raise IntegrityError(f"request {name!r} has page ids beyond its pages")
         if state.counts.base is not self.table.counts or state.token_ids.base is not self.table.token_ids:

@@ -10,13 +10,13 @@ import numpy as np
 
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.planner import PlannedStep
-from adaserve_jax.scheduler.sequence import RequestState, SlotTable
+from adaserve_jax.scheduler.sequence import SequenceState, SlotTable
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
     CandidateTrees,
     DraftTrees,
     FinishReason,
-    RequestUpdate,
+    SequenceUpdate,
     StepOutcome,
     StopCheck,
 )
@@ -25,35 +25,35 @@ from adaserve_jax.types import (
 
 
 @dataclass(frozen=True, eq=False)
-class StepUpdates(Sequence[RequestUpdate]):
+class StepUpdates(Sequence[SequenceUpdate]):
     """A sequence of the updates of one step, made when they are asked for. U: requests that got tokens or ended.
 
     requests: [U]. sequence: i64[U], each request's number in the order in which they were added. token_ids:
     i32[U, D], the first counts[u] new; counts: i64[U]. ended: the updates that end their request, in order, by index.
     """
 
-    requests: list[RequestState]
+    requests: list[SequenceState]
     sequence: np.ndarray
     token_ids: np.ndarray
     counts: np.ndarray
-    ended: dict[int, RequestUpdate]
+    ended: dict[int, SequenceUpdate]
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def __iter__(self) -> Iterator[RequestUpdate]:
+    def __iter__(self) -> Iterator[SequenceUpdate]:
         tokens, counts = self.token_ids.tolist(), self.counts.tolist()
         for index, state in enumerate(self.requests):
             update = self.ended.get(index)
             if update is None:
-                update = RequestUpdate(state.request.request_id, tuple(tokens[index][: counts[index]]))
+                update = SequenceUpdate(state.request.sequence_id, tuple(tokens[index][: counts[index]]))
             yield update
 
     @overload
-    def __getitem__(self, index: int) -> RequestUpdate: ...
+    def __getitem__(self, index: int) -> SequenceUpdate: ...
     @overload
-    def __getitem__(self, index: slice) -> list[RequestUpdate]: ...
-    def __getitem__(self, index: int | slice) -> RequestUpdate | list[RequestUpdate]:
+    def __getitem__(self, index: slice) -> list[SequenceUpdate]: ...
+    def __getitem__(self, index: int | slice) -> SequenceUpdate | list[SequenceUpdate]:
         return list(self)[index]
 
 
@@ -120,7 +120,7 @@ def apply_outcome(
         rows = emits.nonzero()[0]
         states = [states[row] for row in rows.tolist()]
         slots, counts, token_ids = slots[rows], counts[rows], token_ids[rows]
-    running = cast(list[RequestState], states)
+    running = cast(list[SequenceState], states)
     kept, reasons = _cut(table, slots, running, token_ids, counts, stop_check)
     table.write_tokens(slots, token_ids)
     table.num_tokens[slots] += kept
@@ -138,15 +138,15 @@ def apply_outcome(
 
 
 def finish(
-    batch: Batch, state: RequestState, reason: FinishReason, token_ids: list[int], stats: StepStats
-) -> RequestUpdate:
+    batch: Batch, state: SequenceState, reason: FinishReason, token_ids: list[int], stats: StepStats
+) -> SequenceUpdate:
     """End a request: its slot and pages return, and its last update carries the metrics."""
     if state.is_running:
         batch.release(state)
     else:
         batch.queue.remove(state)
     stats.finished[reason] = stats.finished.get(reason, 0) + 1
-    return RequestUpdate(state.request.request_id, tuple(token_ids), reason, state.metrics())
+    return SequenceUpdate(state.request.sequence_id, tuple(token_ids), reason, state.metrics())
 
 
 def _advance(
@@ -170,7 +170,7 @@ def _advance(
 
 
 def _cut(
-    table: SlotTable, slots: np.ndarray, states: list[RequestState], token_ids: np.ndarray, counts: np.ndarray,
+    table: SlotTable, slots: np.ndarray, states: list[SequenceState], token_ids: np.ndarray, counts: np.ndarray,
     stop_check: StopCheck | None,
 ) -> tuple[np.ndarray, dict[int, FinishReason]]:  # fmt: skip
     """How much of each row's new tokens plain decoding would have emitted, up to the first stop token, stop string, or
@@ -184,7 +184,7 @@ def _cut(
         if not request.stop_token_ids.isdisjoint(new):
             first = next(position for position, token in enumerate(new) if token in request.stop_token_ids)
             new, reasons[row] = new[: first + 1], "stop"
-        keep = None if stop_check is None else stop_check(request.request_id, new)
+        keep = None if stop_check is None else stop_check(request.sequence_id, new)
         if keep is not None:
             new, reasons[row] = new[:keep], "stop"
         kept[row] = len(new)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import IntegrityError, SwapError
-from adaserve_jax.memory.residency import Pressure, Residency, Swap, SwapRule
+from adaserve_jax.errors import ElasticError, IntegrityError
+from adaserve_jax.memory.residency import ElasticRule, Pressure, Residency, Transition
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.stats import StepStats
@@ -61,18 +61,18 @@ class PageWorth:
 
 
 FAILED = "failed"
-"""Kind of a swap that raised SwapError, in the statistics."""
+"""Kind of a swap that raised ElasticError, in the statistics."""
 
 
-def may_swap(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
+def may_expand(elastic_policy: bool, limits: Limits, config: EngineConfig) -> bool:
     """Whether the draft's memory may ever become pages. elastic_policy: whether the policy's memory rule says so."""
     return elastic_policy and config.elastic != "off" and limits.max_depth > 0 and limits.extension_pages > 0
 
 
-class Swapping:
+class ElasticMemory:
     """The swaps of one scheduler: what its residency is asked, and the totals."""
 
-    def __init__(self, batch: Batch, rule: SwapRule, stats: StepStats, worth: PageWorth | None = None):
+    def __init__(self, batch: Batch, rule: ElasticRule, stats: StepStats, worth: PageWorth | None = None):
         """worth: says whether the draft gives way; None: it does while speculation is off."""
         limits = batch.limits
         self.batch = batch
@@ -82,7 +82,7 @@ class Swapping:
         self._stats = stats
         self._pages_pay = None if worth is None else worth.pages_pay
 
-    def due(self) -> Swap | None:
+    def due(self) -> Transition | None:
         """Once after each step."""
         batch = self.batch
         running = len(batch.running)
@@ -91,28 +91,28 @@ class Swapping:
 
     def count(self, kind: str, seconds: float) -> None:
         """One more swap of that kind, which took the step loop so long."""
-        self._stats.swaps[kind] = self._stats.swaps.get(kind, 0) + 1
+        self._stats.elastic_moves[kind] = self._stats.elastic_moves.get(kind, 0) + 1
         self.took(kind, seconds)
 
     def took(self, kind: str, seconds: float) -> None:
-        self._stats.swap_s[kind] = self._stats.swap_s.get(kind, 0.0) + seconds
+        self._stats.elastic_s[kind] = self._stats.elastic_s.get(kind, 0.0) + seconds
 
 
-def swap_if_due(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+def expand_or_contract(scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
     """Let the draft and KV pages change places where that is due; call it once after each step's commit.
 
     A swap that fails is counted, leaves requests, texts and pages as they were, and is tried again later.
     Raises IntegrityError: a step is in flight.
     """
-    swapping = scheduler.swapping
-    if swapping is None:
+    memory = scheduler.elastic_memory
+    if memory is None:
         return
-    due = swapping.due()
+    due = memory.due()
     if due is None:
         return
     if scheduler.is_stepping:
         raise IntegrityError(f"a swap ({due}) is due while a step is in flight; commit the step first")
-    _swap(swapping, due, executor, clock)
+    _perform(memory, due, executor, clock)
 
 
 def bring_back_draft(
@@ -120,39 +120,39 @@ def bring_back_draft(
 ) -> None:
     """Leave the draft resident, whatever swap was under way; only without requests. wait: between two questions.
 
-    Raises SwapError: it cannot be brought back now.
+    Raises ElasticError: it cannot be brought back now.
     """
-    swapping = scheduler.swapping
-    if swapping is None:
+    memory = scheduler.elastic_memory
+    if memory is None:
         return
-    state = swapping.residency.state
+    state = memory.residency.state
     if state == "expanded":
-        _swap(swapping, "contract", executor, clock)
-        if swapping.residency.state == "expanded":
-            raise SwapError("the KV pages in the draft's memory could not be given up; try again later")
-    while not swapping.residency.draft_is_here:
-        failures = swapping.residency.failures
-        _swap(swapping, "reload", executor, clock)
-        if swapping.residency.failures > failures:
-            raise SwapError("the draft could not be loaded again; try again later")
-        if not swapping.residency.draft_is_here:
+        _perform(memory, "contract", executor, clock)
+        if memory.residency.state == "expanded":
+            raise ElasticError("the KV pages in the draft's memory could not be given up; try again later")
+    while not memory.residency.draft_is_here:
+        failures = memory.residency.failures
+        _perform(memory, "reload", executor, clock)
+        if memory.residency.failures > failures:
+            raise ElasticError("the draft could not be loaded again; try again later")
+        if not memory.residency.draft_is_here:
             wait()
 
 
-def _swap(swapping: Swapping, due: Swap, executor: Executor, clock: Callable[[], float]) -> None:
+def _perform(memory: ElasticMemory, due: Transition, executor: Executor, clock: Callable[[], float]) -> None:
     began = clock()
     do = {"expand": _expand, "contract": _contract, "reload": _reload}[due]
     try:
-        done = do(swapping.batch, executor)
-    except SwapError:
-        swapping.residency.failed()
-        swapping.count(FAILED, clock() - began)
+        done = do(memory.batch, executor)
+    except ElasticError:
+        memory.residency.failed()
+        memory.count(FAILED, clock() - began)
         return
     if done:
-        swapping.residency.succeeded(due)
-        swapping.count(due, clock() - began)
+        memory.residency.succeeded(due)
+        memory.count(due, clock() - began)
     else:
-        swapping.took(due, clock() - began)
+        memory.took(due, clock() - began)
 
 
 def _expand(batch: Batch, executor: Executor) -> bool:
@@ -169,11 +169,11 @@ def _contract(batch: Batch, executor: Executor) -> bool:
     pool = batch.pool
     migration = pool.plan_contraction()
     if migration is None:
-        raise SwapError("too few base pages are free to take in those of the extension")
+        raise ElasticError("too few base pages are free to take in those of the extension")
     if len(migration.from_pages):
         try:
             executor.move_pages(migration.from_pages, migration.to_pages)
-        except SwapError:
+        except ElasticError:
             pool.abandon(migration)
             raise
     batch.remap(pool.publish(migration))

@@ -35,7 +35,7 @@ class Objective:
 class BudgetQuestion:
     """What the budget choice needs to know. edges, verify_s: [E]. need_rate: f64[R], tokens/s (inf: hopeless).
 
-    spent_s: time of the step that has passed or is fixed. max_budget: most tree tokens, roots included.
+    spent_s: time of the step that has passed or is fixed. tree_token_cap: most tree tokens, roots included.
     """
 
     need_rate: np.ndarray
@@ -44,7 +44,7 @@ class BudgetQuestion:
     spent_s: float
     prefill_tokens: int
     prefill_weight: float
-    max_budget: int
+    tree_token_cap: int
     depth: int
     baseline_s: float
 
@@ -54,31 +54,31 @@ def capped_need(need_rate: np.ndarray, step_time_s: float | np.ndarray, depth: i
     return need_capped(np.where(np.isinf(need_rate), 0.0, need_rate) * step_time_s, depth)
 
 
-def choose_budget(objective: Objective, path_prob: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:
+def choose_budget(objective: Objective, f: np.ndarray, question: BudgetQuestion) -> tuple[int, np.ndarray]:
     """The tree tokens B, tree and prefill together on a bucket edge, that are worth most, and A_cap f64[R] then.
 
-    path_prob: f64[R, C], f of the ranked candidates, 0 for absent ones.
+    f: f64[R, C], f of the ranked candidates, 0 for absent ones.
     """
     q = question
     rows = len(q.need_rate)
-    present = np.count_nonzero(path_prob)
+    present = np.count_nonzero(f)
     low = np.searchsorted(q.edges, rows + q.prefill_tokens)
-    high = np.searchsorted(q.edges, min(rows + present, q.max_budget) + q.prefill_tokens)
+    high = np.searchsorted(q.edges, min(rows + present, q.tree_token_cap) + q.prefill_tokens)
     chosen = slice(int(low), int(high) + 1)
-    budget = np.minimum(q.edges[chosen] - q.prefill_tokens, q.max_budget)
+    budget = np.minimum(q.edges[chosen] - q.prefill_tokens, q.tree_token_cap)
     step_s = q.spent_s + q.verify_s[chosen]
     need = capped_need(q.need_rate, step_s[:, None], q.depth)
     if len(budget) == 1:
         return int(budget[0]), need[0]
 
-    wanted, met = nodes_needed(path_prob, need)
-    cost = np.where(met & np.isfinite(q.need_rate), wanted, q.max_budget + 1)
+    wanted, met = nodes_needed(f, need)
+    cost = np.where(met & np.isfinite(q.need_rate), wanted, q.tree_token_cap + 1)
     cost.sort(axis=1)
     on_pace = (np.cumsum(cost, axis=1) <= (budget - rows)[:, None]).sum(axis=1)
 
-    best_first = np.zeros(path_prob.size + 1)
-    np.cumsum(np.sort(path_prob, axis=None)[::-1], out=best_first[1:])
-    emitted = rows + best_first[np.minimum(budget - rows, path_prob.size)]
+    best_first = np.zeros(f.size + 1)
+    np.cumsum(np.sort(f, axis=None)[::-1], out=best_first[1:])
+    emitted = rows + best_first[np.minimum(budget - rows, f.size)]
     rate = (objective.emit * emitted + q.prefill_weight * q.prefill_tokens) * q.baseline_s / step_s
     best = int(np.argmax(on_pace + rate))
     return int(budget[best]), need[best]

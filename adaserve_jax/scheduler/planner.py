@@ -14,7 +14,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.base import Controller, Decision, Load
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.queue import wait_ratio
-from adaserve_jax.scheduler.sequence import RequestState
+from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import need_rate
 from adaserve_jax.types import DraftPlan, StepPlan
 
@@ -232,7 +232,7 @@ class Planner:
         decode, prefill = self._rows()
         return None if prefill else self._measure(decode, now)[0]
 
-    def _rows(self) -> tuple[np.ndarray, list[RequestState]]:
+    def _rows(self) -> tuple[np.ndarray, list[SequenceState]]:
         """Slots of the decode rows, i64[num_decode], and the prefill rows by rank."""
         running, slots, table = self._batch.running, self._batch.slots, self._batch.table
         decodes = table.num_tokens[slots] - table.num_computed[slots] == 1
@@ -241,7 +241,7 @@ class Planner:
         prefill = [running[row] for row in (~decodes).nonzero()[0]]
         return slots[decodes], sorted(prefill, key=lambda state: state.rank)
 
-    def _starter(self, now: float) -> Callable[[RequestState], bool] | None:
+    def _starter(self, now: float) -> Callable[[SequenceState], bool] | None:
         """Whether one more request may start: those that run with hope, and it, can all be kept on pace. One that is
         late already, or whose target is out of reach, asks for its root only; one without a target always may. Measured
         when it is first asked; every yes counts for the next. None where the controller leaves `sustains` as it is, and
@@ -251,7 +251,7 @@ class Planner:
         rates: list[float] = []
         others = -1
 
-        def may_start(state: RequestState) -> bool:
+        def may_start(state: SequenceState) -> bool:
             nonlocal rates, others
             if state.is_untargeted:
                 return True
@@ -272,7 +272,7 @@ class Planner:
 
         return may_start
 
-    def _pace_rate(self, state: RequestState, now: float) -> float:
+    def _pace_rate(self, state: SequenceState, now: float) -> float:
         """Of a running request whose prompt is not computed yet; 0 also where its target is given up, or will be."""
         table = self._batch.table
         return 0.0 if table.misses_ttft(state.slot, now) else _pace_rate(float(table.tpot_slo_s[state.slot]))
@@ -319,7 +319,7 @@ class Planner:
             prefill_counts=prefill_counts,
             prefill_final=final,
             draft=draft,
-            budget=min(decision.budget, most) if speculating else num_decode,
+            tree_token_cap=min(decision.tree_token_cap, most) if speculating else num_decode,
         )
 
 
@@ -328,7 +328,7 @@ def _pace_rate(tpot_slo_s: float | None) -> float:
     return 0.0 if tpot_slo_s is None else 1.0 / tpot_slo_s
 
 
-def _share_out(prefill: list[RequestState], tokens: int) -> list[int]:
+def _share_out(prefill: list[SequenceState], tokens: int) -> list[int]:
     """Chunk lengths for the first of `prefill`, in order, until `tokens` are given away."""
     chunks: list[int] = []
     for state in prefill:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import Literal
 
-from adaserve_jax.scheduler.sequence import RequestState
-from adaserve_jax.types import Request
+from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.types import Sequence
 
 Ordering = Literal["deadline", "arrival", "priority"]
 
@@ -30,7 +30,7 @@ LATE_SHARE = 0.75
 """Share of its TTFT target after which a waiting request counts as late: its prompt has to be computed yet."""
 
 
-def order_key(request: Request, ordering: Ordering) -> float:
+def order_key(request: Sequence, ordering: Ordering) -> float:
     """Seconds on the engine's clock; lower is served sooner."""
     if ordering == "deadline":
         return due_s(request.arrival_s, request.priority, request.ttft_slo_s)
@@ -47,7 +47,7 @@ def _bounded(priority: int) -> int:
     return max(-MAX_PRIORITY, min(MAX_PRIORITY, priority))
 
 
-def _rank(state: RequestState) -> tuple[float, int]:
+def _rank(state: SequenceState) -> tuple[float, int]:
     return state.rank
 
 
@@ -56,9 +56,9 @@ class WaitingQueue:
 
     def __init__(self, ordering: Ordering):
         self._ordering: Ordering = ordering
-        self._preempted: list[RequestState] = []
-        self._hopeful: list[RequestState] = []
-        self._late: list[RequestState] = []
+        self._preempted: list[SequenceState] = []
+        self._hopeful: list[SequenceState] = []
+        self._late: list[SequenceState] = []
         self._admissions = 0
         self._untargeted = 0
 
@@ -70,16 +70,16 @@ class WaitingQueue:
         """Those of them that never ran."""
         return len(self._hopeful) + len(self._late)
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: SequenceState) -> None:
         insort(self._hopeful, state, key=_rank)
         self._untargeted += state.is_untargeted
 
-    def put_back(self, state: RequestState) -> None:
+    def put_back(self, state: SequenceState) -> None:
         """Return a preempted request to the front."""
         insort(self._preempted, state, key=_rank)
         self._untargeted += state.is_untargeted
 
-    def peek(self, now: float) -> RequestState | None:
+    def peek(self, now: float) -> SequenceState | None:
         """The request to admit next, left in the queue; None when nobody waits."""
         if self._ordering == "priority":
             firsts = [waiting[0] for waiting in (self._preempted, self._hopeful) if waiting]
@@ -95,14 +95,14 @@ class WaitingQueue:
                 return waiting[0]
         return None
 
-    def peek_untargeted(self) -> RequestState | None:
+    def peek_untargeted(self) -> SequenceState | None:
         """The first that waits without a TPOT target: who is next when the one that `peek` returned may not start."""
         if not self._untargeted:
             return None
         waiting = (*self._hopeful, *self._late)
         return next((state for state in waiting if state.is_untargeted), None)
 
-    def is_late(self, state: RequestState) -> bool:
+    def is_late(self, state: SequenceState) -> bool:
         """Whether a waiting request was found, by the last `peek`, to miss its TTFT target."""
         index = bisect_left(self._late, state.rank, key=_rank)
         return index < len(self._late) and self._late[index] is state
@@ -112,19 +112,19 @@ class WaitingQueue:
         """Whether the next admission is one of those that go to the longest-waiting request."""
         return self._ordering == "deadline" and self._admissions % PROMOTION_PERIOD == PROMOTION_PERIOD - 1
 
-    def take(self, state: RequestState) -> None:
+    def take(self, state: SequenceState) -> None:
         """Remove the request that `peek` returned, and count an admission."""
         self._admissions += state not in self._preempted
         self.remove(state)
 
-    def remove(self, state: RequestState) -> None:
+    def remove(self, state: SequenceState) -> None:
         for waiting in (self._preempted, self._hopeful, self._late):
             index = bisect_left(waiting, state.rank, key=_rank)
             if index < len(waiting) and waiting[index] is state:
                 del waiting[index]
                 self._untargeted -= state.is_untargeted
                 return
-        raise ValueError(f"request {state.request.request_id!r} does not wait")
+        raise ValueError(f"request {state.request.sequence_id!r} does not wait")
 
     def most_urgent_wait(self, now: float) -> float:
         """Waiting time over TTFT target of the first hopeful request; 0 when none waits."""
@@ -138,7 +138,7 @@ class WaitingQueue:
             insort(self._late, self._hopeful.pop(0), key=_rank)
 
 
-def wait_ratio(state: RequestState, now: float) -> float:
+def wait_ratio(state: SequenceState, now: float) -> float:
     """Waiting time for the first token over the TTFT target (PATIENCE_S without one)."""
     target = state.request.ttft_slo_s
     return max(0.0, now - state.request.arrival_s) / (PATIENCE_S if target is None else target)

@@ -14,20 +14,20 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import IntegrityError, QueueFullError, RequestError
-from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import Calibrator, LearnedAcceptance
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.commit import StepUpdates, Verified, apply_outcome, finish
 from adaserve_jax.scheduler.controllers.base import Alone, Controller, Feedback
 from adaserve_jax.scheduler.controllers.baselines import ClosedFormController
 from adaserve_jax.scheduler.cost_model import CostTable, PredictionLog, Served
-from adaserve_jax.scheduler.elastic import PageWorth, Swapping, may_swap
+from adaserve_jax.scheduler.elastic import ElasticMemory, PageWorth, may_expand
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.planner import DraftPlanner, PlannedStep, Planner, SpareTime
 from adaserve_jax.scheduler.policies import Parts, find_policy
 from adaserve_jax.scheduler.queue import order_key
 from adaserve_jax.scheduler.selector import Selector
-from adaserve_jax.scheduler.sequence import RequestState
+from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.scheduler.slo import Feasibility, fit
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import (
@@ -36,8 +36,8 @@ from adaserve_jax.types import (
     DraftTrees,
     FinishReason,
     Limits,
-    Request,
-    RequestUpdate,
+    Sequence,
+    SequenceUpdate,
     StepOutcome,
     StepPlan,
     StopCheck,
@@ -76,8 +76,8 @@ class Readings:
             extension_cached=pool.extension_cached,
             cache_queried_tokens=prefixes.queried_tokens if prefixes is not None else 0,
             cache_hit_tokens=prefixes.hit_tokens if prefixes is not None else 0,
-            swaps=dict(stats.swaps),
-            swap_s=dict(stats.swap_s),
+            elastic_moves=dict(stats.elastic_moves),
+            elastic_s=dict(stats.elastic_s),
             accepted_per_position=list(stats.accepted_per_position),
             finished=dict(stats.finished),
             arms=report.arms,
@@ -147,11 +147,11 @@ class Scheduler:
 
     def __init__(
         self, limits: Limits, policy: str, costs: CostTable, config: EngineConfig,
-        calibrator: Calibrator | None = None, swap_rule: SwapRule | None = None,
+        calibrator: Calibrator | None = None, elastic_rule: ElasticRule | None = None,
     ):  # fmt: skip
         """policy: a name that `policy_names.find_policy` knows. calibrator: what verifications teach; it may have
-        learned from other schedulers before. swap_rule: when the draft's memory becomes pages, where it may; None: as
-        by default. Raises ConfigError: an unknown policy, or one that needs a draft."""
+        learned from other schedulers before. elastic_rule: when the draft's memory becomes pages, where it may; None:
+        as by default. Raises ConfigError: an unknown policy, or one that needs a draft."""
         self._policy, parameter = find_policy(policy, limits.max_depth)
         self._limits = limits
         self._cost = costs
@@ -173,12 +173,12 @@ class Scheduler:
             holds_draft=not remote,
         )  # fmt: skip
         self._stats = StepStats(pages_total=limits.num_pages)
-        self.swapping: Swapping | None = None
+        self.elastic_memory: ElasticMemory | None = None
         """Of the draft and KV pages; None where the draft stays."""
-        if may_swap(self._policy.elastic, limits, config):
+        if may_expand(self._policy.elastic, limits, config):
             worth = PageWorth(self._batch, parts.chain_costs, self._stats) if self._policy.weighs_pages else None
-            self.swapping = Swapping(self._batch, swap_rule or SwapRule(), self._stats, worth)
-        residency = None if self.swapping is None else self.swapping.residency
+            self.elastic_memory = ElasticMemory(self._batch, elastic_rule or ElasticRule(), self._stats, worth)
+        residency = None if self.elastic_memory is None else self.elastic_memory.residency
         self._draft = DraftPlanner(
             self._batch,
             costs,
@@ -200,7 +200,7 @@ class Scheduler:
             max_slo_nodes=config.max_slo_nodes,
         )  # fmt: skip
         self._spare = SpareTime(self._batch.capacity)
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, SequenceState] = {}
         self._in_flight: PlannedStep | None = None
         self._added = 0
         self._steps = 0
@@ -251,13 +251,13 @@ class Scheduler:
         RequestError when not even one output token fits."""
         return fit(prompt_tokens, max_tokens, self._limits)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """Queue a request. Raises RequestError when it can never be served, or its targets are out of reach and
         `infeasible_slo` says to refuse; QueueFullError when the queue is full (preempted requests, which had their
         turn, take no room in it)."""
         max_total = self.fit(len(request.prompt_ids), request.sampling.max_tokens)
-        if request.request_id in self._requests:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        if request.sequence_id in self._requests:
+            raise RequestError(f"request id {request.sequence_id!r} is in use; choose another", param="request_id")
         if not 0 <= request.draft <= len(self._config.drafts):
             most = len(self._config.drafts)
             raise RequestError(f"draft must be from 0 to {most}, by index, got {request.draft}", param="draft")
@@ -267,7 +267,7 @@ class Scheduler:
         if verdict.feasible is False and self._config.infeasible_slo == "refuse":
             raise verdict.refusal(request)
         pursued = verdict.pursued(request) if self._policy.gives_up else request
-        state = RequestState(
+        state = SequenceState(
             pursued,
             max_total=max_total,
             order_key=order_key(pursued, self._policy.ordering),
@@ -276,13 +276,13 @@ class Scheduler:
             feasible=verdict.feasible,
         )
         self._added += 1
-        self._requests[request.request_id] = state
+        self._requests[request.sequence_id] = state
         self._batch.queue.add(state)
 
-    def abort(self, request_id: str, reason: FinishReason = "abort") -> RequestUpdate | None:
+    def abort(self, sequence_id: str, reason: FinishReason = "abort") -> SequenceUpdate | None:
         """End a request, for the reason given; its last update, or None for an unknown id. Safe while its step is in
         flight."""
-        state = self._requests.pop(request_id, None)
+        state = self._requests.pop(sequence_id, None)
         return None if state is None else finish(self._batch, state, reason, [], self._stats)
 
     def plan(self, now: float) -> StepPlan | None:
@@ -294,10 +294,10 @@ class Scheduler:
         self._stats.plan_s += time.perf_counter() - started
         return None if planned is None else planned.plan
 
-    def request_ids(self, plan: StepPlan) -> list[str]:
+    def sequence_ids(self, plan: StepPlan) -> list[str]:
         """Of the rows of the step in flight; "" for one that was aborted since."""
         states = (self._batch.table.states[slot] for slot in self._expect(plan).slots.tolist())
-        return ["" if state is None else state.request.request_id for state in states]
+        return ["" if state is None else state.request.sequence_id for state in states]
 
     def select(self, plan: StepPlan, candidates: CandidateTrees, now: float) -> DraftTrees:
         """The trees to verify, with every request's need as of `now`, which is read after drafting."""
@@ -326,12 +326,12 @@ class Scheduler:
         verified = Verified.of(trees, outcome.accepted, plan.num_decode)
         updates = apply_outcome(self._batch, planned, candidates, verified, outcome, now, stop_check, self._stats)
         for update in updates.ended.values():
-            del self._requests[update.request_id]
+            del self._requests[update.sequence_id]
         self._learn(planned, trees, candidates, verified, outcome, now)
         self._feasibility.forget()
         self._count(plan, trees, verified, outcome)
-        if self.swapping is not None:
-            self.swapping.speculates = planned.decided_depth > 0 if plan.num_decode else None
+        if self.elastic_memory is not None:
+            self.elastic_memory.speculates = planned.decided_depth > 0 if plan.num_decode else None
         self._stats.commit_s += time.perf_counter() - started
         return updates
 
@@ -413,7 +413,7 @@ class Scheduler:
         stats.wait_s += outcome.wait_s
         stats.last_depth = plan.draft.depth if plan.draft else 0
         stats.last_width = plan.draft.width if stats.last_depth and plan.draft else 0
-        stats.last_budget = trees.num_nodes
+        stats.last_verified_tree_tokens = trees.num_nodes
 
     def _expect(self, plan: StepPlan) -> PlannedStep:
         if self._in_flight is None or self._in_flight.plan is not plan:
@@ -423,7 +423,7 @@ class Scheduler:
 
 def build_scheduler(
     config: EngineConfig, limits: Limits, samples: CostSamples, calibrator: Calibrator | None = None,
-    swap_rule: SwapRule | None = None,
+    elastic_rule: ElasticRule | None = None,
 ) -> Scheduler:  # fmt: skip
     """The scheduler of a configured engine whose executor has warmed up."""
-    return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator, swap_rule)
+    return Scheduler(limits, config.policy, CostTable(samples, limits), config, calibrator, elastic_rule)

@@ -25,12 +25,12 @@ _NEVER = np.iinfo(np.int64).max
 @dataclass(frozen=True, eq=False)
 class Ranked:
     """Candidates of every row, best first. key: i64[R, C], unique and comparable across rows, lower is better;
-    path_prob: f64[R, C], f, non-increasing along C, 0 for an absent node; column: i64[R, C], index in the candidates.
+    f: f64[R, C], f, non-increasing along C, 0 for an absent node; column: i64[R, C], index in the candidates.
     in_beam_order: whether that is 0, 1, ..., C - 1 in every row.
     """
 
     key: np.ndarray
-    path_prob: np.ndarray
+    f: np.ndarray
     column: np.ndarray
     in_beam_order: bool = False
 
@@ -84,11 +84,11 @@ def close_over_parents(log_f: np.ndarray, parent: np.ndarray) -> np.ndarray:
 
 
 def slo_phase(
-    path_prob: np.ndarray, need: np.ndarray, *, budget: int, max_slo_nodes: int = 0, order: SloOrder = "cheapest-first"
+    f: np.ndarray, need: np.ndarray, *, budget: int, max_slo_nodes: int = 0, order: SloOrder = "cheapest-first"
 ) -> np.ndarray:
     """Take from each request the fewest candidates whose expected tokens reach `need`, while the budget lasts.
 
-    path_prob: f64[R, C], f, non-increasing along C, 0 for absent nodes. need: f64[R], tokens, root counted (A_cap).
+    f: f64[R, C], f, non-increasing along C, 0 for absent nodes. need: f64[R], tokens, root counted (A_cap).
     max_slo_nodes: cap per request, 0 for none. order: who is served first; with `cheapest-first` requests that cannot
     reach their need with all their candidates come last. Returns i64[R], candidates taken per request. Source:
     AdaServe Alg. 2 lines 9-17, corrected (docs/equations.md).
@@ -97,7 +97,7 @@ def slo_phase(
     rows = len(need)
     if budget < rows:
         raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
-    wanted, met = nodes_needed(path_prob, need)
+    wanted, met = nodes_needed(f, need)
     if max_slo_nodes:
         wanted = np.minimum(wanted, max_slo_nodes)
     served = _serving_order(wanted, met, need, order)
@@ -108,16 +108,16 @@ def slo_phase(
     return taken
 
 
-def nodes_needed(path_prob: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def nodes_needed(f: np.ndarray, need: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Candidates until the expected tokens, 1 for the root included, reach `need`, and whether they do.
 
-    path_prob: f64[R, C], as in slo_phase; need: f64[..., R]. Returns i64[..., R] and bool[..., R].
+    f: f64[R, C], as in slo_phase; need: f64[..., R]. Returns i64[..., R] and bool[..., R].
     """
-    rows, columns = path_prob.shape
+    rows, columns = f.shape
     reached = np.ones((rows, columns + 1))
-    np.cumsum(path_prob, axis=1, out=reached[:, 1:])
+    np.cumsum(f, axis=1, out=reached[:, 1:])
     reached[:, 1:] += 1.0
-    wanted = np.count_nonzero((reached[:, :-1] < need[..., None]) & (path_prob > 0), axis=-1)
+    wanted = np.count_nonzero((reached[:, :-1] < need[..., None]) & (f > 0), axis=-1)
     return wanted, reached[:, -1] >= need
 
 
@@ -130,18 +130,18 @@ def throughput_phase(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray
     chosen = np.arange(columns) < taken[:, None]
     if left <= 0 or not chosen.size:
         return chosen
-    rest = np.where(chosen | (ranked.path_prob <= 0), _NEVER, ranked.key).ravel()
+    rest = np.where(chosen | (ranked.f <= 0), _NEVER, ranked.key).ravel()
     if left >= len(rest):
-        return ranked.path_prob > 0
+        return ranked.f > 0
     threshold = np.partition(rest, left - 1)[left - 1]
     if threshold == _NEVER:
-        return ranked.path_prob > 0
-    return chosen | (ranked.key <= threshold) & (ranked.path_prob > 0)
+        return ranked.f > 0
+    return chosen | (ranked.key <= threshold) & (ranked.f > 0)
 
 
 def equal_share(ranked: Ranked, left: int) -> np.ndarray:
     """The best candidates of each request, as many for every request as fit: bool[R, C] along ranked columns."""
-    present = ranked.path_prob > 0
+    present = ranked.f > 0
     by_place = present.T.cumsum().reshape(present.T.shape).T
     return present & (by_place <= left)
 
@@ -150,11 +150,11 @@ def equal_rest(ranked: Ranked, taken: np.ndarray, left: int) -> np.ndarray:
     """`taken` (i64[R]) of each request, and `left` more of all, as many for every request as fit: bool[R, C]."""
     columns = ranked.key.shape[1]
     beyond = np.arange(columns) - taken[:, None]
-    place = np.where((beyond >= 0) & (ranked.path_prob > 0), beyond, columns)
+    place = np.where((beyond >= 0) & (ranked.f > 0), beyond, columns)
     chosen = beyond < 0
     more = np.argsort(place, axis=None, kind="stable")[: max(left, 0)]
     chosen.ravel()[more] = True
-    return chosen & (ranked.path_prob > 0)
+    return chosen & (ranked.f > 0)
 
 
 def best_overall(ranked: Ranked, left: int) -> np.ndarray:
@@ -177,7 +177,7 @@ def static_tree(candidates: CandidateTrees, ranked: Ranked, widths: tuple[int, .
         present = np.isfinite(candidates.log_f[:, here])
         open_nodes = present & np.take_along_axis(in_tree, candidates.parent[:, here], axis=1)
         in_tree[:, here] = open_nodes & (np.cumsum(open_nodes, axis=1) <= width)
-    chosen = np.take_along_axis(in_tree, ranked.column, axis=1) & (ranked.path_prob > 0)
+    chosen = np.take_along_axis(in_tree, ranked.column, axis=1) & (ranked.f > 0)
     if chosen.sum() <= left:
         return chosen
     keys = np.where(chosen, ranked.key, _NEVER).ravel()
@@ -194,7 +194,7 @@ def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | No
     rows = len(need)
     if budget < rows:
         raise BudgetError(f"the budget must be at least {rows} tokens, one root per request, got {budget}")
-    wanted, met = nodes_needed(ranked.path_prob, need)
+    wanted, met = nodes_needed(ranked.f, need)
     left = budget - rows - int(wanted.sum())
     if left < 0 or not met.all():
         return None
@@ -204,24 +204,24 @@ def optimal(ranked: Ranked, need: np.ndarray, *, budget: int) -> np.ndarray | No
 def pack(candidates: CandidateTrees, root_token: np.ndarray, ranked: Ranked, chosen: np.ndarray) -> DraftTrees:
     """The trees of all rows: roots and the `chosen` candidates (bool[R, C] along ranked columns)."""
     if ranked.in_beam_order:
-        return _pack(candidates, root_token, chosen, ranked.path_prob)
+        return _pack(candidates, root_token, chosen, ranked.f)
     rows, columns = chosen.shape
     in_tree = np.zeros((rows, columns), bool)
-    path_prob = np.zeros((rows, columns), np.float32)
+    f = np.zeros((rows, columns), np.float32)
     place = (np.arange(rows)[:, None] * columns + ranked.column)[chosen]
     in_tree.reshape(-1)[place] = True
-    path_prob.reshape(-1)[place] = ranked.path_prob[chosen]
-    return _pack(candidates, root_token, in_tree, path_prob)
+    f.reshape(-1)[place] = ranked.f[chosen]
+    return _pack(candidates, root_token, in_tree, f)
 
 
 def pack_all(candidates: CandidateTrees, root_token: np.ndarray) -> DraftTrees:
     """Every candidate that is there: what any rule comes to when the budget holds them all."""
-    path_prob = np.exp(-_cost(candidates).astype(np.float64))
-    return _pack(candidates, root_token, path_prob > 0, path_prob)
+    f = np.exp(-_cost(candidates).astype(np.float64))
+    return _pack(candidates, root_token, f > 0, f)
 
 
-def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, path_prob: np.ndarray) -> DraftTrees:
-    """in_tree: bool[R, C], path_prob: f[R, C], both in beam order. Lays out all candidates, drops what is not in."""
+def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarray, f: np.ndarray) -> DraftTrees:
+    """in_tree: bool[R, C], f: f[R, C], both in beam order. Lays out all candidates, drops what is not in."""
     rows, columns = in_tree.shape
     row, candidate, first_child = _layout(rows, columns)
     token, parent, depth = np.empty((3, rows, columns + 1), np.int32)
@@ -229,18 +229,20 @@ def _pack(candidates: CandidateTrees, root_token: np.ndarray, in_tree: np.ndarra
     parent[:, 0] = -1
     np.add(candidates.parent, first_child, out=parent[:, 1:])
     depth[:, 0], depth[:, 1:] = 0, candidates.depth
-    f = np.empty((rows, columns + 1), np.float32)
-    f[:, 0], f[:, 1:] = 1.0, path_prob
-    token, parent, depth, f = token.reshape(-1), parent.reshape(-1), depth.reshape(-1), f.reshape(-1)
+    packed_f = np.empty((rows, columns + 1), np.float32)
+    packed_f[:, 0], packed_f[:, 1:] = 1.0, f
+    token, parent, depth = token.reshape(-1), parent.reshape(-1), depth.reshape(-1)
+    packed_f = packed_f.reshape(-1)
     if np.count_nonzero(in_tree) < in_tree.size:
         keep = np.ones((rows, columns + 1), bool)
         keep[:, 1:] = in_tree
         (nodes,) = keep.reshape(-1).nonzero()
         place = np.empty(keep.size, np.int32)
         place[nodes] = np.arange(len(nodes), dtype=np.int32)
-        row, token, depth, candidate, f = row[nodes], token[nodes], depth[nodes], candidate[nodes], f[nodes]
+        row, token, depth, candidate = row[nodes], token[nodes], depth[nodes], candidate[nodes]
+        packed_f = packed_f[nodes]
         parent = np.where(candidate < 0, np.int32(-1), place[parent[nodes]])
-    return DraftTrees(row, token, parent, depth, candidate, f)
+    return DraftTrees(row, token, parent, depth, candidate, packed_f)
 
 
 @lru_cache(maxsize=256)
@@ -263,7 +265,7 @@ def roots_only(root_token: np.ndarray) -> DraftTrees:
         parent=absent,
         depth=np.zeros(rows, np.int32),
         candidate=absent,
-        path_prob=np.ones(rows, np.float32),
+        f=np.ones(rows, np.float32),
     )
 
 
@@ -279,7 +281,7 @@ def select_slo(
     rest: Callable[[Ranked, np.ndarray, int], np.ndarray] = throughput_phase,
 ) -> DraftTrees:
     """Algorithm 2: first the nodes that targets need, then by `rest` what is left of the budget. Raises BudgetError."""
-    taken = slo_phase(ranked.path_prob, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
+    taken = slo_phase(ranked.f, need, budget=budget, max_slo_nodes=max_slo_nodes, order=order)
     chosen = rest(ranked, taken, budget - len(need) - int(taken.sum()))
     return pack(candidates, root_token, ranked, chosen)
 

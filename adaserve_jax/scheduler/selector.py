@@ -42,7 +42,7 @@ class Selector:
         if plan.draft is None or not candidates.log_f.size or plan.draft.depth == 0:
             return selection.roots_only(plan.root_token)
         candidates = _within_reach(candidates, planned.remaining, plan.draft.speculates)
-        left = plan.budget - plan.num_decode
+        left = plan.tree_token_cap - plan.num_decode
         if self._takes_all and candidates.log_f.size <= left:
             return selection.pack_all(candidates, plan.root_token)
         ranked = selection.rank(candidates)
@@ -65,7 +65,7 @@ class Selector:
             budget, wanted = self._in_horizon(planned, ranked, now)
             most = self._max_slo_nodes
         else:
-            budget, wanted = plan.budget, self._in_one_step(planned, now)
+            budget, wanted = plan.tree_token_cap, self._in_one_step(planned, now)
             most = self._max_slo_nodes
             if self._policy.need == "code":
                 most = int(CODE_NODES_FACTOR * budget / max(plan.num_decode, 1))
@@ -80,7 +80,7 @@ class Selector:
         plan = planned.plan
         edges, verify_s = self._edges, self._cost.verify_s(plan.num_rows, self._cost.context_load(plan.ctx_len))
         if not self._search_budget:
-            edge = int(np.searchsorted(edges, plan.budget + plan.num_prefill_tokens))
+            edge = int(np.searchsorted(edges, plan.tree_token_cap + plan.num_prefill_tokens))
             edges, verify_s = edges[edge : edge + 1], verify_s[edge : edge + 1]
         question = BudgetQuestion(
             need_rate=planned.pace.need_rate(now),
@@ -89,18 +89,18 @@ class Selector:
             spent_s=max(now - planned.made_s, 0.0),
             prefill_tokens=plan.num_prefill_tokens,
             prefill_weight=self._objective.prefill_weight(planned.wait_ratio),
-            max_budget=plan.budget,
+            tree_token_cap=plan.tree_token_cap,
             depth=plan.draft.depth if plan.draft else 0,
             baseline_s=self._cost.baseline_s,
         )
-        return choose_budget(self._objective, ranked.path_prob, question)
+        return choose_budget(self._objective, ranked.f, question)
 
     def _in_one_step(self, planned: PlannedStep, now: float) -> np.ndarray:
         """A_cap f64[R] of the papers: all catching up in this step, t_spec as the warm-up measured it."""
         plan, pace = planned.plan, planned.pace
         assert plan.draft is not None
         depth = plan.draft.depth
-        tokens = plan.budget + plan.num_prefill_tokens
+        tokens = plan.tree_token_cap + plan.num_prefill_tokens
         load = self._cost.context_load(plan.ctx_len)
         step_time_s = self._cost.step_at_warm_up_s(tokens, plan.num_rows, depth, plan.draft.width, load)
         wanted = need(now - pace.first_token_s, step_time_s, pace.tpot_slo_s, pace.num_decoded)

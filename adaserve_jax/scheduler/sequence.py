@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from adaserve_jax.types import Limits, Request, RequestMetrics, RowSampling
+from adaserve_jax.types import Limits, RequestMetrics, RowSampling, Sequence
 
 NO_SLOT = -1
 
@@ -35,10 +35,10 @@ class _Count:
     def __init__(self, entry: int):
         self._entry = entry
 
-    def __get__(self, state: RequestState, owner: type) -> int:
+    def __get__(self, state: SequenceState, owner: type) -> int:
         return int(state.counts[self._entry])
 
-    def __set__(self, state: RequestState, value: int) -> None:
+    def __set__(self, state: SequenceState, value: int) -> None:
         state.counts[self._entry] = value
 
 
@@ -48,12 +48,12 @@ class _Time:
     def __init__(self, entry: int):
         self._entry = entry
 
-    def __get__(self, state: RequestState, owner: type) -> float | None:
+    def __get__(self, state: SequenceState, owner: type) -> float | None:
         value = float(state.times[self._entry])
         return None if math.isnan(value) else value
 
 
-class RequestState:
+class SequenceState:
     """Tokens, progress, timings and counts of one request.
 
     counts: i64[NUM_COUNTS], times: f64[NUM_TIMES], token_ids: i32[at least num_tokens]; while the request runs they are
@@ -81,12 +81,12 @@ class RequestState:
 
     def __init__(
         self,
-        request: Request,
+        request: Sequence,
         *,
         max_total: int,
         order_key: float,
         sequence: int,
-        asked: Request | None = None,
+        asked: Sequence | None = None,
         feasible: bool | None = None,
     ):
         """request: as it is scheduled. max_total: most tokens, prompt and output together. order_key: seconds, lower is
@@ -182,7 +182,7 @@ class SlotTable:
         self.first_scheduled_s, self.first_token_s, self.last_token_s = self.times
         self.token_ids = np.empty((size, 0), np.int32)
         self._most_emitted = limits.max_depth + 1
-        self.states: list[RequestState | None] = [None] * size
+        self.states: list[SequenceState | None] = [None] * size
         self.seed = np.zeros(size, np.uint64)
         self.choice = np.zeros(size, np.int32)
         self.temperature = np.zeros(size, np.float32)
@@ -203,7 +203,7 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def bind(self, state: RequestState, pages: np.ndarray) -> None:
+    def bind(self, state: SequenceState, pages: np.ndarray) -> None:
         """Give `state` a slot and its first pages. At least one slot is free."""
         slot = state.slot = self._free.pop()
         request = state.request
@@ -238,10 +238,10 @@ class SlotTable:
             self.page_table[slots.repeat(missing), column] = pages
         self.num_pages[slots] = held + missing
 
-    def pages(self, state: RequestState) -> np.ndarray:
+    def pages(self, state: SequenceState) -> np.ndarray:
         return self.page_table[state.slot, : state.num_pages]
 
-    def release(self, state: RequestState) -> None:
+    def release(self, state: SequenceState) -> None:
         """Take the slot back; its pages are the caller's to free, before this."""
         slot = state.slot
         self.page_table[slot, : state.num_pages] = 0
@@ -295,7 +295,7 @@ class SlotTable:
             min_p=self.min_p[slots],
         )
 
-    def _move_in(self, state: RequestState) -> None:
+    def _move_in(self, state: SequenceState) -> None:
         """Copy counts, times and tokens to the slot of `state`, which from now on looks at them there."""
         slot, num_tokens = state.slot, state.num_tokens
         width = self.token_ids.shape[1]

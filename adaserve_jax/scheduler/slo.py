@@ -10,7 +10,7 @@ import numpy as np
 from adaserve_jax.errors import SLO_INFEASIBLE, RequestError
 from adaserve_jax.scheduler.controllers.base import Alone, Controller
 from adaserve_jax.scheduler.cost_model import CostTable
-from adaserve_jax.types import Limits, Request
+from adaserve_jax.types import Limits, Sequence
 
 HORIZON_TOKENS = 32
 """h: over how many tokens a request may catch up (24 to 48 are good values)."""
@@ -74,7 +74,7 @@ class Verdict:
         """None without a target."""
         return self.least_tpot_s is None and self.least_ttft_s is None if self.judged else None
 
-    def pursued(self, request: Request) -> Request:
+    def pursued(self, request: Sequence) -> Sequence:
         """`request` without the targets that are out of reach."""
         if self.feasible is not False:
             return request
@@ -84,7 +84,7 @@ class Verdict:
             ttft_slo_s=request.ttft_slo_s if self.least_ttft_s is None else None,
         )
 
-    def refusal(self, request: Request) -> RequestError:
+    def refusal(self, request: Sequence) -> RequestError:
         """The error that says what the least feasible target is; only of an infeasible request."""
         targets = (
             ("slo_tpot_ms", request.tpot_slo_s, self.least_tpot_s),
@@ -117,7 +117,7 @@ class Feasibility:
         """The tables have learned: estimate again when next asked."""
         self._least_tpot_s = None
 
-    def judge(self, request: Request) -> Verdict:
+    def judge(self, request: Sequence) -> Verdict:
         """A request of one token has no time per token to miss."""
         tpot_s, ttft_s = request.tpot_slo_s, request.ttft_slo_s
         if tpot_s is None and ttft_s is None:

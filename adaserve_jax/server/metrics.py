@@ -259,7 +259,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         ("step_age_seconds", "Seconds since the last completed step; 0 when idle.", stats.step_age_s),
         ("step_depth", "Depth of the last step's beam search.", steps.last_depth),
         ("step_width", "Width of the last step's beam search.", steps.last_width),
-        ("step_budget", "Tree tokens that the last step could verify.", steps.last_budget),
+        ("step_budget", "Tree tokens that the last step could verify.", steps.last_verified_tree_tokens),
     ):
         yield GaugeMetricFamily(f"adaserve_{name}", text, value)
     pages = GaugeMetricFamily(
@@ -315,9 +315,12 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         "calibration_outcomes", "Verified nodes behind an accepted parent.", "rows", steps.calibration_outcomes
     )
     yield _by_label("requests_finished", "Choices that ended, by finish_reason.", "reason", steps.finished)
-    yield _by_label("swaps", "Exchanges of the draft and KV pages, by kind.", "kind", steps.swaps)
+    yield _by_label("swaps", "Exchanges of the draft and KV pages, by kind.", "kind", steps.elastic_moves)
     yield _by_label(
-        "swap_seconds", "Seconds of the step loop that exchanges of the draft and KV pages took.", "kind", steps.swap_s
+        "swap_seconds",
+        "Seconds of the step loop that exchanges of the draft and KV pages took.",
+        "kind",
+        steps.elastic_s,
     )
     phases = ("plan", "draft", "select", "verify", "commit", "wait")
     yield _by_label(

@@ -74,7 +74,7 @@ class AcceptanceRecorder:
         nodes = np.flatnonzero(trees.parent >= 0)
         if not len(nodes):
             return
-        parent, prob = trees.parent[nodes], trees.path_prob[nodes]
+        parent, prob = trees.parent[nodes], trees.f[nodes]
         order = np.lexsort((trees.candidate[nodes], -prob, parent))
         nodes, parent, prob = nodes[order], parent[order], prob[order]
         parents, first, children = np.unique(parent, return_index=True, return_counts=True)
@@ -85,7 +85,7 @@ class AcceptanceRecorder:
         walked = outcome.accepted[parents]
         at = parents[walked]
         row = trees.row[at]
-        f = prob[first[walked]] / np.maximum(trees.path_prob[at], np.finfo(np.float32).tiny)
+        f = prob[first[walked]] / np.maximum(trees.f[at], np.finfo(np.float32).tiny)
         position = plan.ctx_len[row] + trees.depth[at] + 1
         self._parts.append((plan.sampling.seed[row], position, taken[walked], children[walked], f))
 

@@ -27,7 +27,7 @@ from adaserve_jax.types import (
     Limits,
     LogitEdits,
     Progress,
-    Request,
+    Sequence,
     StepOutcome,
     StepPlan,
     context_load,
@@ -50,7 +50,7 @@ class VirtualClock:
 
 
 @dataclass(frozen=True)
-class SwapTimes:
+class ElasticTimes:
     """Seconds of exchanging the draft and KV pages. expand: of freeing the draft and making the slab. contract: of
     moving pages and freeing the slab. load: until the draft is back, while steps go on.
 
@@ -68,7 +68,7 @@ class SimExecutor:
     requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
     from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
     plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
-    the same. swap_times: of exchanging the draft and pages. There are no logits, so nothing edits them."""
+    the same. elastic_times: of exchanging the draft and pages. There are no logits, so nothing edits them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SimExecutor:
         overhead_s: float = 0.0,
         vocab_size: int = 1000,
         strict: bool = True,
-        swap_times: SwapTimes | None = None,
+        elastic_times: ElasticTimes | None = None,
     ):
         self._limits = limits
         self._cost = cost
@@ -94,7 +94,7 @@ class SimExecutor:
         self._draft_s = 0.0
         self._drawn: tuple[StepPlan, np.ndarray] | None = None
         self._kv = SimKV(limits, vocab_size) if strict else None
-        self._swap_times = swap_times or SwapTimes()
+        self._elastic_times = elastic_times or ElasticTimes()
         self._place: State = "resident"
         self._loaded_at_s = 0.0
 
@@ -155,7 +155,7 @@ class SimExecutor:
 
     def expand(self) -> None:
         self._require("resident", "expand is called")
-        self._clock.advance(self._swap_times.expand_s)
+        self._clock.advance(self._elastic_times.expand_s)
         self._place = "expanded"
         if self._kv is not None:
             self._kv.drop_draft()
@@ -170,9 +170,9 @@ class SimExecutor:
 
     def contract(self) -> None:
         self._require("expanded", "contract is called")
-        self._clock.advance(self._swap_times.contract_s)
+        self._clock.advance(self._elastic_times.contract_s)
         self._place = "loading"
-        self._loaded_at_s = self._clock.now() + self._swap_times.load_s
+        self._loaded_at_s = self._clock.now() + self._elastic_times.load_s
         if self._kv is not None:
             self._kv.drop_extension()
 
@@ -183,7 +183,7 @@ class SimExecutor:
         self._place = "resident"
         return True
 
-    def know(self, request: Request) -> None:
+    def know(self, request: Sequence) -> None:
         """What the text of a request is, so that with `strict` it reads no other's KV even where it shares pages."""
         if self._kv is not None:
             self._kv.know(request.prompt_ids, request.seed, request.choice)

@@ -17,7 +17,7 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.profile import Profile, is_profile, parse_profile
 from adaserve_jax.scheduler.cost_model import ServingFactors
-from adaserve_jax.sim.executor import SwapTimes
+from adaserve_jax.sim.executor import ElasticTimes
 from adaserve_jax.types import CostSamples, Limits, scaled_samples
 
 VERSION = 1
@@ -28,8 +28,8 @@ PAGE_SIZE = 64
 class Machine:
     """verify_ms: by packed tokens, linear between, whatever the rows. draft_level_ms: of a level, whatever its size.
     token_step: distance of the token edges up to max_batch_tokens. acceptance: of the draft's first choice, by SLO
-    class; requests of other classes have the mean of all. swap_ms: expand, contract and load, as of `SwapTimes`, whose
-    values stand for those that are missing.
+    class; requests of other classes have the mean of all. swap_ms: expand, contract and load, as of `ElasticTimes`,
+    whose values stand for those that are missing.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Machine:
     swap_ms: dict[str, float] = field(default_factory=dict, kw_only=True)
 
     @property
-    def swap_times(self) -> SwapTimes:
-        return SwapTimes(**{f"{name}_s": ms / 1e3 for name, ms in self.swap_ms.items()})
+    def elastic_times(self) -> ElasticTimes:
+        return ElasticTimes(**{f"{name}_s": ms / 1e3 for name, ms in self.swap_ms.items()})
 
     @property
     def baseline_s(self) -> float:
@@ -134,8 +134,8 @@ def _machine(values: Any, where: str) -> Machine:
         machine = Machine(**values)
         ok = min(machine.verify_ms.values()) > 0 and len(machine.acceptance) > 0
         ok = ok and all(0 < share < 1 for share in machine.acceptance.values())
-        known = [each.name.removesuffix("_s") for each in fields(SwapTimes)]
-        swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.swap_times)) >= 0
+        known = [each.name.removesuffix("_s") for each in fields(ElasticTimes)]
+        swaps_ok = not set(machine.swap_ms) - set(known) and min(astuple(machine.elastic_times)) >= 0
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"machine {where}: {error}") from error
     if not ok:

@@ -5,7 +5,8 @@ A step is begun and ended apart, so that what it brings is known to nobody befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -14,7 +15,7 @@ from adaserve_jax.results.records import Status
 from adaserve_jax.routing.fleet import Assigned, Fleet
 from adaserve_jax.routing.routers import Router
 from adaserve_jax.scheduler.commit import StepUpdates
-from adaserve_jax.scheduler.elastic import swap_if_due
+from adaserve_jax.scheduler.elastic import expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
 from adaserve_jax.sim.executor import VirtualClock
 from adaserve_jax.stats import StepStats
@@ -22,9 +23,9 @@ from adaserve_jax.types import (
     CandidateTrees,
     DraftTrees,
     Executor,
-    Request,
     RequestMetrics,
-    RequestUpdate,
+    Sequence,
+    SequenceUpdate,
     StepOutcome,
     StepPlan,
 )
@@ -137,8 +138,8 @@ class Replica:
     def is_stepping(self) -> bool:
         return self._in_flight is not None
 
-    def add(self, request: Request, known: Assigned) -> None:
-        self._open[request.request_id] = (known, self._added)
+    def add(self, request: Sequence, known: Assigned) -> None:
+        self._open[request.sequence_id] = (known, self._added)
         if self._fleet is not None:
             if self._added == len(self._place):
                 self._place = np.concatenate([self._place, np.zeros_like(self._place)])
@@ -166,14 +167,14 @@ class Replica:
         self._in_flight = None
         now = self.clock.now()
         self._take_in(self._scheduler.commit(plan, trees, candidates, outcome, now), now)
-        swap_if_due(self._scheduler, self._executor, self.clock.now)
+        expand_or_contract(self._scheduler, self._executor, self.clock.now)
         if self._on_step is not None:
             self._on_step(now)
 
     def cut_off(self) -> None:
         """End all requests as they are."""
-        for request_id in list(self._open):
-            update = self._scheduler.abort(request_id)
+        for sequence_id in list(self._open):
+            update = self._scheduler.abort(sequence_id)
             if update is not None:
                 self._end(update, "unfinished")
 
@@ -186,15 +187,15 @@ class Replica:
         for update in updates.ended.values():
             self._end(update, "finished")
 
-    def _end(self, update: RequestUpdate, status: Status) -> None:
+    def _end(self, update: SequenceUpdate, status: Status) -> None:
         metrics = update.metrics
         assert metrics is not None
-        known, sequence = self._open.pop(update.request_id)
+        known, sequence = self._open.pop(update.sequence_id)
         known.first_token_s, known.received = metrics.first_token_s, metrics.output_tokens
         if self._fleet is not None:
             self._fleet.end(self.index, int(self._place[sequence]))
         offsets_s = () if self._token_times is None else self._token_times.pop(sequence)
-        self._on_end(self, update.request_id, known, metrics, status, offsets_s)
+        self._on_end(self, update.sequence_id, known, metrics, status, offsets_s)
 
 
 # Several replicas and a router on one virtual timeline: what happens in which order.
@@ -208,10 +209,10 @@ STEP_ENDS, STEP_BEGINS = 0, 2
 
 
 def run_cluster(
-    replicas: Sequence[Replica],
+    replicas: abc.Sequence[Replica],
     router: Router,
     fleet: Fleet,
-    arrivals: Sequence[Assigned],
+    arrivals: abc.Sequence[Assigned],
     deliver: Callable[[int, Assigned, Replica], None],
     *,
     drain_s: float,

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal, TypeVar, overload
@@ -16,7 +17,7 @@ import numpy as np
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.results.aggregate import RecordColumns
 from adaserve_jax.results.records import RequestRecord, Status, arrival_order
 from adaserve_jax.results.run_folder import PointKey
@@ -31,7 +32,7 @@ from adaserve_jax.sim.machines import Machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
-from adaserve_jax.types import SLO, Limits, Request, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, Limits, RequestMetrics, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, TraceRequest
 
 # Sequences of requests that are made when they are asked for: of a million, only those that are open take room.
@@ -41,7 +42,7 @@ from adaserve_jax.workloads.traces import Trace, TraceRequest
 Made = TypeVar("Made")
 
 
-class _MadeWhenAsked(Sequence[Made]):
+class _MadeWhenAsked(abc.Sequence[Made]):
     @abstractmethod
     def _make(self, index: int) -> Made:
         """index: from 0 on."""
@@ -61,7 +62,7 @@ class RequestColumns(_MadeWhenAsked[TraceRequest]):
 
     def __init__(
         self, due_s: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, kinds: np.ndarray,
-        classes: Sequence[tuple[str, SLO]],
+        classes: abc.Sequence[tuple[str, SLO]],
     ):  # fmt: skip
         self._due_s, self._prompts, self._outputs, self._kinds = due_s, prompts, outputs, kinds
         self._classes = classes
@@ -80,7 +81,7 @@ class AsAssigned(_MadeWhenAsked[Assigned]):
     """What a router learns of each request of a trace at its arrival. baseline_s: of the machine, for relative
     targets."""
 
-    def __init__(self, requests: Sequence[TraceRequest], baseline_s: float):
+    def __init__(self, requests: abc.Sequence[TraceRequest], baseline_s: float):
         self._requests, self._baseline_s = requests, baseline_s
 
     def __len__(self) -> int:
@@ -97,7 +98,8 @@ class AsAssigned(_MadeWhenAsked[Assigned]):
 
 ADDED = (
     "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "draft_s", "verify_s",
-    "wait_s", "running", "waiting", "pages_used", "pages_total", "extension_used", "extension_total", "last_budget",
+    "wait_s", "running", "waiting", "pages_used", "pages_total", "extension_used", "extension_total",
+    "last_verified_tree_tokens",
 )  # fmt: skip
 MOST_SAMPLES = 36_000
 """Of one point: of longer ones than an hour samples are further apart."""
@@ -111,7 +113,7 @@ class SimSampler:
     sample is due. duration_s: of the simulation, at most. replicas: how many totals there are."""
 
     def __init__(
-        self, totals: Callable[[], Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0,
+        self, totals: Callable[[], abc.Sequence[StepStats]], *, run_id: str, point: str, duration_s: float = 0.0,
         replicas: int = 1,
     ):  # fmt: skip
         self.samples: list[Sample] = []
@@ -139,7 +141,7 @@ class SimSampler:
         self.samples.append(Sample.of(stats, NOTHING, run_id=self._run_id, point=self._point, t_s=now_s, host=False))
 
 
-def together(replicas: Sequence[StepStats]) -> StepStats:
+def together(replicas: abc.Sequence[StepStats]) -> StepStats:
     """Of all replicas: counts, requests, pages and budgets added up, depth and width the greatest."""
     if len(replicas) == 1:
         return replicas[0]
@@ -147,7 +149,7 @@ def together(replicas: Sequence[StepStats]) -> StepStats:
         last_depth=max(each.last_depth for each in replicas),
         last_width=max(each.last_width for each in replicas),
         draft_resident=all(each.draft_resident for each in replicas),
-        swaps={str(number): sum(each.swaps.values()) for number, each in enumerate(replicas)},
+        elastic_moves={str(number): sum(each.elastic_moves.values()) for number, each in enumerate(replicas)},
     )
     for name in ADDED:
         setattr(every, name, sum(getattr(each, name) for each in replicas))
@@ -167,7 +169,7 @@ class SimulationPlan:
     keep_token_times: without them records have no token times, so rows no gaps and no fluidity, and take less memory.
     keep_records: without them there are rows alone, and no token times, and a request takes some 200 bytes.
     num_pages: of a replica, 0: so many that they never run out. extension_pages: those that the draft's memory makes
-    beside them, 0: the draft stays. elastic: as the engine's option. swap_rule: when draft and pages change places.
+    beside them, 0: the draft stays. elastic: as the engine's option. elastic_rule: when draft and pages change places.
     """
 
     policies: tuple[str, ...]
@@ -183,7 +185,7 @@ class SimulationPlan:
     num_pages: int = 0
     extension_pages: int = 0
     elastic: str = "auto"
-    swap_rule: SwapRule = field(default_factory=SwapRule)
+    elastic_rule: ElasticRule = field(default_factory=ElasticRule)
     keep_records: bool = True
 
     def limits(self, machine: Machine) -> Limits:
@@ -205,7 +207,7 @@ class Simulated:
     columns: RecordColumns | None = None
 
     @property
-    def outcomes(self) -> Sequence[RequestRecord] | RecordColumns:
+    def outcomes(self) -> abc.Sequence[RequestRecord] | RecordColumns:
         """What `summarize` makes rows of."""
         return self.records if self.columns is None else self.columns
 
@@ -270,7 +272,7 @@ class _Simulation:
         clock, plan = VirtualClock(), self._plan
         executor = SimExecutor(
             self._limits, self._samples, self._acceptance, clock, concentration=self._concentration,
-            overhead_s=self._machine.overhead_s, strict=False, swap_times=self._machine.swap_times,
+            overhead_s=self._machine.overhead_s, strict=False, elastic_times=self._machine.elastic_times,
         )  # fmt: skip
         config = EngineConfig(
             policy=self._policy, seed=plan.seed + index, max_waiting=ALWAYS_WAITS,
@@ -278,7 +280,7 @@ class _Simulation:
             eq9_c2=self._machine.offsets[1], elastic=plan.elastic,
             prefix_cache=False,  # prompts are all zeros: nothing is known of what they share
         )  # fmt: skip
-        scheduler = build_scheduler(config, self._limits, self._samples, swap_rule=plan.swap_rule)
+        scheduler = build_scheduler(config, self._limits, self._samples, elastic_rule=plan.elastic_rule)
         observed = executor if self._recorder is None else RecordingExecutor(executor, self._recorder)
         return Replica(
             index, scheduler, observed, clock, self._ended, fleet=self._fleet if is_routed else None,
@@ -296,9 +298,9 @@ class _Simulation:
     def _acceptance(self, seeds: np.ndarray) -> np.ndarray:
         return self._chance.take(np.searchsorted(self._sorted_seeds, seeds))
 
-    def _request(self, number: int, known: Assigned) -> Request:
-        return Request(
-            request_id=f"{self._policy}-{number}",
+    def _request(self, number: int, known: Assigned) -> Sequence:
+        return Sequence(
+            sequence_id=f"{self._policy}-{number}",
             prompt_ids=np.zeros(known.prompt_tokens, np.int32),
             sampling=_sampling(self._trace.requests[number].output_tokens),
             seed=int(self._seeds[number]),

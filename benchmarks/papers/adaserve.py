@@ -16,8 +16,8 @@ CONTENDERS = "adaserve,adaserve-paper,ar,sarathi,spec:4,spec:6"
 """Ours, the paper's policy, and the baselines that the paper compares with."""
 MIX = "60 % code, 20 % chat, 20 % summarization"
 SIMULATED = (
-    "Simulated, with the scheduler that serves: verification and drafting take what the authors' scripts say of their "
-    "machines, acceptance is drawn by class. Attainment is by TPOT alone, as in the paper."
+    "Simulated, with the scheduler that serves. Times of verification and drafting are those in the authors' scripts; "
+    "acceptance is drawn by class. Attainment is by TPOT alone, as in the paper."
 )
 TARGET = "110M"
 BENCH = ("adaserve,adaserve-paper,spec:4,sarathi,ar", "1,2,4")
@@ -95,60 +95,59 @@ def _varied(name: str, options: tuple[str, ...], by: str, kind: str) -> dict[str
 
 
 RATE_CLAIMS = (
-    ("attainment over the best baseline's, at its largest", "attainment times", 2.1, 1.6, 1.0),
-    ("violations of the best baseline over ours, at the highest rate", "violations times at the last", 4.3, 3.2, 1.0),
-    ("attainment above the best baseline's at every rate, at the closest", "least lead", None, None, 0.0),
+    ("largest ratio of attainment to the best baseline's", "attainment times", 2.1, 1.6, 1.0),
+    ("best baseline's violations over ours, at the highest rate", "violations times at the last", 4.3, 3.2, 1.0),
+    ("smallest lead in attainment over the best baseline, all rates", "least lead", None, None, 0.0),
 )
 GOODPUT_CLAIMS = (
-    ("goodput over the best baseline's, at its largest", "goodput times", 1.9, 1.7, 1.0),
-    ("goodput over the best baseline's at every rate, at the closest", "least goodput times", None, None, 1.0),
+    ("largest ratio of goodput to the best baseline's", "goodput times", 1.9, 1.7, 1.0),
+    ("smallest ratio of goodput to the best baseline's, all rates", "least goodput times", None, None, 1.0),
 )
 URGENT_CLAIMS = (
-    ("violations of the best baseline over ours, at their largest", "violations times", 4.3, 3.7, 1.0),
-    ("goodput over the best baseline's, at its largest", "goodput times", 1.30, 1.64, 1.0),
-    ("attainment above the best baseline's at every share, at the closest", "least lead", None, None, 0.0),
+    ("largest ratio of the best baseline's violations to ours", "violations times", 4.3, 3.7, 1.0),
+    ("largest ratio of goodput to the best baseline's", "goodput times", 1.30, 1.64, 1.0),
+    ("smallest lead in attainment over the best baseline, all shares", "least lead", None, None, 0.0),
 )
 SCALE_CLAIMS = (
-    ("violations of the best baseline over ours, at their largest", "violations times", 4.61, 3.05, 1.0),
-    ("goodput over the best baseline's, at its largest", "goodput times", 1.38, 1.38, 1.0),
-    ("attainment above the best baseline's at every scale, at the closest", "least lead", None, None, 0.0),
+    ("largest ratio of the best baseline's violations to ours", "violations times", 4.61, 3.05, 1.0),
+    ("largest ratio of goodput to the best baseline's", "goodput times", 1.38, 1.38, 1.0),
+    ("smallest lead in attainment over the best baseline, all scales", "least lead", None, None, 0.0),
 )
 STRICT_CLAIMS = tuple(
     Claim(
-        f"{machine}: attainment of continuous batching at scales below 1, at most",
+        f"{machine}: largest attainment of continuous batching at scales below 1",
         f"{machine}: continuous batching where strict", "at most", 0.4, 0.4, "share",
     )
     for machine in MACHINES
 )  # fmt: skip
-FALLS, VARIES = (
-    "accepted tokens at the lowest rate over those at the highest", "how far those of fixed chains vary over rates"
-)  # fmt: skip
+FALLS = "accepted tokens at the lowest rate over those at the highest"
+VARIES = "variation of the accepted tokens of fixed chains over rates"
 ACCEPTED_CLAIMS = (
     *(Claim(f"{at}: {FALLS}", f"{at}: accepted falls", "at least", 1.0) for at in MACHINES),
     *(Claim(f"{at}: {VARIES}", f"{at}: accepted of chains varies", "at most", 0.05, None, "share") for at in MACHINES),
 )
 FLUCTUATING_CLAIMS = (
-    ("attainment above the best baseline's at every mean rate, at the closest", "least lead", None, None, 0.0),
+    ("smallest lead in attainment over the best baseline, all mean rates", "least lead", None, None, 0.0),
 )
-NO_MIX = NotYet("a workload whose classes peak at times of their own on the real engine; the simulator has one")
+NO_MIX = NotYet("a workload for the real engine whose classes peak at different times; the simulator has one")
 
 ENTRIES = (
     Entry(
         "adaserve-8", PAPER, "figure 8",
         "The share of requests whose TPOT target is met, over requests per second, on two models.",
-        "The same over the rates of the traces, on machines of both shapes.",
+        "The same figure at the rates of the traces, on simulated machines of both shapes.",
         {"cpu": _simulated("rate", 4, _both(RATE_CLAIMS), MIX), **_real("attainment")},
     ),
     Entry(
         "adaserve-9", PAPER, "figure 9",
         "Tokens per second of the requests whose target is met, over requests per second.",
-        "The same runs as figure 8.",
+        "The runs of figure 8.",
         {"cpu": _simulated("rate", 4, _both(GOODPUT_CLAIMS), MIX), **_real("goodput")},
     ),
     Entry(
         "adaserve-10", PAPER, "figure 10",
         "Attainment and goodput over the share of urgent requests, at 4 requests per second.",
-        "The same at three shares.",
+        "The same figure at three shares.",
         {
             "cpu": _simulated("urgent", 2, _both(URGENT_CLAIMS), "urgent shares 0.3, 0.6 and 0.9"),
             **_varied("urgent", ("--urgent-shares", "0.3,0.5,0.7,0.9"), "urgent_share", "attainment"),
@@ -157,7 +156,7 @@ ENTRIES = (
     Entry(
         "adaserve-11", PAPER, "figure 11",
         "Attainment and goodput over the urgent requests' target, in multiples of the baseline latency.",
-        "The same at six scales.",
+        "The same figure at six scales.",
         {
             "cpu": _simulated("scale", 3, (*_both(SCALE_CLAIMS), *STRICT_CLAIMS), MIX),
             **_varied("scale", ("--slo-scales", "0.6,0.8,1,1.2,1.4,1.6"), "slo_scale", "attainment"),
@@ -165,15 +164,15 @@ ENTRIES = (
     ),
     Entry(
         "adaserve-12", PAPER, "figure 12",
-        "Draft tokens accepted per verification of a request, over requests per second: fewer the higher the load "
-        "under AdaServe, as many at any load under fixed chains.",
-        "The same runs as figure 8; the bonus token is not counted.",
+        "Draft tokens accepted per verification of a request, over requests per second. Under AdaServe they fall with "
+        "the load, under fixed chains they stay the same.",
+        "The runs of figure 8. The bonus token is not counted.",
         {"cpu": _simulated("rate", 4, ACCEPTED_CLAIMS, MIX), **_real("accepted")},
     ),
     Entry(
         "adaserve-13", PAPER, "figure 13",
         "Arrivals of a synthetic trace of six minutes in which chat, code and summarization peak in turn.",
-        "The trace that is generated in its shape.",
+        "A trace generated in the same shape.",
         {
             "cpu": Form(
                 (Step("fluctuating", (
@@ -181,15 +180,15 @@ ENTRIES = (
                     "--save-traces", "--out", "{here}",
                 ), 0.2, anew=True),),
                 peaks("fluctuating"), PEAK_CLAIMS, "generated", "trace-*.jsonl.gz",
-                "The paper draws the trace and does not publish it: its peaks are read off the figure.",
+                "The paper draws the trace but does not publish it. We read its peaks off the figure.",
             ),
             "gpu": NO_MIX,
         },
     ),
     Entry(
         "adaserve-14", PAPER, "figure 14",
-        "Attainment under that trace: AdaServe above every baseline.",
-        "The same at three mean rates.",
+        "Attainment under the trace of figure 13: AdaServe is above every baseline.",
+        "The same figure at three mean rates.",
         {
             "cpu": _simulated("fluctuating", 2, _both(FLUCTUATING_CLAIMS), "classes that peak in turn"),
             "gpu": NO_MIX,
@@ -197,10 +196,10 @@ ENTRIES = (
     ),
     Entry(
         "adaserve-15", PAPER, "figure 15",
-        "Shares of the serving time that speculation, selection and verification take: selection, on the CPU, next to "
+        "Shares of the serving time for speculation, selection and verification. Selection, on the CPU, takes next to "
         "nothing.",
-        "The phases of the real engine's steps, 16 requests at once. On a CPU drafting and verifying run on the cores "
-        "that select.",
+        "The phases of the real engine's steps, 16 requests at once. On a CPU, drafting and verification run on the "
+        "same cores as selection.",
         {
             "cpu": Form(
                 (GROWN, Step("phases-110m", (

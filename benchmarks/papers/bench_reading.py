@@ -25,12 +25,12 @@ def bench_claims(kind: str) -> tuple[Claim, ...]:
     """Of a figure about `kind`: attainment, goodput or accepted tokens."""
     return {
         "attainment": (
-            Claim("attainment above the best baseline's at every point, at the closest", "least lead", "at least", 0.0),
-            Claim("violations of the best baseline over ours, at their largest", "violations times", "at least", 1.0),
+            Claim("smallest lead in attainment over the best baseline, all points", "least lead", "at least", 0.0),
+            Claim("largest ratio of the best baseline's violations to ours", "violations times", "at least", 1.0),
         ),
         "goodput": (
-            Claim("goodput over the best baseline's, at its largest", "goodput times", "at least", 1.0),
-            Claim("goodput over the best baseline's, at the closest", "least goodput times", "at least", 1.0),
+            Claim("largest ratio of goodput to the best baseline's", "goodput times", "at least", 1.0),
+            Claim("smallest ratio of goodput to the best baseline's", "least goodput times", "at least", 1.0),
         ),
         "accepted": (
             Claim("accepted tokens at the lowest rate over those at the highest", "accepted falls", "at least", 1.0),

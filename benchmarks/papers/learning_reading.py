@@ -60,35 +60,36 @@ OFFLINE_CLAIMS = (
 SPEED_CLAIMS = (
     Claim("code: speedup with the draft distilled offline, its best chain", "offline: times plain", "above", 1.0,
           CODE_SPEEDUPS[1]),
-    Claim("code: the same with the draft that learned online", "online: times plain", "above", 1.0),
+    Claim("code: speedup with the draft that learned online, its best chain", "online: times plain", "above", 1.0),
     Claim("code: time per token with the first draft over that with the distilled one, the same chain",
           "start over offline", "above", 1.0, CODE_OVER_START),
-    Claim("the same over that with the draft that learned online", "start over online", "above", 1.0),
+    Claim("code: time per token with the first draft over that with the online one, the same chain",
+          "start over online", "above", 1.0),
 )  # fmt: skip
 NARROW_CLAIMS = (
-    Claim("acceptance gained online, where least", "least gain", "above", 0.0, GAINS[0], "share"),
-    Claim("acceptance gained online, where most", "most gain", "above", 0.0, GAINS[1], "share"),
-    Claim("acceptance at the start over the draft's that is distilled offline, at most", "most start over offline",
+    Claim("smallest gain in acceptance online", "least gain", "above", 0.0, GAINS[0], "share"),
+    Claim("largest gain in acceptance online", "most gain", "above", 0.0, GAINS[1], "share"),
+    Claim("largest ratio of acceptance at the start to that of the draft distilled offline", "most start over offline",
           "at most", 1.0),
-    Claim("acceptance online in the end over that of the same draft, comparable: nine tenths or more, where least",
+    Claim("smallest ratio of final online acceptance to that of the draft distilled offline (comparable: 0.9)",
           "least online over offline", "at least", 0.9),
 )  # fmt: skip
 SHIFT_CLAIMS = (
-    Claim("acceptance of what is served: how far it drops at a change of traffic, at its largest", "most dip", "above",
+    Claim("largest drop in acceptance of served requests at a change of traffic", "most dip", "above",
           0.0, None, "share"),
-    Claim("acceptance regained until the next change, where least", "least regained", "above", 0.0, None, "share"),
-    Claim("the same over what it had dropped, at the change where it dropped most", "regained over the most dip",
+    Claim("smallest recovery in acceptance until the next change", "least regained", "above", 0.0, None, "share"),
+    Claim("recovery over the drop, at the change with the largest drop", "regained over the most dip",
           "at least", 1.0),
 )  # fmt: skip
 TOPIC_CLAIMS = (
-    Claim("topics: acceptance gained by a topic's own draft, where least", "least gain", "above", 0.0, None, "share"),
-    Claim("topics: acceptance in the end, where least", "least acceptance", "at least", TOPICS, TOPICS, "share"),
+    Claim("topics: smallest gain in acceptance by a topic's own draft", "least gain", "above", 0.0, None, "share"),
+    Claim("topics: smallest final acceptance", "least acceptance", "at least", TOPICS, TOPICS, "share"),
 )
 ROUTED_CLAIMS = tuple(
-    Claim(f"acceptance of a draft for each kind, found by {way}, above one draft's, {word}", f"{way}: {name} lead",
+    Claim(f"{word} lead in acceptance of a draft for each kind, found by {way}, over one draft", f"{way}: {name} lead",
           "above", 0.0, paper, "share")
     for way in (TAG, TOPIC)
-    for (word, name), paper in zip((("where least", "least"), ("where most", "most")), ROUTED, strict=True)
+    for (word, name), paper in zip((("smallest", "least"), ("largest", "most")), ROUTED, strict=True)
 )  # fmt: skip
 
 

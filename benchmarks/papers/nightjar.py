@@ -114,29 +114,27 @@ LATENCY_CLAIMS = (
     ),
 )  # fmt: skip
 BANDIT_CLAIMS = (
-    Claim("throughput over every other bandit's at every load, at the closest", "least throughput times", "at least",
+    Claim("smallest ratio of throughput to any other bandit's, all loads", "least throughput times", "at least",
           1.0),
-    Claim("mean latency over every other bandit's at every load, at most", "most latency times", "at most", 1.0),
+    Claim("largest ratio of mean latency to any other bandit's, all loads", "most latency times", "at most", 1.0),
 )  # fmt: skip
 OFFLOADED_CLAIMS = (
-    Claim("throughput with the draft offloaded over its staying, at its largest", "most times", "at least", 1.0,
+    Claim("largest ratio of throughput with the draft offloaded to that with it staying", "most times", "at least", 1.0,
           6315.9 / 5982.6),
-    Claim("the same at the load where it brings least", "least times", "at least", 1.0),
+    Claim("smallest such ratio over the loads", "least times", "at least", 1.0),
 )  # fmt: skip
 THRESHOLD_CLAIMS = (
-    Claim("throughput at the best threshold over the draft staying", "best times off", "at least", 1.0,
+    Claim("throughput at the best threshold over that with the draft staying", "best times off", "at least", 1.0,
           6110 / 5768.12),
-    Claim("share of free pages that is best, at most", "best threshold", "at most", 0.2, 0.1, "share"),
+    Claim("best threshold: share of free pages", "best threshold", "at most", 0.2, 0.1, "share"),
 )  # fmt: skip
 LENGTH_CLAIMS = (
-    Claim("throughput over the best fixed length's at every load, at the closest", "least times best length",
+    Claim("smallest ratio of throughput to the best fixed length's, all loads", "least times best length",
           "at least", 1.0, 1.01),
-    Claim("throughput over the best fixed length's, at its largest", "most times best length", "at least", 1.0, 1.16),
+    Claim("largest ratio of throughput to the best fixed length's", "most times best length", "at least", 1.0, 1.16),
 )  # fmt: skip
 LARGER_CLAIMS = (
-    Claim(
-        "throughput over the best other method's at three loads, at the closest", "least times best", "at least", 1.0
-    ),
+    Claim("smallest ratio of throughput to the best other method's, three loads", "least times best", "at least", 1.0),
 )
 
 ENTRIES = (
@@ -148,67 +146,69 @@ ENTRIES = (
     ),
     Entry(
         "nightjar-10", PAPER, "figure 10",
-        "The request rate of the segment of Azure's trace that the dynamic load is.",
+        "The request rate of the segment of Azure's trace that is the dynamic load.",
         "The twenty minutes in which the rate swings most; the paper does not say which it took.",
         {"cpu": Form((OVER_TIME,), rate_trace(OVER_TIME.name), RATE_CLAIMS, WORKLOAD, "over-time.json", CPU_PAIR)},
     ),
     Entry(
         "nightjar-11", PAPER, "figure 11",
-        "Throughput over time under that load: the best while it is low, plain decoding's while it is high.",
-        "The same by half minute, thinned to the machine.",
+        "Throughput over time under the load of figure 10: the best while the load is low, and that of plain decoding "
+        "while it is high.",
+        "The same figure by half minute, with the load thinned to the machine.",
         {"cpu": Form((OVER_TIME,), over_time(OVER_TIME.name), TIME_CLAIMS, WORKLOAD, "over-time.json", CPU_PAIR)},
     ),
     Entry(
         "nightjar-12", PAPER, "figure 12",
-        "Nightjar beside other bandits that know the size of the batch, over request rates.",
-        "The same at five loads.",
+        "Nightjar and other bandits that know the batch size, over request rates.",
+        "The same figure at five loads.",
         {"cpu": _simulated(SMALL, bandits, BANDIT_CLAIMS)},
     ),
     Entry(
         "nightjar-13", PAPER, "figure 13",
         "Throughput with the draft's memory given to the KV cache under load, and without, over request rates.",
-        "The same on a machine with few KV pages.",
+        "The same figure on a machine with few KV pages.",
         {"cpu": _simulated(SMALL, offload, OFFLOADED_CLAIMS), **_offload()},
     ),
     Entry(
         "nightjar-14", PAPER, "figure 14",
-        "Throughput over the share of free KV cache below which the draft is given away.",
-        "The same over five shares, at the best number of steps that pages must be short for each.",
+        "Throughput over the share of free KV cache below which the draft is offloaded.",
+        "The same figure at five shares, each with its best number of steps before an expansion.",
         {"cpu": _simulated(SMALL, thresholds, THRESHOLD_CLAIMS)},
     ),
     Entry(
         "nightjar-15", PAPER, "figure 15",
-        "Nightjar beside fixed numbers of drafted tokens, over request rates, on the 13B model.",
-        "The same at five loads, on the machine of figure 16.",
+        "Nightjar and fixed numbers of drafted tokens, over request rates, on the 13B model.",
+        "The same figure at five loads, on the machine of figure 16.",
         {"cpu": _simulated(LARGE, lengths, LENGTH_CLAIMS, LARGER)},
     ),
     Entry(
         "nightjar-16", PAPER, "figure 16",
         "Every method with a 32B target on two GPUs.",
-        "Every method at a low, a high and a dynamic load, on a machine of that shape.",
+        "Every method at a low, a high and a dynamic load, on a simulated machine of that shape.",
         {"cpu": _simulated(LARGE, methods, LARGER_CLAIMS, LARGER)},
     ),
     Entry(
         "nightjar-table-4", PAPER, "table 4",
         "Throughput of every method on three data sets, for two targets.",
-        "Means of ratios over a low, a high and a dynamic load of one workload.",
+        "Mean ratios over a low, a high and a dynamic load of one workload.",
         {"cpu": _simulated(SMALL, methods, THROUGHPUT_CLAIMS), **_engine(ENGINE_CLAIMS)},
     ),
     Entry(
         "nightjar-table-5", PAPER, "table 5",
-        "Mean end-to-end latency of every method on the same.",
-        "Means of ratios over the same loads.",
+        "Mean end-to-end latency of every method on the same data sets.",
+        "Mean ratios over the same loads.",
         {"cpu": _simulated(SMALL, methods, LATENCY_CLAIMS), **_engine(ENGINE_CLAIMS)},
     ),
     Entry(
         "nightjar-table-6", PAPER, "table 6",
-        "What giving the draft's memory away and taking it back costs, with a 32B target on two GPUs.",
-        "The same operations of the real engine; contraction includes moving the pages.",
+        "The cost of an expansion (the draft's memory becomes KV pages) and a contraction (the draft returns), with a "
+        "32B target on two GPUs.",
+        "The same operations of the real engine. A contraction includes moving the pages.",
         {
             "cpu": Form(
                 (Step("elastic-110m", ("python", "benchmarks/elastic.py", "--out", "{here}/elastic.json"), 2),),
                 swaps("elastic-110m"), ELASTIC_CLAIMS, "pages half in use", "elastic.json",
-                "A 110M target in f32 on a CPU, where memory is one.",
+                "A 110M target in f32 on a CPU, where host and device share one memory.",
             ),
             "gpu": Form(
                 (Step("elastic-8b", (

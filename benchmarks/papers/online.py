@@ -27,15 +27,13 @@ from papers.learning_reading import (
 from papers.reading import figure, read_json, series
 
 PAPER = "OSD"
-SIMULATED = NotYet(
-    "training on a simulated machine, which there is not; --size engine trains the embedded draft on a CPU"
-)
+SIMULATED = NotYet("training, which the simulator cannot do; --size engine trains the embedded draft on a CPU")
 LARGER = NotYet(
-    "a trained pair of a size that is worth a GPU: the embedded one is too small, and a target that is grown from it "
-    "says what the small one says"
+    "a trained pair large enough for a GPU: the embedded one is too small, and a target that is grown from it gives "
+    "the same answers"
 )
 PAIR = "The embedded pair on a CPU, the draft's top layer replaced by random weights."
-JUDGED = f"{PAIR} Acceptance on texts that nobody was served, over the whole vocabulary."
+JUDGED = f"{PAIR} Acceptance is measured on texts that were never served, over the whole vocabulary."
 SPEEDUPS = {0.5: (1.28, 0.95), 0.6: (1.44, 1.17), 0.7: (1.65, 1.3), 0.8: (2.01, 1.68), 0.9: (2.63, 2.55)}
 """The paper's, by acceptance: of a 1.1B draft for 33B and a 160M one for 7B."""
 MACHINE = "qwen-32b"
@@ -126,24 +124,24 @@ def _engine(form: Form) -> dict[str, Form | NotYet]:
 ENTRIES = (
     Entry(
         "osd-table-1", PAPER, "table 1",
-        "Acceptance of drafts distilled beforehand on four data sets, by what they are taught with.",
-        "One kind of prompts, code, by who writes the texts and by the distance that is trained.",
+        "Acceptance of drafts distilled offline on four data sets, by training method.",
+        "One kind of prompts, code, by the model that writes the texts and by the loss.",
         _engine(Form(
             (PROMPTS, *DISTILLED.values()), offline({way: step.name for way, step in DISTILLED.items()}),
             OFFLINE_CLAIMS, "256 pieces of code", "distilled.json",
-            f"{PAIR} Acceptance on the held-out eighth of the prompts, over the target's 64 likeliest tokens. The "
-            "paper's numbers are Vicuna-7B's on Code-search-Python; no training on labels alone.",
+            f"{PAIR} Acceptance is measured on the held-out eighth of the prompts, over the target's 64 likeliest "
+            "tokens. The paper's numbers are Vicuna-7B's on Code-search-Python. There is no training on labels alone.",
         )),
     ),
     Entry(
         "osd-table-2", PAPER, "table 2",
         "Milliseconds per token of one request, by how often the draft is right, for two pairs of models.",
         "Five drafted tokens, on a machine whose draft step costs a seventh of a verification (the larger pair of the "
-        "paper: a twelfth), beside the formula of independent acceptances.",
+        "paper: a twelfth), compared with the formula for independent acceptances.",
         {
             "cpu": Form(
                 (SPEEDUP,), _speedups(SPEEDUP.name), SPEEDUP_CLAIMS, "one request at a time", "speedup.json",
-                "Simulated; the paper's numbers are those of its larger pair.",
+                "Simulated. The paper's numbers are those of its larger pair.",
             ),
             "gpu": LARGER,
         },
@@ -151,8 +149,8 @@ ENTRIES = (
     Entry(
         "osd-table-3", PAPER, "table 3",
         "Milliseconds per token with the distilled draft, on five data sets.",
-        "Of one request, on code, with the draft as it was, as it is distilled offline, and as it learned from 500 "
-        "requests; chains of two and four.",
+        "One request, on code, with three drafts: the first one, one distilled offline, and one that learned from 500 "
+        "requests. Chains of two and four.",
         _engine(Form(
             (NARROW["code"], LATENCY), latency(LATENCY.name), SPEED_CLAIMS, "12 pieces of code", "latency.json",
             "The embedded pair on a CPU, its target grown to 110M in f32. The paper's numbers are those of its larger "
@@ -162,8 +160,8 @@ ENTRIES = (
     Entry(
         "osd-3", PAPER, "figure 3",
         "Acceptance over the requests served, while the draft learns from them, on four data sets.",
-        "Code and maths, each from the same beginning, beside a draft that is distilled from the same prompts in two "
-        "epochs beforehand. The paper's range of gains is that of all its data sets.",
+        "Code and maths, each from the same start, compared with a draft that was distilled offline from the same "
+        "prompts in two epochs. The paper's range of gains covers all its data sets.",
         _engine(Form(
             tuple(NARROW.values()), narrow({domain: step.name for domain, step in NARROW.items()}), NARROW_CLAIMS,
             "500 requests of one kind", "narrow-code.json, narrow-maths.json",
@@ -172,29 +170,29 @@ ENTRIES = (
     ),
     Entry(
         "osd-4", PAPER, "figure 4",
-        "The same when the data set changes every 2,000 requests.",
-        "Code, maths, wishes for functions, and tests, one after another.",
+        "The same figure with a data set that changes every 2,000 requests.",
+        "Code, maths, requests for functions, and tests, one after another.",
         _engine(Form(
             (SHIFT,), shift(SHIFT.name), SHIFT_CLAIMS, "four kinds, 320 requests each", "shift.json",
-            f"{JUDGED} No drafts that are distilled beforehand from a part of the data.",
+            f"{JUDGED} There are no drafts distilled offline from a part of the data.",
         )),
     ),
     Entry(
         "osd-5", PAPER, "figure 5",
-        "The same on conversations in five languages and on five topics, each with a draft of its own.",
+        "The same figure for conversations in five languages and on five topics, each with a draft of its own.",
         "The run of figure 6 whose drafts are found by topic: code and maths. The embedded pair speaks English only.",
         _engine(Form(
             (MIX,), topics(MIX.name), TOPIC_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} No languages. One request in ten says its topic, and the others are told apart by those.",
+            f"{JUDGED} There are no languages. One request in ten names its topic, and the router learns from those.",
         )),
     ),
     Entry(
         "osd-6", PAPER, "figure 6",
-        "One draft for all topics beside one for each.",
+        "One draft for all topics, compared with one draft for each.",
         "Code and maths at once: one draft, one for each by the requests' tags, and one for each by topic.",
         _engine(Form(
             (MIX,), routed(MIX.name), ROUTED_CLAIMS, "two kinds at once, 240 requests each", "mixed.json",
-            f"{JUDGED} By topic: one request in ten says its own.",
+            f"{JUDGED} With routing by topic, one request in ten names its topic.",
         )),
     ),
 )  # fmt: skip

@@ -36,7 +36,7 @@ def document_of(entry: Entry, form: Form, row: RunRow, found: Found) -> Document
 
 def claims_table(claims: list[dict[str, Any]]) -> Table:
     rows = tuple(claim_cells(claim) for claim in claims)
-    caption = "The paper's numbers are of its machines and models: direction and ratio can be compared."
+    caption = "The paper's numbers come from its own machines and models. You can compare directions and ratios."
     return Table("claims", "Statements", caption, COLUMNS, rows, frozenset({2, 3, 5}))
 
 

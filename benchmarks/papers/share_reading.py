@@ -13,7 +13,8 @@ MINIMAL = 0.01
 """The largest share of the serving time that counts as next to nothing."""
 SHARE_CLAIMS = (
     Claim("share of the serving time that selection takes", "select share", "at most", MINIMAL, 0.0041, "share"),
-    Claim("the same with the choice of depth, width and budget", "plan and select share", "at most", MINIMAL, None,
+    Claim("share of the serving time, with the choice of depth, width and budget", "plan and select share",
+          "at most", MINIMAL, None,
           "share"),
 )  # fmt: skip
 

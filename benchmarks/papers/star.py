@@ -8,12 +8,12 @@ from papers.entry import Entry, Form, NotYet, Step
 
 PAPER = "StarSD"
 GPUS = NotYet(
-    "a GPU for the draft and another for each target, seven in the paper: on one GPU that all of them share the draft "
-    "is never idle while a target verifies, which is what is measured"
+    "one GPU for the draft and one for each target, seven in the paper. The figure measures how idle the draft is "
+    "while targets verify; on one shared GPU it is never idle"
 )
 PACED = (
-    "The draft, its service and the messages are real, on one machine; targets sleep for as long as a verification "
-    "takes and have one request each. No network between hosts."
+    "The draft, its service and the messages are real, on one machine. Targets sleep for as long as a verification "
+    "takes and have one request each. There is no network between hosts."
 )
 TABLE = Step(
     "star-table-1",
@@ -40,21 +40,21 @@ ENTRIES = (
     Entry(
         "starsd-table-1", PAPER, "table 1",
         "Throughput, waiting and idle times, rounds per second and load of one draft for one to six targets.",
-        "The same quantities, one request at a time as in the paper, and requests drafted together beside them.",
+        "The same quantities, both one request at a time as in the paper and with batched drafts.",
         {
             "cpu": Form((TABLE,), read.table1(TABLE.name), claims.TABLE_CLAIMS, TEXTS, "table1.json", PACED),
             "engine": Form(
                 (ENGINES,), read.engines(ENGINES.name), claims.ENGINE_CLAIMS, TEXTS, "table1.json",
-                "Whole engines in place of paced targets, the demo's target grown to 110M: two of them, the draft and "
-                "all the rest share the cores, so that a second target takes from the first what it computes itself.",
+                "Whole engines in place of paced targets, with the demo's target grown to 110M. Two of them, the "
+                "draft and everything else share the cores, so a second target slows the first one down.",
             ),
             "gpu": GPUS,
         },
     ),
     Entry(
         "starsd-4", PAPER, "figure 4",
-        "What it costs that draft and target are apart: throughput and rounds per second over a benchmark, and the "
-        "time that messages take.",
+        "The cost of separating draft and target: throughput and rounds per second over a benchmark, and the time of "
+        "messages.",
         "The same target with the draft in its process and with a draft service, in turns, window by window.",
         {
             "cpu": Form((APART,), read.apart(APART.name), claims.APART_CLAIMS, TEXTS, "apart.json", PACED),
@@ -64,7 +64,7 @@ ENTRIES = (
     Entry(
         "starsd-5", PAPER, "figure 5",
         "Rounds per second of the draft and of a target, and the draft's load, by targets.",
-        "From the runs of table 1, one request at a time.",
+        "The runs of table 1, one request at a time.",
         {
             "cpu": Form((TABLE,), read.rounds(TABLE.name), claims.ROUND_CLAIMS, TEXTS, "table1.json", PACED),
             "gpu": GPUS,
@@ -72,19 +72,19 @@ ENTRIES = (
     ),
     Entry(
         "starsd-6", PAPER, "figure 6",
-        "Time of a draft token by how long the draft was idle before, and after warming it up.",
-        "The draft service's model by itself, which sleeps between drafts, and drafts a few chains before the timed "
-        "one.",
+        "Time of a draft token by the draft's idle time before it, without and with a warm-up.",
+        "The model of the draft service alone. It sleeps between drafts, and to warm up it drafts a few chains before "
+        "the timed one.",
         {
             "cpu": Form(
                 (IDLE,), read.idle(IDLE.name), claims.IDLE_CLAIMS, "one request", "idle.json",
-                "On a CPU, without the panel of clock frequencies. The paper's numbers are of one and of two targets, "
+                "On a CPU, without the panel of clock frequencies. The paper's numbers are for one and two targets, "
                 f"which leave its draft idle for {claims.PAPER[1]['idle_s'] * 1e3:g} and "
                 f"{claims.PAPER[2]['idle_s'] * 1e3:g} ms.",
             ),
             "gpu": Form(
                 (IDLE_GPU,), read.idle(IDLE_GPU.name), claims.IDLE_CLAIMS, "one request", "idle.json",
-                "Without the panel of clock frequencies, which needs the right to fix them.",
+                "Without the panel of clock frequencies, because fixing them needs special rights.",
             ),
         },
     ),

@@ -37,7 +37,7 @@ TABLE_CLAIMS = (
 )  # fmt: skip
 ENGINE_CLAIMS = (
     Claim("tokens/s of two targets over one", "tokens: two over one", "at least", 1.0, _paper("throughput_tps", 2, 1)),
-    Claim("texts that are what the target makes of the prompt alone", "same texts", "at least", 1.0, None, "share"),
+    Claim("texts that equal what the target writes alone", "same texts", "at least", 1.0, None, "share"),
 )  # fmt: skip
 ROUND_CLAIMS = (
     Claim("rounds/s of the draft: three targets over one", "draft: three over one", "at least", 1.5,

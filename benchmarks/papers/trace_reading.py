@@ -15,10 +15,10 @@ BIN_S, WINDOW_S = 10.0, 60.0
 OFF_S = 20.0
 """Seconds that a peak may be off the one read from the paper's figure."""
 PEAK_CLAIMS = (
-    Claim("seconds that a class's busiest minute is off the paper's peak, at most", "peaks off, s", "at most", OFF_S,
-          None, "s"),
-    Claim("arrivals of a class in its busiest minute over those of an average one, at least", "least swing", "at least",
-          1.0),
+    Claim("largest distance of a class's busiest minute from the paper's peak, seconds", "peaks off, s", "at most",
+          OFF_S, None, "s"),
+    Claim("smallest ratio of arrivals in a class's busiest minute to those in an average minute", "least swing",
+          "at least", 1.0),
 )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def test_a_verification_reveals_ranks_by_position_and_where_none_was_right() -> 
         parent=np.array([-1, 0, 0, 2, 2, -1, -1, 6, 7]),
         depth=np.array([0, 1, 1, 2, 2, 0, 0, 1, 2]),
         candidate=np.array([-1, 0, 1, 3, 2, -1, -1, 0, 1]),
-        path_prob=np.array([1.0, 0.6, 0.3, 0.1, 0.2, 1.0, 1.0, 0.5, 0.4], np.float32),
+        f=np.array([1.0, 0.6, 0.3, 0.1, 0.2, 1.0, 1.0, 0.5, 0.4], np.float32),
     )
     accepted = np.array([True, False, True, False, False, True, True, True, True])
     outcome = StepOutcome(np.zeros((3, 4), np.int32), np.array([2, 1, 3]), accepted, 0.0, 0.0, 0.0, 16)

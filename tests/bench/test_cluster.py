@@ -20,7 +20,7 @@ from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 
 MACHINE = load_machine("llama-70b")
@@ -52,7 +52,7 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
             prompt = np.zeros(asked.prompt_tokens, np.int32)
             name, kind = f"{policy}-{arrived}", asked.slo_class
             scheduler.add(
-                Request(name, prompt, sampling, seeds[arrived], asked.due_s, slo_class=kind, **targets)
+                Sequence(name, prompt, sampling, seeds[arrived], asked.due_s, slo_class=kind, **targets)
             )  # fmt: skip
             arrived += 1
         plan = scheduler.plan(clock.now())
@@ -152,7 +152,7 @@ def test_a_router_sees_what_steps_have_brought_by_then_and_nothing_of_those_in_f
 
     def deliver(number: int, known: Assigned, replica: Replica) -> None:
         asked = SamplingParams(max_tokens=2, ignore_eos=True)
-        replica.add(Request(str(number), np.zeros(4, np.int32), asked, number, known.arrival_s), known)
+        replica.add(Sequence(str(number), np.zeros(4, np.int32), asked, number, known.arrival_s), known)
 
     wall_s = run_cluster(replicas, router, fleet, arrivals, deliver, drain_s=100.0)
     assert router.seen == [

@@ -8,8 +8,8 @@ import pytest
 
 from adaserve_jax.bench.simulate import simulate_all
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import SwapRule
-from adaserve_jax.sim.executor import SwapTimes
+from adaserve_jax.memory.residency import ElasticRule
+from adaserve_jax.sim.executor import ElasticTimes
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import SLO
@@ -54,7 +54,7 @@ def test_without_a_number_pages_never_run_out_and_nothing_swaps() -> None:
 
 def test_the_rule_that_a_plan_carries_is_the_one_in_force() -> None:
     """A window that no run is long enough for."""
-    plan = replace(FEW, elastic="on", swap_rule=SwapRule(persist_steps=10**6))
+    plan = replace(FEW, elastic="on", elastic_rule=ElasticRule(persist_steps=10**6))
     assert simulate("nightjar", plan, MACHINE, trace(count=60)).stats[0].swaps == {}
 
 
@@ -70,11 +70,11 @@ def test_rows_say_how_many_pages_there_were() -> None:
 
 class TestSwapTimes:
     def test_of_packaged_machines_are_published_and_by_the_size_of_the_draft(self) -> None:
-        assert load_machine("llama-70b").swap_times == SwapTimes(0.1439, 0.0119, 0.125)
-        assert load_machine("qwen-32b").swap_times == SwapTimes(0.1439, 0.0119, 0.05)
+        assert load_machine("llama-70b").elastic_times == ElasticTimes(0.1439, 0.0119, 0.125)
+        assert load_machine("qwen-32b").elastic_times == ElasticTimes(0.1439, 0.0119, 0.05)
 
     def test_that_a_machine_does_not_say_are_the_published_ones(self) -> None:
-        assert replace(MACHINE, swap_ms={"load": 1000.0}).swap_times == SwapTimes(load_s=1.0)
+        assert replace(MACHINE, swap_ms={"load": 1000.0}).elastic_times == ElasticTimes(load_s=1.0)
 
     @pytest.mark.parametrize(("swap_ms", "got"), [('{"reload": 3}', "{'reload': 3}"), ('{"load": -1}', "{'load': -1}")])
     def test_wrong_ones_are_refused(self, tmp_path: Path, swap_ms: str, got: str) -> None:

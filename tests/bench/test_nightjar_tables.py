@@ -56,7 +56,7 @@ def test_elastic_memory_is_swept_with_the_swap_rule_in_the_plan(modules) -> None
     point = places.Point(places.SETUPS[0], places.POISSON, 1.0, "nightjar", 3, places.Pool(64, 16, "on", 0.2, 8))
     plan = point.plan
     assert (plan.num_pages, plan.extension_pages, plan.elastic, plan.seed) == (64, 16, "on", 3)
-    assert (plan.swap_rule.tau_low, plan.swap_rule.persist_steps) == (0.2, 8)
+    assert (plan.elastic_rule.tau_low, plan.elastic_rule.persist_steps) == (0.2, 8)
     assert replace(point, pool=None).plan.num_pages == 0, "so many that they never run out"
     with pytest.raises(ConfigError, match="no setup 'qwen'; there are llama-70b; "):
         places.find_setups(["qwen"])

@@ -19,7 +19,7 @@ from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
-from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, Request, RequestMetrics, SamplingParams
+from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, RequestMetrics, SamplingParams, Sequence
 from adaserve_jax.workloads.traces import Trace, TraceRequest
 from tests.results.test_profile import profile, timings
 
@@ -83,7 +83,7 @@ def test_a_level_is_searched_for_every_row_of_the_step() -> None:
     scheduler = build_scheduler(EngineConfig(policy="spec:1"), limits, dear)
     seconds = []
     for number, prompt in enumerate((4, 200, 4)):
-        scheduler.add(Request(str(number), np.zeros(prompt, np.int32), SamplingParams(max_tokens=30), number, 0.0))
+        scheduler.add(Sequence(str(number), np.zeros(prompt, np.int32), SamplingParams(max_tokens=30), number, 0.0))
     while scheduler.has_work and len(seconds) < 40:
         plan = scheduler.plan(executor._clock.now())
         candidates = executor.speculate(plan) if plan.draft is not None else CandidateTrees.empty(plan.num_decode)

@@ -76,7 +76,7 @@ def test_what_cannot_be_run_says_what_it_needs_and_ends_with_3(modules, tmp_path
     }  # fmt: skip
     assert missing == {name for name in EXPECTED if name.startswith("osd")} - {"osd-table-2"}
     for name, size, needs in (
-        ("osd-3", "cpu", "training on a simulated machine"), ("starsd-5", "gpu", "a GPU for the draft and another for")
+        ("osd-3", "cpu", "training, which the simulator cannot do"), ("starsd-5", "gpu", "one GPU for the draft")
     ):  # fmt: skip
         done = run(modules, "run", name, "--size", size, "--out", tmp_path)
         assert done.exit_code == 3

@@ -164,7 +164,7 @@ def test_every_figure_is_run_judged_and_shown(modules, tmp_path: Path, monkeypat
         assert sum(claim.holds(kept["values"][claim.value]) for claim in entry.forms["cpu"].claims) == held
         assert "here / the paper" in (tmp_path / f"{name}-cpu.md").read_text()
     done = CliRunner().invoke(reproduce.app, ["run", "starsd-table-1", "--size", "engine", "--out", str(tmp_path)])
-    assert done.exit_code == 0 and "texts that are what the target makes" in done.output
+    assert done.exit_code == 0 and "texts that equal what the target writes alone" in done.output
 
 
 @pytest.mark.slow

@@ -130,11 +130,25 @@ def test_a_simulation_repeated_has_the_same_samples_and_records():
 
 def test_of_several_replicas_counts_are_added_and_depths_the_greatest():
     replicas = [
-        StepStats(steps=3, running=2, last_depth=4, last_budget=9, draft_resident=True, swaps={"expand": 1}),
-        StepStats(steps=5, running=1, last_depth=2, last_budget=6, draft_resident=False, swaps={"expand": 2}),
+        StepStats(
+            steps=3,
+            running=2,
+            last_depth=4,
+            last_verified_tree_tokens=9,
+            draft_resident=True,
+            elastic_moves={"expand": 1},
+        ),
+        StepStats(
+            steps=5,
+            running=1,
+            last_depth=2,
+            last_verified_tree_tokens=6,
+            draft_resident=False,
+            elastic_moves={"expand": 2},
+        ),
     ]
     every = together(replicas)
-    assert (every.steps, every.running, every.last_depth, every.last_budget) == (8, 3, 4, 15)
+    assert (every.steps, every.running, every.last_depth, every.last_verified_tree_tokens) == (8, 3, 4, 15)
     assert not every.draft_resident and sum(every.swaps.values()) == 3
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from concurrent.futures import Future
 
 import numpy as np
@@ -12,7 +12,7 @@ from adaserve_jax.constraints.bad_words import BadWords, spellings
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but, forbid, num_words
 from adaserve_jax.errors import RequestError
-from adaserve_jax.types import DraftTrees, Request, RowSampling, SamplingParams, StepPlan
+from adaserve_jax.types import DraftTrees, RowSampling, SamplingParams, Sequence, StepPlan
 from tests.constraints.definition import VOCAB, Letters
 
 PROMPT = np.array([2, 3, 3], np.int32)
@@ -33,23 +33,23 @@ class Counting:
             start.set_exception(RequestError("no number", param="json_schema", code="invalid_schema"))
         return start
 
-    def add(self, request_id: str, start: int) -> None:
-        self.left[request_id] = start
+    def add(self, sequence_id: str, start: int) -> None:
+        self.left[sequence_id] = start
 
-    def discard(self, request_id: str) -> None:
-        self.left.pop(request_id, None)
+    def discard(self, sequence_id: str) -> None:
+        self.left.pop(sequence_id, None)
 
-    def advance(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        self.left[request_id] -= len(token_ids)
-        return self.left[request_id] <= 0
+    def advance(self, sequence_id: str, token_ids: abc.Sequence[int]) -> bool:
+        self.left[sequence_id] -= len(token_ids)
+        return self.left[sequence_id] <= 0
 
-    def fill(self, request_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
-        self.filled.append((request_id, tokens.tolist(), parents.tolist()))
+    def fill(self, sequence_id: str, tokens: np.ndarray, parents: np.ndarray, masks: np.ndarray) -> None:
+        self.filled.append((sequence_id, tokens.tolist(), parents.tolist()))
         masks[:] = all_but(VOCAB, range(0, VOCAB, 2))
 
 
-def request(name: str = "a/0", stops: frozenset[int] = frozenset(), **asked: object) -> Request:
-    return Request(name, PROMPT, SamplingParams(**asked), 0, 0.0, stop_token_ids=stops)  # type: ignore[arg-type]
+def request(name: str = "a/0", stops: frozenset[int] = frozenset(), **asked: object) -> Sequence:
+    return Sequence(name, PROMPT, SamplingParams(**asked), 0, 0.0, stop_token_ids=stops)  # type: ignore[arg-type]
 
 
 def decode_step(tokens: list[int], parents: list[int], rows: list[int]) -> tuple[StepPlan, DraftTrees]:
@@ -63,7 +63,7 @@ def decode_step(tokens: list[int], parents: list[int], rows: list[int]) -> tuple
         step=0, slots=np.arange(count), num_decode=count, root_token=zeros, ctx_len=zeros,
         page_table=np.zeros((count, 1), np.int32),
         sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats, floats), prefill_tokens=none,
-        prefill_counts=none, prefill_final=none.astype(bool), draft=None, budget=8,
+        prefill_counts=none, prefill_final=none.astype(bool), draft=None, tree_token_cap=8,
     )  # fmt: skip
     arrays = [np.array(each, np.int32) for each in (rows, tokens, parents, depth)]
     return plan, DraftTrees(*arrays, arrays[3] - 1, np.ones(len(tokens), np.float32))
@@ -154,9 +154,7 @@ def test_the_prompt_is_no_part_of_a_word() -> None:
            "prefill_final": np.array([True])}
     )  # fmt: skip
     none = decode_step([0], [-1], [0])[1]
-    trees = DraftTrees(
-        *(getattr(none, name)[:0] for name in ("row", "token", "parent", "depth", "candidate", "path_prob"))
-    )
+    trees = DraftTrees(*(getattr(none, name)[:0] for name in ("row", "token", "parent", "depth", "candidate", "f")))
     assert constraints.edits(plan, trees, ["a/0"]) is None
     constraints.push("a/0", [b])
     edits = constraints.edits(*decode_step([b], [-1], [0]), ["a/0"])

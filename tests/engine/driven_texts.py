@@ -58,7 +58,7 @@ class Texts:
             sampling=RowSampling(zeros.astype(np.uint64), zeros, floats, zeros, floats + 1, floats),
             prefill_tokens=np.concatenate(PROMPTS).astype(np.int32) if prompts else zeros[:0],
             prefill_counts=np.array([len(p) for p in PROMPTS], np.int32) if prompts else zeros[:0],
-            prefill_final=np.ones(rows if prompts else 0, bool), draft=draft, budget=32,
+            prefill_final=np.ones(rows if prompts else 0, bool), draft=draft, tree_token_cap=32,
         )  # fmt: skip
 
     def _take(self, plan: StepPlan, trees: DraftTrees) -> None:

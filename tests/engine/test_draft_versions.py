@@ -16,7 +16,7 @@ from adaserve_jax.runtime.executor import ModelExecutor, load_executor
 from adaserve_jax.scheduler.acceptance import Calibrator
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.executor import VirtualClock
-from adaserve_jax.types import CandidateTrees, Request, SamplingParams
+from adaserve_jax.types import CandidateTrees, SamplingParams, Sequence
 from tests.engines import compile_only
 from tests.models.checkpoints import write_checkpoint
 from tests.scheduler.harness import costs_of
@@ -44,10 +44,10 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelExecutor
     executor.close()
 
 
-def requests(routed: bool) -> list[Request]:
+def requests(routed: bool) -> list[Sequence]:
     rng = np.random.default_rng(5)
     return [
-        Request(
+        Sequence(
             f"r{number}", rng.integers(3, 300, int(rng.integers(4, 30))).astype(np.int32),
             SamplingParams(max_tokens=48, temperature=[0.0, 0.7][number % 2]), seed=number, arrival_s=0.0,
             draft=number // 2 % 2 if routed else 0,

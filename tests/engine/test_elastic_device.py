@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import EngineDeadError, IntegrityError, SwapError
+from adaserve_jax.errors import ElasticError, EngineDeadError, IntegrityError
 from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.runtime.elastic import Elastic
 from adaserve_jax.runtime.executor import ModelExecutor, load_executor
@@ -118,7 +118,7 @@ def test_an_expansion_without_room_brings_the_draft_back(
     with monkeypatch.context() as patch:
         patch.setattr(elastic, "_new_extension", failing)
         pages = executor.limits.extension_pages
-        with pytest.raises(SwapError, match=f"no room for {pages} more KV pages .*injected; the draft is back"):
+        with pytest.raises(ElasticError, match=f"no room for {pages} more KV pages .*injected; the draft is back"):
             executor.expand()
         assert executor.draft_ready()
         patch.setattr(elastic, "_load_weights", failing)
@@ -137,7 +137,7 @@ def test_pages_that_cannot_be_copied_stay_where_they_are(
     moves = extended(texts)
     with monkeypatch.context() as patch:
         patch.setattr(elastic, "_copy_pages", failing)
-        with pytest.raises(SwapError, match=r"3 KV pages could not be copied: .*injected; they are where they were"):
+        with pytest.raises(ElasticError, match=r"3 KV pages could not be copied: .*injected; they are where they were"):
             moved(texts, moves)
     texts.decode(draft=False)
     with pytest.raises(ValueError, match=f"must move to pages below {BASE_PAGES}, got"):
@@ -178,10 +178,10 @@ def test_a_draft_that_could_not_be_loaded_is_loaded_again(
     with monkeypatch.context() as patch:
         patch.setattr(elastic, step, failing)
         executor.contract()
-        with pytest.raises(SwapError, match=r"the draft could not be loaded: .*injected; it is tried again"):
+        with pytest.raises(ElasticError, match=r"the draft could not be loaded: .*injected; it is tried again"):
             elastic.wait()
         texts.decode(draft=False)
-        with pytest.raises(SwapError, match="injected"):
+        with pytest.raises(ElasticError, match="injected"):
             wait_until(executor.draft_ready)  # which begins to load it
     assert not executor.draft_resident
     wait_until(executor.draft_ready)

@@ -32,7 +32,7 @@ from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
 from adaserve_jax.runtime.capture import TargetRows
 from adaserve_jax.stats import LearningStats
-from adaserve_jax.types import FinishReason, Request, SamplingParams
+from adaserve_jax.types import FinishReason, SamplingParams, Sequence
 from tests.engines import TINY
 from tests.models.checkpoints import write_checkpoint
 from tests.oracles.llama import oracle_logits
@@ -198,7 +198,7 @@ def test_only_where_the_target_overruled_the_draft(engine: Loaded, monkeypatch: 
                 wrong[choice_ids[row]].append(int(plan.ctx_len[row]) + depth)
         stepped(plan, trees, candidates, outcome, choice_ids, *rest, **how)
 
-    def noted(choice: Request, **how: Any) -> None:
+    def noted(choice: Sequence, **how: Any) -> None:
         begun.append(choice.request_id)
         added(choice, **how)
 
@@ -257,7 +257,7 @@ def test_a_draft_learns_from_its_own_requests(llm: LLM) -> None:
 def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) -> None:
     """The rows that were asked for last, and the end of the text, belong to the one that had the id before."""
     learner = learner_of(llm)
-    choice = Request("again/0", np.array([5, 6, 7, 8], np.int32), SamplingParams(), seed=0, arrival_s=0.0)
+    choice = Sequence("again/0", np.array([5, 6, 7, 8], np.int32), SamplingParams(), seed=0, arrival_s=0.0)
     rows = TargetRows(np.zeros((1, VOCAB), np.int32), np.full((1, VOCAB), -np.log(VOCAB), np.float32))
     watcher = learner._watcher
     with llm._engine._lock:

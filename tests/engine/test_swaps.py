@@ -13,10 +13,10 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.core import EngineCore
 from adaserve_jax.engine.thread_engine import LocalEngine
-from adaserve_jax.errors import SwapError
-from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.errors import ElasticError
+from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.scheduler import build_scheduler
-from adaserve_jax.sim.executor import SimExecutor, SwapTimes, VirtualClock
+from adaserve_jax.sim.executor import ElasticTimes, SimExecutor, VirtualClock
 from adaserve_jax.types import SLO, SamplingParams
 from tests.engine.simulated import EOS, VOCAB, Spelling, costs_of, expected, limits_of
 
@@ -26,7 +26,7 @@ class Machine(SimExecutor):
 
     def contract(self) -> None:
         if self.refuses:
-            raise SwapError("the slab is still in use")
+            raise ElasticError("the slab is still in use")
         super().contract()
 
 
@@ -34,10 +34,12 @@ class Machine(SimExecutor):
 def core() -> EngineCore:
     """Of 12 pages and 12 more, for requests that take 12 each; its draft is hardly ever right."""
     limits, clock = limits_of(num_pages=12, extension_pages=12), VirtualClock()
-    executor = Machine(limits, costs_of(limits), 0.02, clock, vocab_size=VOCAB, swap_times=SwapTimes(0.14, 0.01, 0.0))
+    executor = Machine(
+        limits, costs_of(limits), 0.02, clock, vocab_size=VOCAB, elastic_times=ElasticTimes(0.14, 0.01, 0.0)
+    )
     config = EngineConfig(policy="nightjar", elastic="on", seed=1)
-    rule = SwapRule(persist_steps=3, min_stay_steps=1000)
-    scheduler = build_scheduler(config, limits, costs_of(limits), swap_rule=rule)
+    rule = ElasticRule(persist_steps=3, min_stay_steps=1000)
+    scheduler = build_scheduler(config, limits, costs_of(limits), elastic_rule=rule)
     core = EngineCore(executor, scheduler, Spelling(), eos_ids=(EOS,), baseline_s=0.01, clock=clock.now)
     for number in range(9):
         sampling = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
@@ -57,7 +59,9 @@ def test_steps_swap_while_requests_run_and_texts_stay_what_they_are(core: Engine
         request = GenerateRequest(f"q{number}", [2, 3, 4, 5, number], sampling, SLO())
         assert tokens[f"q{number}"] == expected(request, 0, number, 48).token_ids
     stats = core.scheduler.stats
-    assert stats.swaps == {"expand": 1, "contract": 1}, "at the last end the draft is sent for; nobody asked since"
+    assert stats.elastic_moves == {"expand": 1, "contract": 1}, (
+        "at the last end the draft is sent for; nobody asked since"
+    )
     assert 0 < max(used) <= 12 and used[-1] == 0
     assert not stats.draft_resident
     core.settle()
@@ -75,7 +79,7 @@ def test_without_requests_the_draft_comes_back_a_part_in_each_call(core: EngineC
     states = []
     while not core.rests:
         core.rest()
-        states.append(core.scheduler.swapping.residency.state)
+        states.append(core.scheduler.elastic_memory.residency.state)
     assert list(dict.fromkeys(states)) == ["loading", "resident"]
     assert core.scheduler.stats.extension_total == 0
 
@@ -87,7 +91,7 @@ def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
     for number in range(9):
         core.abort(f"q{number}")
     core.executor.refuses = True
-    with pytest.raises(SwapError, match="could not be given up; try again later"):
+    with pytest.raises(ElasticError, match="could not be given up; try again later"):
         core.settle()
     core.executor.refuses = False
     core.settle()

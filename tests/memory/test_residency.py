@@ -3,16 +3,16 @@
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.memory.residency import LONGEST_WAIT, Pressure, Residency, SwapRule
+from adaserve_jax.memory.residency import LONGEST_WAIT, ElasticRule, Pressure, Residency
 
-RULE = SwapRule(tau_low=0.1, persist_steps=4, min_stay_steps=6)
+RULE = ElasticRule(tau_low=0.1, persist_steps=4, min_stay_steps=6)
 PLENTY = Pressure(spare=1000, turned_away=False, waiting=0, running=3)
 ENOUGH = Pressure(spare=10, turned_away=False, waiting=0, running=3)
 SHORT = Pressure(spare=9, turned_away=False, waiting=0, running=3)
 TURNED_AWAY = Pressure(spare=50, turned_away=True, waiting=2, running=3)
 
 
-def residency(rule: SwapRule = RULE, **pages) -> Residency:
+def residency(rule: ElasticRule = RULE, **pages) -> Residency:
     """100 base pages, so that fewer than 10 are short; 20 more while expanded."""
     return Residency(rule, **{"base_pages": 100, "extension_pages": 20, **pages})
 
@@ -142,4 +142,4 @@ class TestFailures:
 )
 def test_a_rule_that_makes_no_sense_is_refused(values: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SwapRule(**values)
+        ElasticRule(**values)

@@ -5,11 +5,13 @@ from adaserve_jax.stats import StepStats
 
 
 def test_counts_are_from_the_start_and_gauges_as_they_are():
-    since = StepStats(steps=10, generation_tokens=40, verify_s=1.5, running=3, swaps={"expand": 1}, preemptions=2)
+    since = StepStats(
+        steps=10, generation_tokens=40, verify_s=1.5, running=3, elastic_moves={"expand": 1}, preemptions=2
+    )
     now = StepStats(
         steps=15, spec_steps=4, generation_tokens=52, draft_tokens=20, accepted_tokens=7, preemptions=5, verify_s=2.25,
-        swaps={"expand": 2, "contract": 1}, running=2, waiting=6, pages_used=8, pages_total=9, last_depth=3,
-        last_width=2, last_budget=16, draft_resident=True,
+        elastic_moves={"expand": 2, "contract": 1}, running=2, waiting=6, pages_used=8, pages_total=9, last_depth=3,
+        last_width=2, last_verified_tree_tokens=16, draft_resident=True,
     )  # fmt: skip
     made = Sample.of(now, since, run_id="r", point="p", t_s=0.5)
     counted = (made.steps, made.spec_steps, made.generation_tokens, made.draft_tokens, made.accepted_tokens)

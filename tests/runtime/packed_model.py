@@ -58,7 +58,7 @@ def plan_of(context: int, chunk: list[int]) -> StepPlan:
         ctx_len=np.array([context], np.int32), page_table=table,
         sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
         prefill_tokens=np.array(chunk, np.int32), prefill_counts=np.array([len(chunk)] if chunk else [], np.int32),
-        prefill_final=np.zeros(1 if chunk else 0, bool), draft=None, budget=CHUNK,
+        prefill_final=np.zeros(1 if chunk else 0, bool), draft=None, tree_token_cap=CHUNK,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ def plan_of(contexts: list[int], chunks: list[list[int]], final: list[bool]) -> 
         sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
         prefill_tokens=np.array([token for chunk in chunks for token in chunk], np.int32),
         prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32), prefill_final=np.array(final, bool),
-        draft=None, budget=16,
+        draft=None, tree_token_cap=16,
     )  # fmt: skip
 
 

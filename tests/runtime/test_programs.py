@@ -71,7 +71,7 @@ def plan_of(contexts: list[int], chunks: list[list[int]]) -> StepPlan:
         sampling=RowSampling(zeros.astype(np.uint64), zeros, f32, zeros, f32 + 1, f32),
         prefill_tokens=np.asarray([token for chunk in chunks for token in chunk], np.int32),
         prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32),
-        prefill_final=np.zeros(len(chunks), bool), draft=None, budget=TOKENS,
+        prefill_final=np.zeros(len(chunks), bool), draft=None, tree_token_cap=TOKENS,
     )  # fmt: skip
 
 

@@ -24,9 +24,9 @@ from adaserve_jax.types import (
     DraftTrees,
     Limits,
     LogitEdits,
-    Request,
     RowSampling,
     SamplingParams,
+    Sequence,
     StepOutcome,
     StepPlan,
 )
@@ -42,7 +42,7 @@ FEW = 6
 class Row:
     """A request with its output so far. tokens, parents: of its tree, root first; empty for the end of a prompt."""
 
-    request: Request
+    request: Sequence
     output: list[int]
     tokens: list[int]
     parents: list[int]
@@ -92,7 +92,7 @@ def random_row(rng: np.random.Generator, index: int, nodes: int) -> Row:
     prompt = rng.integers(2, 2 + FEW, rng.integers(1, 8))
     output = rng.integers(2, 2 + FEW, rng.integers(1 if nodes else 0, 9)).tolist()
     stops = frozenset(rng.integers(0, VOCAB, 3).tolist())
-    request = Request(f"r{index}", prompt.astype(np.int32), random_sampling(rng), 0, 0.0, stop_token_ids=stops)
+    request = Sequence(f"r{index}", prompt.astype(np.int32), random_sampling(rng), 0, 0.0, stop_token_ids=stops)
     tokens, parents, depth = output[-1:], [-1], [0]
     for node in range(1, nodes):
         parent = int(rng.choice([n for n in range(node) if depth[n] < DEPTH]))
@@ -129,7 +129,7 @@ def step_of(rows: list[Row]) -> tuple[StepPlan, DraftTrees]:
         prefill_tokens=np.array([t for chunk in chunks for t in chunk], np.int32),
         prefill_counts=np.array([len(chunk) for chunk in chunks], np.int32),
         prefill_final=np.array([len(c) == len(r.text) for c, r in zip(chunks, prompts, strict=True)], bool),
-        draft=None, budget=SAMPLED,
+        draft=None, tree_token_cap=SAMPLED,
     ), trees  # fmt: skip
 
 
@@ -216,8 +216,8 @@ def test_random_steps_follow_the_definition(target: Any) -> None:
 def test_rows_that_ask_for_nothing_keep_what_the_first_program_drew(target: Any) -> None:
     """Even where drawing again would give another token."""
     prompt = np.array([2, 3], np.int32)
-    penalised = Request("a", prompt, SamplingParams(presence_penalty=1.0, temperature=0.0), 0, 0.0)
-    rows = [Row(penalised, [4], [4], [-1]), Row(Request("b", prompt, SamplingParams(), 0, 0.0), [5], [5], [-1])]
+    penalised = Sequence("a", prompt, SamplingParams(presence_penalty=1.0, temperature=0.0), 0, 0.0)
+    rows = [Row(penalised, [4], [4], [-1]), Row(Sequence("b", prompt, SamplingParams(), 0, 0.0), [5], [5], [-1])]
     constraints = Constraints(VOCAB, Letters())
     constraints.add(penalised)
     plan, trees = step_of(rows)
@@ -239,7 +239,7 @@ def test_with_noise_the_draw_is_that_of_the_edited_logits(target: Any) -> None:
     rng = np.random.default_rng(5)
     bias = {int(token): float(rng.integers(-8, 9)) for token in range(VOCAB)}
     sampling = SamplingParams(temperature=0.7, top_k=9, logit_bias=bias)
-    row = Row(Request("a", np.array([2], np.int32), sampling, 7, 0.0), [3], [3], [-1])
+    row = Row(Sequence("a", np.array([2], np.int32), sampling, 7, 0.0), [3], [3], [-1])
     constraints = Constraints(VOCAB, Letters())
     constraints.add(row.request)
     plan, trees = step_of([row])
@@ -261,7 +261,7 @@ def test_with_noise_the_draw_is_that_of_the_edited_logits(target: Any) -> None:
 def test_a_position_without_a_token_is_cut(target: Any) -> None:
     """The tree goes through `ab`; after it every letter is banned, since all of them are words."""
     words = (*(f"ab{letter}" for letter in LETTERS), "c")
-    request = Request(
+    request = Sequence(
         "a", np.array([2], np.int32), SamplingParams(temperature=0.0, bad_words=words, min_tokens=9, max_tokens=9), 0,
         0.0, stop_token_ids=frozenset({0, 1}),
     )  # fmt: skip
@@ -309,7 +309,9 @@ def test_long_lists_go_in_as_few_tables_as_hold_them(wide: Any, entries: int, ch
         nothing > 0, bias.reshape(-1)[place], None, np.ones(ROWS, bool), np.full(ROWS, -1, np.int32),
     )  # fmt: skip
     prompt = np.array([2], np.int32)
-    plan, trees = step_of([Row(Request(f"{r}", prompt, SamplingParams(), 0, 0.0), [3], [3], [-1]) for r in range(ROWS)])
+    plan, trees = step_of(
+        [Row(Sequence(f"{r}", prompt, SamplingParams(), 0, 0.0), [3], [3], [-1]) for r in range(ROWS)]
+    )
     logits = rng.normal(0, 3, (SAMPLED, WIDE)).astype(np.float32)
     sent = []
 

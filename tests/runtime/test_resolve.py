@@ -73,7 +73,7 @@ def test_the_extension_is_what_the_draft_takes() -> None:
 )
 def test_when_pools_can_be_extended(elastic: str, num_pages: int, swaps: bool, extended: bool) -> None:
     config = replace(SHORT, elastic=elastic, num_pages=num_pages)
-    assert (resolve(config, TARGET, DRAFT, swaps=swaps).limits.extension_pages > 0) == extended
+    assert (resolve(config, TARGET, DRAFT, elastic=swaps).limits.extension_pages > 0) == extended
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_where_pools_cannot_be_extended_is_said(
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices() * options.get("tp", 1))
     monkeypatch.setattr("adaserve_jax.runtime.sizing.Placement.over", lambda *_: Placement.on_one())
     config = replace(SHORT, **options)
-    assert resolve(config, TARGET, draft, swaps=True).limits.extension_pages == 0
+    assert resolve(config, TARGET, draft, elastic=True).limits.extension_pages == 0
     with pytest.raises(ConfigError, match=f"elastic must be off or auto here, got 'on': {reason}"):
         resolve(replace(config, elastic="on"), TARGET, draft)
 

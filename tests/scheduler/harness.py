@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.acceptance import Calibrator
-from adaserve_jax.scheduler.elastic import swap_if_due
+from adaserve_jax.scheduler.elastic import expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler, build_scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock, token_at
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, RequestUpdate, SamplingParams
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence, SequenceUpdate
 
 VOCAB = 1000
 
@@ -41,17 +41,17 @@ def costs_of(limits: Limits, knee: int = 16) -> CostSamples:
     return CostSamples(verify, {16: 0.001, 64: 0.003}, levels)
 
 
-def request_of(name: str, prompt: int = 10, tokens: int = 20, **changes) -> Request:
+def request_of(name: str, prompt: int = 10, tokens: int = 20, **changes) -> Sequence:
     sampling = SamplingParams(max_tokens=tokens)
     values = {"sampling": sampling, "seed": sum(name.encode()), "arrival_s": 0.0}
-    return Request(name, np.arange(1, prompt + 1, dtype=np.int32), **{**values, **changes})
+    return Sequence(name, np.arange(1, prompt + 1, dtype=np.int32), **{**values, **changes})
 
 
-def random_load(seed: int, count: int, rate: float) -> list[Request]:
+def random_load(seed: int, count: int, rate: float) -> list[Sequence]:
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     return [
-        Request(
+        Sequence(
             f"r{index}",
             rng.integers(0, VOCAB, int(rng.integers(1, 90))).astype(np.int32),
             SamplingParams(max_tokens=int(rng.integers(1, 60))),
@@ -67,7 +67,7 @@ def random_load(seed: int, count: int, rate: float) -> list[Request]:
     ]
 
 
-def expected_text(request: Request, max_context: int) -> tuple[list[int], str]:
+def expected_text(request: Sequence, max_context: int) -> tuple[list[int], str]:
     """What plain decoding emits, from the definition of the simulated target alone."""
     start = len(request.prompt_ids)
     end = min(start + request.sampling.max_tokens, max_context)
@@ -86,29 +86,29 @@ class Run:
     executor: SimExecutor
     clock: VirtualClock
     text: dict[str, list[int]] = field(default_factory=dict)
-    last: dict[str, RequestUpdate] = field(default_factory=dict)
+    last: dict[str, SequenceUpdate] = field(default_factory=dict)
     steps: int = 0
 
     @classmethod
     def of(
-        cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, swap_rule: SwapRule | None = None,
+        cls, limits: Limits, *, acceptance: float = 0.75, knee: int = 16, elastic_rule: ElasticRule | None = None,
         executor: type[SimExecutor] = SimExecutor, calibrator: Calibrator | None = None, **config,
     ) -> Run:  # fmt: skip
         clock, costs = VirtualClock(), costs_of(limits, knee)
-        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, swap_rule)
+        scheduler = build_scheduler(EngineConfig(**config), limits, costs, calibrator, elastic_rule)
         return cls(scheduler, executor(limits, costs, acceptance, clock, vocab_size=VOCAB), clock)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         self.scheduler.add(request)
         self.executor.know(request)
 
-    def take(self, updates: list[RequestUpdate]) -> None:
+    def take(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
-            assert update.request_id not in self.last, "tokens after the end"
-            self.text.setdefault(update.request_id, []).extend(update.token_ids)
+            assert update.sequence_id not in self.last, "tokens after the end"
+            self.text.setdefault(update.sequence_id, []).extend(update.token_ids)
             if update.finish_reason is not None:
                 assert update.metrics is not None
-                self.last[update.request_id] = update
+                self.last[update.sequence_id] = update
 
     def step(self, in_flight: Callable[[], None] | None = None):
         """One step; `in_flight` runs between speculation and selection. Returns the plan and the trees."""
@@ -124,12 +124,12 @@ class Run:
         outcome = self.executor.verify(plan, trees)
         self.take(self.scheduler.commit(plan, trees, candidates, outcome, self.clock.now()))
         self.scheduler.check_integrity()
-        swap_if_due(self.scheduler, self.executor, self.clock.now)
+        expand_or_contract(self.scheduler, self.executor, self.clock.now)
         self.scheduler.check_integrity()
         self.steps += 1
         return plan, trees
 
-    def serve(self, load: list[Request], before_step: Callable[[int], None] | None = None) -> None:
+    def serve(self, load: list[Sequence], before_step: Callable[[int], None] | None = None) -> None:
         """Run `load`, in order of arrival, to its end."""
         waiting = list(load)
         while waiting or self.scheduler.has_work:

@@ -55,7 +55,7 @@ def test_every_ablation_serves_to_the_end(name):
     run = Run.of(limits_of(max_depth=3, num_pages=64), policy=name)
     load = random_load(5, 24, rate=40.0)
     run.serve(load)
-    assert set(run.last) == {request.request_id for request in load}
+    assert set(run.last) == {request.sequence_id for request in load}
 
 
 def test_equal_rest_by_hand():

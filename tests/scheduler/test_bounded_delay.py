@@ -13,8 +13,8 @@ import pytest
 
 from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.queue import PROMOTION_PERIOD
-from adaserve_jax.scheduler.sequence import RequestState
-from adaserve_jax.types import Request, SamplingParams
+from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.types import SamplingParams, Sequence
 from tests.scheduler.harness import VOCAB, Run, limits_of, request_of
 
 INFEASIBLE_S = 1e-4
@@ -31,12 +31,12 @@ class Seen:
     first_token_step: int | None = None
 
 
-def overload(seed: int, count: int, rate: float) -> list[Request]:
+def overload(seed: int, count: int, rate: float) -> list[Sequence]:
     """Targets that can be met, that are out of reach, that are lost on the way, and none; prompts of all lengths."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, count))
     return [
-        Request(
+        Sequence(
             f"r{index}",
             rng.integers(0, VOCAB, int(rng.integers(1, 80))).astype(np.int32),
             SamplingParams(max_tokens=int(rng.integers(1, 40))),
@@ -62,17 +62,17 @@ class Watched:
         queue = run.scheduler._batch.queue
         self._take, queue.take = queue.take, self.take
 
-    def take(self, state: RequestState) -> None:
+    def take(self, state: SequenceState) -> None:
         """Note an admission, in place of the queue's own method."""
         self._take(state)
-        seen = self.seen.get(state.request.request_id)
+        seen = self.seen.get(state.request.sequence_id)
         if seen is not None and seen.admitted_step is None:
             seen.admitted_step = self.run.steps
             seen.admissions = self.run.scheduler._batch.queue._admissions - seen.admissions_before
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         queue = self.run.scheduler._batch.queue
-        self.seen[request.request_id] = Seen(queue.num_new, queue._admissions)
+        self.seen[request.sequence_id] = Seen(queue.num_new, queue._admissions)
         self.run.scheduler.add(request)
         self.most_waiting = max(self.most_waiting, queue.num_new)
 
@@ -88,7 +88,7 @@ class Watched:
             assert first is None or first.is_running, "the running request of lowest rank was preempted"
             assert _lowest(batch).slot in slots, "the running request of lowest rank was left out"
             assert {state.slot for state in decode} <= slots, "a row that decodes was left out"
-            decoding.extend(state.request.request_id for state in decode)
+            decoding.extend(state.request.sequence_id for state in decode)
 
         plan, _ = run.step(in_flight=planned)
         if plan is None:
@@ -105,7 +105,7 @@ class Watched:
         assert self.late_admission <= self.drain_steps
 
 
-def _lowest(batch: Batch) -> RequestState | None:
+def _lowest(batch: Batch) -> SequenceState | None:
     return min(batch.running, key=lambda state: state.rank, default=None)
 
 
@@ -126,7 +126,7 @@ def test_every_request_ends_within_the_stated_bounds(policy: str, seed: int, num
         if not run.scheduler.has_work and waiting:
             run.clock.advance(max(waiting[0].arrival_s - run.clock.now(), 1e-3))
         ended |= {name: run.steps for name in run.last if name not in ended}
-    assert set(ended) == {request.request_id for request in load}
+    assert set(ended) == {request.sequence_id for request in load}
     assert watched.most_waiting > 20, "not an overload"
     for name, end in ended.items():
         seen, metrics = watched.seen[name], run.last[name].metrics
@@ -166,8 +166,8 @@ def test_a_preempted_request_is_never_asked_again_whether_it_may_start() -> None
     """Not even one that had a slot, and lost it before its prompt was begun."""
     batch = Batch(limits_of(), "deadline")
 
-    def state_of(name: str, sequence: int) -> RequestState:
-        return RequestState(request_of(name, tpot_slo_s=0.02), max_total=30, order_key=0.0, sequence=sequence)
+    def state_of(name: str, sequence: int) -> SequenceState:
+        return SequenceState(request_of(name, tpot_slo_s=0.02), max_total=30, order_key=0.0, sequence=sequence)
 
     first, second, new = (state_of(name, index) for index, name in enumerate(("first", "second", "new")))
     for state in (first, second):

@@ -58,13 +58,13 @@ def check(rng: np.random.Generator) -> bool:
             assert oracle.is_connected(trees)
             assert trees.num_nodes == min(budget, len(requests) * (1 + len(requests[0])))
         return False
-    value = len(requests) + ranked.path_prob[best].sum()
+    value = len(requests) + ranked.f[best].sum()
     assert value == pytest.approx(optimum, rel=1e-5)
     packed = selection.pack(candidates, np.zeros(len(requests), np.int32), ranked, best)
     assert oracle.is_connected(packed)
     for trees in chosen.values():
-        assert trees.path_prob.sum() == pytest.approx(value, rel=1e-5)
-        assert (np.bincount(trees.row, trees.path_prob) >= np.array(need) - 1e-5).all()
+        assert trees.f.sum() == pytest.approx(value, rel=1e-5)
+        assert (np.bincount(trees.row, trees.f) >= np.array(need) - 1e-5).all()
     return True
 
 

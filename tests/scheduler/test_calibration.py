@@ -62,7 +62,7 @@ def test_only_nodes_behind_an_accepted_parent_count() -> None:
     )  # fmt: skip
     trees = DraftTrees(
         row=np.array([0, 0, 0, 0, 1, 1, 1]), token=np.zeros(7, np.int32), parent=np.array([-1, 0, 1, 2, -1, 4, 4]),
-        depth=np.array([0, 1, 2, 3, 0, 1, 1]), candidate=np.array([-1, 0, 1, 2, -1, 0, 1]), path_prob=np.ones(7),
+        depth=np.array([0, 1, 2, 3, 0, 1, 1]), candidate=np.array([-1, 0, 1, 2, -1, 0, 1]), f=np.ones(7),
     )  # fmt: skip
     calibrator = Calibrator(table())
     accepted = np.array([True, True, False, False, True, False, True])
@@ -92,7 +92,7 @@ def test_rows_with_changed_logits_teach_nothing() -> None:
     )  # fmt: skip
     trees = DraftTrees(
         row=np.array([0, 0, 0, 1, 1, 1]), token=np.zeros(6, np.int32), parent=np.array([-1, 0, 0, -1, 3, 3]),
-        depth=np.array([0, 1, 1, 0, 1, 1]), candidate=np.array([-1, 0, 1, -1, 0, 1]), path_prob=np.ones(6),
+        depth=np.array([0, 1, 1, 0, 1, 1]), candidate=np.array([-1, 0, 1, -1, 0, 1]), f=np.ones(6),
     )  # fmt: skip
     accepted = np.array([True, True, False, True, False, False])
     calibrator.observe(candidates, trees, accepted, np.zeros(2, np.float32), np.array([False, True]))

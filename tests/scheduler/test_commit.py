@@ -96,14 +96,14 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
     states, plain, times, ended = {}, {}, TokenTimes(), set()
     for request in load:
         scheduler.add(request)
-        states[request.request_id] = scheduler._requests[request.request_id]
-        plain[request.request_id] = (Plain.of(states[request.request_id]), request)
-    sequence = {request.request_id: index for index, request in enumerate(load)}
+        states[request.sequence_id] = scheduler._requests[request.sequence_id]
+        plain[request.sequence_id] = (Plain.of(states[request.sequence_id]), request)
+    sequence = {request.sequence_id: index for index, request in enumerate(load)}
     aborted = 0
     while scheduler.has_work:
         plan = scheduler.plan(clock.now())
         for told, request in plain.values():
-            state = states[request.request_id]
+            state = states[request.sequence_id]
             if not state.num_computed:  # preempted
                 told.computed, told.drafted_to = 0, 0
         by_slot = {state.slot: name for name, state in states.items() if state.is_running}
@@ -121,16 +121,16 @@ def test_a_step_is_what_its_rows_are_one_by_one(policy, num_pages, stops):
             aborted += 1
         expected = replay(plain, rows, plan, trees, candidates, outcome, clock.now(), stop_check)
         updates = scheduler.commit(plan, trees, candidates, outcome, clock.now(), stop_check)
-        assert [(u.request_id, u.token_ids, u.finish_reason) for u in updates] == expected
+        assert [(u.sequence_id, u.token_ids, u.finish_reason) for u in updates] == expected
         assert [int(s) for s in updates.sequence] == [sequence[name] for name, _, _ in expected]
         assert updates.counts.tolist() == [len(tokens) for _, tokens, _ in expected]
         assert list(updates.ended.values()) == [u for u in updates if u.finish_reason is not None]
         times.take(updates, clock.now())
         for update in updates.ended.values():
-            ended.add(update.request_id)
-            told, request = plain[update.request_id]
+            ended.add(update.sequence_id)
+            told, request = plain[update.sequence_id]
             offsets = tuple(at - told.times[0] for at in told.times)
-            assert times.pop(sequence[update.request_id]) == offsets
+            assert times.pop(sequence[update.sequence_id]) == offsets
             assert update.metrics.output_tokens == len(told.tokens) - len(request.prompt_ids) == len(offsets)
         assert all(told.same(states[name]) for name, (told, _) in plain.items())
         scheduler.check_integrity()

@@ -35,12 +35,12 @@ def joint(limits, *, token_s=0.0, level_s=0.0005, knee=0, objective=None):
 
 def test_fixed_chain_takes_the_rest_for_prefill_and_never_all():
     limits = limits_of()
-    assert FixedController(limits, 4).decide(load_of(3, prefill=100)).budget == 15
+    assert FixedController(limits, 4).decide(load_of(3, prefill=100)).tree_token_cap == 15
     assert FixedController(limits, 4).decide(load_of(3, prefill=100)).prefill_tokens == 49
     crowded = FixedController(limits_of(max_tree_tokens=64, max_requests=16), 8).decide(load_of(15, prefill=100))
-    assert (crowded.budget, crowded.prefill_tokens) == (48, 16)
+    assert (crowded.tree_token_cap, crowded.prefill_tokens) == (48, 16)
     off = FixedController(limits, 0).decide(load_of(3, prefill=5))
-    assert (off.depth, off.budget, off.prefill_tokens, off.feed_draft) == (0, 3, 5, False)
+    assert (off.depth, off.tree_token_cap, off.prefill_tokens, off.feed_draft) == (0, 3, 5, False)
 
 
 def test_eq_8_and_9_by_hand():
@@ -142,7 +142,7 @@ def test_budget_choice_equals_a_search_by_loops(rows):
             spent_s=0.003,
             prefill_tokens=int(rng.integers(0 if rows else 1, 9)),
             prefill_weight=0.3,
-            max_budget=40,
+            tree_token_cap=40,
             depth=4,
             baseline_s=0.01,
         )

@@ -23,7 +23,7 @@ from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, Request, SamplingParams, scaled_samples
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence, scaled_samples
 from tests.conftest import ROOT
 from tests.scheduler.harness import Run, limits_of, random_load
 from tests.scheduler.test_controllers import load_of
@@ -301,7 +301,7 @@ def tokens_per_s(policy: str, rows: int, tokens: int, wrong: int | None = None, 
         for _ in range(rows - open_):
             length = SamplingParams(max_tokens=int(rng.integers(75, 225)), ignore_eos=True)
             prompt = np.zeros(int(rng.integers(20, 90)), np.int32)
-            scheduler.add(Request(str(added), prompt, length, seed=int(rng.integers(2**62)), arrival_s=clock.now()))
+            scheduler.add(Sequence(str(added), prompt, length, seed=int(rng.integers(2**62)), arrival_s=clock.now()))
             added += 1
         plan = scheduler.plan(clock.now())
         assert plan is not None

@@ -128,7 +128,7 @@ def test_the_judgement_follows_what_is_learned_and_is_made_once():
     before = request_of("before", tokens=100, tpot_slo_s=0.02)
     run.serve([before])
     assert of(run).least_tpot_s() == pytest.approx(0.032, rel=0.1)
-    run.serve([replace(before, request_id="after")])
+    run.serve([replace(before, sequence_id="after")])
     assert [run.last[name].metrics.slo_feasible for name in ("before", "after")] == [True, False]
 
 

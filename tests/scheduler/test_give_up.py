@@ -9,7 +9,7 @@ from tests.scheduler.harness import Run, limits_of, request_of
 def pursued(run: Run) -> dict[str, float]:
     """TPOT target of each running request, as it is planned for."""
     table = run.scheduler._batch.table
-    return {state.request.request_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
+    return {state.request.sequence_id: float(table.tpot_slo_s[state.slot]) for state in run.scheduler._batch.running}
 
 
 @pytest.mark.parametrize(("policy", "after"), [("adaserve", np.inf), ("adaserve-paper", 0.05)])

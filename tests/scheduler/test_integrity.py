@@ -88,9 +88,9 @@ def test_rows_of_a_step_in_flight_keep_their_places_when_one_is_aborted() -> Non
     for name in "abc":
         run.add(request_of(name))
     plan = run.scheduler.plan(0.0)
-    assert plan is not None and run.scheduler.request_ids(plan) == ["a", "b", "c"]
+    assert plan is not None and run.scheduler.sequence_ids(plan) == ["a", "b", "c"]
     run.scheduler.abort("b")
-    assert run.scheduler.request_ids(plan) == ["a", "", "c"]
+    assert run.scheduler.sequence_ids(plan) == ["a", "", "c"]
 
 
 def test_slots_that_were_given_back_are_told_once() -> None:
@@ -98,7 +98,7 @@ def test_slots_that_were_given_back_are_told_once() -> None:
     for name in "abc":
         run.add(request_of(name))
     run.step()
-    slots = {state.request.request_id: state.slot for state in run.scheduler._batch.running}
+    slots = {state.request.sequence_id: state.slot for state in run.scheduler._batch.running}
     run.scheduler.abort("c")
     run.scheduler.abort("a")
     np.testing.assert_array_equal(run.scheduler.take_released(), sorted([slots["a"], slots["c"]]))

@@ -59,7 +59,7 @@ def test_the_draft_costs_nothing_while_speculation_is_off(policy: str) -> None:
     draft, on the same clock."""
     recorder, run = recorded(policy, max_depth=4)
     assert set(recorder.calls) == {"verify"} and len(recorder.calls) == run.steps
-    assert all(plan.draft is None and plan.budget == plan.num_decode for plan in recorder.plans)
+    assert all(plan.draft is None and plan.tree_token_cap == plan.num_decode for plan in recorder.plans)
     assert any(plan.num_decode == 0 for plan in recorder.plans)  # prompts alone are not fed to it either
     assert run.scheduler.stats.preemptions > 0 and run.scheduler.stats.draft_s == 0
 

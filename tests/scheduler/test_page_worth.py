@@ -8,7 +8,7 @@ from adaserve_jax.scheduler.batch import Batch
 from adaserve_jax.scheduler.controllers.chain_costs import ChainCosts
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.elastic import SLACK, WORTH_MARGIN, PageWorth
-from adaserve_jax.scheduler.sequence import RequestState
+from adaserve_jax.scheduler.sequence import SequenceState
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Limits
 from tests.scheduler.harness import costs_of, limits_of, request_of
@@ -18,7 +18,7 @@ def batch_of(limits: Limits, running: int, waiting: int, **request) -> Batch:
     batch = Batch(limits, "arrival")
     for index in range(running + waiting):
         asked = request_of(f"r{index}", **request)
-        batch.queue.add(RequestState(asked, max_total=30, order_key=0.0, sequence=index))
+        batch.queue.add(SequenceState(asked, max_total=30, order_key=0.0, sequence=index))
         if index < running:
             batch.admit(0.0, None)
     return batch

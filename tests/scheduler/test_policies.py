@@ -148,7 +148,7 @@ class TestTetris:
         policy, k = find_policy("tetris:2", 8)
         assert (policy.selector, k) == ("best", 2)
         decision = FixedController(limits_of(max_depth=4), 4, nodes=2).decide(load_of(5))
-        assert (decision.depth, decision.width, decision.budget) == (4, 1, 15)
+        assert (decision.depth, decision.width, decision.tree_token_cap) == (4, 1, 15)
 
     def test_the_likeliest_of_all_requests_wherever_they_are(self):
         """f: 0.9, 0.81, 0.73 against 0.5, 0.25, 0.1; of four, three go to the first request."""
@@ -172,7 +172,7 @@ class TestSpecInfer:
         limits = limits_of(max_depth=8, max_width=4, max_tree_tokens=64)
         parts = type("Parts", (), {"limits": limits})()
         decision = controller(parts).decide(load_of(2))
-        assert (decision.depth, decision.width, decision.budget) == (8, 3, 42)
+        assert (decision.depth, decision.width, decision.tree_token_cap) == (8, 3, 42)
 
     def test_the_likeliest_whose_parents_are_in_the_tree(self):
         candidates = self.candidates()
@@ -257,7 +257,7 @@ class TestPriority:
         run.step()
         run.scheduler.add(request_of("urgent", tokens=3, arrival_s=run.clock.now(), priority=0))
         run.step()
-        running = {state.request.request_id for state in run.scheduler._batch.running}
+        running = {state.request.sequence_id for state in run.scheduler._batch.running}
         assert running == {"middling", "urgent"}
         while run.scheduler.has_work:
             run.step()

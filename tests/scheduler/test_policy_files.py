@@ -158,7 +158,7 @@ def test_the_scheduler_runs_it(tmp_path):
             plans.append(run.step()[0])
         # the first step computes the prompts; towards the end rows leave one by one
         assert plans[1].draft.depth == depth
-        assert [run.text[request.request_id] for request in asked] == [
+        assert [run.text[request.sequence_id] for request in asked] == [
             expected_text(request, limits.max_context)[0] for request in asked
         ]
 
@@ -174,29 +174,29 @@ def test_a_decision_that_wants_too_much_is_cut_to_what_a_step_holds(tmp_path):
     beside = []
     while run.scheduler.has_work:
         plan, trees = run.step()
-        assert trees.num_nodes <= plan.budget <= limits.max_tree_tokens
-        assert plan.budget + plan.num_prefill_tokens <= limits.max_tokens
+        assert trees.num_nodes <= plan.tree_token_cap <= limits.max_tree_tokens
+        assert plan.tree_token_cap + plan.num_prefill_tokens <= limits.max_tokens
         beside += [plan.num_prefill_tokens] * (plan.num_decode == 2)
     assert max(beside) == limits.max_tokens - 2 and run.last.keys() == {"a", "b", "long"}
 
 
 @pytest.mark.parametrize(("decided", "got"), [
-    ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, budget 8, prefill_tokens 0"),
+    ("Decision(5, 1, 8, 0, True)", "got depth 5, width 1, tree_token_cap 8, prefill_tokens 0"),
     ("Decision(-1, 1, 8, 0, True)", "got depth -1"),
     ("Decision(2, 9, 8, 0, True)", "got depth 2, width 9"),
     ("Decision(2, 0, 8, 0, True)", "got depth 2, width 0"),
-    ("Decision(2, 1, 0, 0, True)", "got depth 2, width 1, budget 0"),
+    ("Decision(2, 1, 0, 0, True)", "got depth 2, width 1, tree_token_cap 0"),
     ("Decision(1.5, 1, 8, 0, True)", "got depth 1.5"),
-    ("Decision(2, 1, 8 / 2, 0, True)", "got depth 2, width 1, budget 4.0"),
-    ("Decision(2, 1, 8, None, True)", "got depth 2, width 1, budget 8, prefill_tokens None"),
-    ("Decision(2, 1, 8, -1, True)", "got depth 2, width 1, budget 8, prefill_tokens -1"),
+    ("Decision(2, 1, 8 / 2, 0, True)", "got depth 2, width 1, tree_token_cap 4.0"),
+    ("Decision(2, 1, 8, None, True)", "got depth 2, width 1, tree_token_cap 8, prefill_tokens None"),
+    ("Decision(2, 1, 8, -1, True)", "got depth 2, width 1, tree_token_cap 8, prefill_tokens -1"),
 ])  # fmt: skip
 def test_a_decision_that_no_step_can_run_is_named(tmp_path, decided, got):
     text = ONE.replace(FILLED, f"{decided} if load.num_decode else {FILLED}")
     run = Run.of(limits_of(), policy=written(tmp_path, text))
     run.add(request_of("r"))
     run.step()
-    expected = f"must decide, in integers, a depth of 0 to 4.* one token for each row.* of at least 0, {got}.*mend its"
+    expected = f"must decide, in integers, a depth of 0 to 4.* one token for each row.* of at least 0, {got}.*fix its"
     with pytest.raises(ConfigError, match=expected):
         run.step()
 
@@ -206,7 +206,7 @@ def test_prompts_alone_must_get_a_token(tmp_path):
     text = ONE.replace(FILLED, "Decision(0, 0, 0, 0, False)")
     run = Run.of(limits_of(), policy=written(tmp_path, text))
     run.add(request_of("r"))
-    with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, budget 0, prefill_toke"):
+    with pytest.raises(ConfigError, match="prefill_tokens of at least 1, got depth 0, width 0, tree_token_cap 0"):
         run.step()
     numpy = ONE.replace(FILLED, "Decision(np.int64(0), 0, len(load.need_rate), np.int32(8), False)")
     run = Run.of(limits_of(), policy=written(tmp_path, numpy + "import numpy as np\n", "integers.py"))

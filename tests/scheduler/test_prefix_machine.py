@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaserve_jax.types import Request, SamplingParams
+from adaserve_jax.types import SamplingParams, Sequence
 from tests.scheduler.harness import VOCAB, Run, expected_text, limits_of
 
 PAGE = 8
@@ -73,7 +73,7 @@ class ServingMachine(RuleBasedStateMachine):
         )
         self.run = Run.of(limits, policy=policy, elastic="off")  # swaps come when the machine wants them
         self.swaps = Swaps(self.run) if extension else None
-        self.asked: dict[str, Request] = {}
+        self.asked: dict[str, Sequence] = {}
         for text in range(3):  # so that there is something to find
             self.ask(text, 40, 1, 1, "", 0)
             self.run.serve([])
@@ -85,11 +85,11 @@ class ServingMachine(RuleBasedStateMachine):
         number = len(self.asked)
         ending = np.random.default_rng(number).integers(0, VOCAB, max(own, int(begins == 0))).astype(np.int32)
         prompt = np.concatenate([TEXTS[text][:begins], ending])
-        request = Request(
+        request = Sequence(
             f"q{number}", prompt, SamplingParams(max_tokens=tokens), seed=number % 5, arrival_s=self.run.clock.now(),
             priority=priority, cache_salt=salt,
         )  # fmt: skip
-        self.asked[request.request_id] = request
+        self.asked[request.sequence_id] = request
         self.run.add(request)
 
     @rule(asked=st.lists(asks, min_size=1, max_size=3), count=st.sampled_from([2, 1, 8]))

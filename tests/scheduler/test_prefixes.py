@@ -8,34 +8,34 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import IntegrityError
-from adaserve_jax.types import Request, SamplingParams
+from adaserve_jax.types import SamplingParams, Sequence
 from tests.scheduler.harness import VOCAB, Run, expected_text, limits_of
 
 PAGE = 8
 POLICIES = ["ar", "spec:4", "adaserve", "nightjar"]
 
 
-def ask(name: str, prompt, tokens: int = 12, **changes) -> Request:
+def ask(name: str, prompt, tokens: int = 12, **changes) -> Sequence:
     prompt_ids = np.asarray(prompt, np.int32)
     sampling = SamplingParams(max_tokens=tokens)
-    return Request(name, prompt_ids, sampling, seed=sum(name.encode()), arrival_s=0.0, **changes)
+    return Sequence(name, prompt_ids, sampling, seed=sum(name.encode()), arrival_s=0.0, **changes)
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
-def serve_alone(run: Run, request: Request) -> tuple[int, int]:
+def serve_alone(run: Run, request: Sequence) -> tuple[int, int]:
     """Run one request to its end; its cached tokens, and the prompt tokens that were computed: those of prefill chunks
     and the one that was fed as the root of its first tree."""
     computed = 0
     run.add(request)
-    while request.request_id not in run.last:
-        first = request.request_id not in run.text
+    while request.sequence_id not in run.last:
+        first = request.sequence_id not in run.text
         plan, _ = run.step()
         computed += plan.num_prefill_tokens + plan.num_decode * first
     run.clock.advance(1.0)
-    return run.last[request.request_id].metrics.cached_tokens, computed
+    return run.last[request.sequence_id].metrics.cached_tokens, computed
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -73,8 +73,8 @@ def test_hits_are_those_of_a_dict_of_token_prefixes(policy):
         whole = range(PAGE, len(prompt), PAGE)
         expected = max((end for end in whole if (salt, draft, *prompt[:end]) in known), default=0)
         assert serve_alone(run, request) == (expected, len(prompt) - expected)
-        assert run.text[request.request_id] == expected_text(request, 256)[0]
-        fed = [*prompt, *run.text[request.request_id]][:-1]
+        assert run.text[request.sequence_id] == expected_text(request, 256)[0]
+        fed = [*prompt, *run.text[request.sequence_id]][:-1]
         known |= {(salt, draft, *fed[:end]) for end in range(PAGE, len(fed) + 1, PAGE)}
 
 
@@ -192,5 +192,5 @@ def test_the_salt_of_a_request_is_kept_where_its_target_is_given_up():
     request = replace(ask("a", tokens_of(0, 30), cache_salt="x"), tpot_slo_s=1e-9)
     run = Run.of(limits_of(), policy="adaserve")
     serve_alone(run, request)
-    assert serve_alone(run, replace(request, request_id="b", cache_salt=""))[0] == 0
-    assert serve_alone(run, replace(request, request_id="c"))[0] == 24
+    assert serve_alone(run, replace(request, sequence_id="b", cache_salt=""))[0] == 0
+    assert serve_alone(run, replace(request, sequence_id="c"))[0] == 24

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from adaserve_jax.scheduler.queue import AGEING_S, PROMOTION_PERIOD, WaitingQueue, order_key, wait_ratio
-from adaserve_jax.scheduler.sequence import RequestState
-from adaserve_jax.types import Request, SamplingParams
+from adaserve_jax.scheduler.sequence import SequenceState
+from adaserve_jax.types import SamplingParams, Sequence
 
 
 def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="deadline"):
-    request = Request(
+    request = Sequence(
         f"r{sequence}",
         np.ones(4, np.int32),
         SamplingParams(),
@@ -16,7 +16,7 @@ def state_of(sequence, *, arrival_s=0.0, ttft_slo_s=None, priority=0, ordering="
         ttft_slo_s=ttft_slo_s,
         priority=priority,
     )
-    return RequestState(request, max_total=20, order_key=order_key(request, ordering), sequence=sequence)
+    return SequenceState(request, max_total=20, order_key=order_key(request, ordering), sequence=sequence)
 
 
 def drain(queue, now=0.0):

@@ -12,7 +12,7 @@ from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.scheduler.controllers.base import Feedback
 from adaserve_jax.scheduler.scheduler import rows_with_drafts
 from adaserve_jax.sim.executor import SimExecutor
-from adaserve_jax.types import CandidateTrees, Request, StepPlan
+from adaserve_jax.types import CandidateTrees, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
 DRAFTER = DrafterConfig(("grpc://host:1",))
@@ -72,7 +72,7 @@ def service_of(run: Run) -> Service:
     return run.executor
 
 
-def alike(name: str, prompt: np.ndarray, **changes: Any) -> Request:
+def alike(name: str, prompt: np.ndarray, **changes: Any) -> Sequence:
     return replace(request_of(name, **changes), prompt_ids=prompt)
 
 
@@ -154,7 +154,9 @@ def test_texts_are_the_target_s_whatever_comes_back(policy: str) -> None:
 
     run.serve(load, before_step)
     for request in load:
-        assert (run.text[request.request_id], run.last[request.request_id].finish_reason) == expected_text(request, 256)
+        assert (run.text[request.sequence_id], run.last[request.sequence_id].finish_reason) == expected_text(
+            request, 256
+        )
     assert run.scheduler.stats.accepted_tokens > 0 or policy == "nightjar"
 
 
@@ -163,7 +165,7 @@ def test_slots_that_are_given_back_are_named_once() -> None:
     run.add(request_of("a", tokens=4))
     run.add(request_of("b", tokens=40))
     run.step()
-    slots = {state.request.request_id: state.slot for state in run.scheduler._batch.running}
+    slots = {state.request.sequence_id: state.slot for state in run.scheduler._batch.running}
     assert run.scheduler.take_released().tolist() == []
     while "a" not in run.last:
         run.step()

@@ -46,7 +46,7 @@ def test_every_plan_keeps_the_limits(policy):
         assert plan.num_rows <= limits.max_requests
         assert trees.num_nodes + plan.num_prefill_tokens <= limits.max_tokens
         assert trees.num_nodes + plan.prefill_final.sum() <= limits.max_tree_tokens
-        assert trees.num_nodes <= plan.budget
+        assert trees.num_nodes <= plan.tree_token_cap
         assert len(plan.prefill_counts) == plan.num_rows - plan.num_decode
         seen_mixed |= plan.num_decode > 0 and plan.num_prefill_tokens > 0
         if policy == "ar":
@@ -94,8 +94,8 @@ def test_length_limits_cut_what_one_step_emits():
 def test_stop_check_decides_how_many_tokens_stay():
     calls = []
 
-    def stop_check(request_id, token_ids):
-        calls.append((request_id, list(token_ids)))
+    def stop_check(sequence_id, token_ids):
+        calls.append((sequence_id, list(token_ids)))
         return 1 if 9 in token_ids else None
 
     scheduler = scheduler_of(policy="ar")
@@ -238,7 +238,7 @@ def test_preemption_keeps_arrival_tokens_and_text():
     assert (early.preemptions, late.preemptions) == (0, 1)
     assert late.arrival_s == 0.001
     for request in load:
-        assert run.text[request.request_id] == expected_text(request, 64)[0]
+        assert run.text[request.sequence_id] == expected_text(request, 64)[0]
 
 
 def test_lower_priority_is_preempted_first():
@@ -307,7 +307,7 @@ def test_abort_of_waiting_running_and_unknown():
     run_step(scheduler, [[1]])
     for name in ("waiting", "running"):
         update = scheduler.abort(name)
-        assert (update.request_id, update.token_ids, update.finish_reason) == (name, (), "abort")
+        assert (update.sequence_id, update.token_ids, update.finish_reason) == (name, (), "abort")
         scheduler.check_integrity()
     assert scheduler.abort("running") is None
     assert not scheduler.has_work
@@ -374,5 +374,5 @@ def test_pages_smaller_than_a_draft_are_taken_several_at_a_time():
     load = [request_of(name, tokens=30, prompt=5) for name in "abc"]
     run = Run.of(limits_of(page_size=1, num_pages=512, max_context=64), policy="spec:4")
     run.serve(load)
-    assert run.text == {request.request_id: expected_text(request, 64)[0] for request in load}
+    assert run.text == {request.sequence_id: expected_text(request, 64)[0] for request in load}
     assert run.steps < 30, "drafts were of use"

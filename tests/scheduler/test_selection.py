@@ -33,7 +33,7 @@ def trees_of(requests, root_token, need, budget, **kwargs):
         assert trees.token[node] == token[row, column]
         above = trees.parent[node]
         assert trees.candidate[above] == parent[row, column]
-        assert trees.path_prob[node] == pytest.approx(requests[row][column][0], rel=1e-6)
+        assert trees.f[node] == pytest.approx(requests[row][column][0], rel=1e-6)
     assert oracle.is_connected(trees)
     return trees
 
@@ -89,7 +89,7 @@ def test_is_optimal_whenever_all_needs_can_be_met(case, order):
     trees = trees_of(requests, np.arange(len(requests)), need, budget, order=order)
     assert trees.num_nodes <= budget
     if optimum is not None:
-        reached = np.bincount(trees.row, trees.path_prob)
+        reached = np.bincount(trees.row, trees.f)
         assert reached.sum() == pytest.approx(optimum, rel=1e-5)
         assert (reached >= np.array(need) - 1e-6).all()
 
@@ -99,7 +99,7 @@ def test_is_optimal_whenever_all_needs_can_be_met(case, order):
 def test_cheapest_first_meets_as_many_needs_as_possible(case):
     requests, need, budget = case
     trees = trees_of(requests, np.arange(len(requests)), need, budget, order="cheapest-first")
-    reached = np.bincount(trees.row, trees.path_prob)
+    reached = np.bincount(trees.row, trees.f)
     assert (reached >= np.array(need) - 1e-6).sum() == oracle.most_met(requests, need, budget)
 
 
@@ -119,7 +119,7 @@ def test_figure_5():
 def test_budget_of_one_root_each_takes_nothing_else():
     trees = trees_of([[(0.9, 1, -1)], [(0.8, 1, -1)]], np.array([3, 4]), [2.0, 2.0], 2)
     assert trees.candidate.tolist() == [-1, -1]
-    assert trees.path_prob.tolist() == [1.0, 1.0]
+    assert trees.f.tolist() == [1.0, 1.0]
 
 
 def test_budget_below_one_root_each_is_refused():
@@ -140,8 +140,8 @@ def test_no_candidates():
 
 
 def test_need_of_one_or_less_takes_the_root_only():
-    path_prob = np.array([[0.9, 0.5], [0.9, 0.5], [0.9, 0.5]])
-    assert selection.slo_phase(path_prob, np.array([1.0, 0.2, -3.0]), budget=20).tolist() == [0, 0, 0]
+    f = np.array([[0.9, 0.5], [0.9, 0.5], [0.9, 0.5]])
+    assert selection.slo_phase(f, np.array([1.0, 0.2, -3.0]), budget=20).tolist() == [0, 0, 0]
 
 
 def test_certain_chain_keeps_parents_before_children():
@@ -173,8 +173,8 @@ def test_equal_share_fills_level_by_level():
 @pytest.mark.parametrize(("order", "expected"), [("slowest-first", [1, 0]), ("fastest-first", [0, 1])])
 def test_who_is_served_first_has_the_last_node(order, expected):
     """One node is left for two requests, of which the first needs more."""
-    path_prob, need = np.array([[0.9, 0.8], [0.9, 0.8]]), np.array([2.5, 1.5])
-    assert selection.slo_phase(path_prob, need, budget=3, order=order).tolist() == expected
+    f, need = np.array([[0.9, 0.8], [0.9, 0.8]]), np.array([2.5, 1.5])
+    assert selection.slo_phase(f, need, budget=3, order=order).tolist() == expected
 
 
 def test_an_equal_rest_is_shared_level_by_level_beyond_what_was_taken():
@@ -204,13 +204,13 @@ def test_a_budget_that_holds_all_takes_all_without_ranking(case, spoilt):
         noise = rng.choice([0.0, -1.0, 0.5, np.nan], candidates.log_f.shape)
         candidates = replace(candidates, log_f=(candidates.log_f + noise).astype(np.float32))
     root, ranked = np.arange(len(requests), dtype=np.int32), selection.rank(candidates)
-    expected = selection.pack(candidates, root, ranked, ranked.path_prob > 0)
+    expected = selection.pack(candidates, root, ranked, ranked.f > 0)
     assert_same(selection.pack_all(candidates, root), expected)
     assert oracle.is_connected(expected)
 
 
 def assert_same(trees, expected):
-    for name in ("row", "token", "parent", "depth", "candidate", "path_prob"):
+    for name in ("row", "token", "parent", "depth", "candidate", "f"):
         np.testing.assert_array_equal(getattr(trees, name), getattr(expected, name), err_msg=name)
         assert getattr(trees, name).dtype == getattr(expected, name).dtype
 
@@ -244,9 +244,9 @@ def test_chains_are_ranked_and_shared_as_any_tree_is(case, left, spoilt):
     )
     found, expected = selection.rank(chains), selection.rank(trees)
     assert found.in_beam_order and not expected.in_beam_order
-    np.testing.assert_array_equal(found.path_prob, expected.path_prob[:, :columns])
+    np.testing.assert_array_equal(found.f, expected.f[:, :columns])
     for rule in (selection.equal_share, selection.best_overall):
         np.testing.assert_array_equal(rule(found, left), rule(expected, left)[:, :columns])
-    present = [(place, row) for row in range(rows) for place in range(columns) if found.path_prob[row, place] > 0]
+    present = [(place, row) for row in range(rows) for place in range(columns) if found.f[row, place] > 0]
     shared = {(place, row) for row, place in zip(*np.nonzero(selection.equal_share(found, left)), strict=True)}
     assert shared == set(sorted(present)[:left])

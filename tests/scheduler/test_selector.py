@@ -25,8 +25,8 @@ def test_roots_are_charged_to_the_budget_of_rules_without_needs(policy):
     while run.scheduler.has_work:
         plan, trees = run.step()
         if plan.num_decode:
-            assert trees.num_nodes <= plan.budget
-            full += trees.num_nodes == plan.budget
+            assert trees.num_nodes <= plan.tree_token_cap
+            full += trees.num_nodes == plan.tree_token_cap
     assert full > 3, "the budget is what holds them back"
 
 
@@ -43,6 +43,6 @@ def test_prompts_take_nothing_of_a_budget_that_is_not_chosen_again(policy):
     for _ in range(8):
         plan, trees = run.step()
         if plan.num_prefill_tokens and plan.draft is not None and plan.draft.depth:
-            beside.append((trees.num_nodes, plan.budget))
+            beside.append((trees.num_nodes, plan.tree_token_cap))
     assert len(beside) > 2
     assert all(nodes == budget > 3 for nodes, budget in beside)

@@ -16,12 +16,12 @@ BASELINES = (
 
 
 def assert_all_served(run, load, max_context=256):
-    assert set(run.last) == {request.request_id for request in load}
+    assert set(run.last) == {request.sequence_id for request in load}
     for request in load:
         text, reason = expected_text(request, max_context)
-        assert run.text[request.request_id] == text
-        assert run.last[request.request_id].finish_reason == reason
-        assert run.last[request.request_id].metrics.output_tokens == len(text)
+        assert run.text[request.sequence_id] == text
+        assert run.last[request.sequence_id].finish_reason == reason
+        assert run.last[request.sequence_id].metrics.output_tokens == len(text)
     stats = run.scheduler.stats
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert stats.generation_tokens == sum(len(text) for text in run.text.values())
@@ -82,7 +82,7 @@ def test_aborts_at_any_moment(policy):
     aborted = set()
 
     def abort_some():
-        open_ids = sorted({request.request_id for request in load} - set(run.last))
+        open_ids = sorted({request.sequence_id for request in load} - set(run.last))
         if rng.random() < 0.3 and open_ids:
             name = open_ids[int(rng.integers(0, len(open_ids)))]
             run.take([run.scheduler.abort(name)])
@@ -93,12 +93,12 @@ def test_aborts_at_any_moment(policy):
     assert len(aborted) > 3
     for request in load:
         text, reason = expected_text(request, 256)
-        given = run.text.get(request.request_id, [])
-        if request.request_id in aborted:
+        given = run.text.get(request.sequence_id, [])
+        if request.sequence_id in aborted:
             assert given == text[: len(given)]
-            assert run.last[request.request_id].finish_reason == "abort"
+            assert run.last[request.sequence_id].finish_reason == "abort"
         else:
-            assert (given, run.last[request.request_id].finish_reason) == (text, reason)
+            assert (given, run.last[request.sequence_id].finish_reason) == (text, reason)
     assert run.scheduler.stats.pages_used == 0
     assert run.scheduler.stats.finished["abort"] == len(aborted)
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.errors import IntegrityError, SwapError
+from adaserve_jax.errors import ElasticError, IntegrityError
 from adaserve_jax.memory.page_pool import PagePool
-from adaserve_jax.memory.residency import SwapRule
+from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.scheduler.controllers.nightjar import NightjarController
-from adaserve_jax.scheduler.elastic import _contract, bring_back_draft, may_swap, swap_if_due
+from adaserve_jax.scheduler.elastic import _contract, bring_back_draft, expand_or_contract, may_expand
 from adaserve_jax.sim.executor import SimExecutor
-from adaserve_jax.types import Limits, Request, StepPlan
+from adaserve_jax.types import Limits, Sequence, StepPlan
 from tests.scheduler.harness import Run, expected_text, limits_of, random_load, request_of
 
-QUICK = SwapRule(persist_steps=4, min_stay_steps=8)
+QUICK = ElasticRule(persist_steps=4, min_stay_steps=8)
 LIMITS = limits_of(num_pages=40, extension_pages=24)
 """Pages are short with 4 of the load's requests, which take 10 on average."""
 
@@ -45,25 +45,25 @@ class Watched(SimExecutor):
         if self._fails("expand"):
             assert self._kv is not None
             self._kv.drop_draft()
-            raise SwapError("no room for the slab")
+            raise ElasticError("no room for the slab")
         super().expand()
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
         if self._fails("move_pages"):
             assert self._kv is not None
             self._kv.move_pages(to_pages[::-1], to_pages)  # what they hold now is nobody's business
-            raise SwapError("the copy was cut off")
+            raise ElasticError("the copy was cut off")
         self.moved += len(from_pages)
         super().move_pages(from_pages, to_pages)
 
     def contract(self) -> None:
         if self._fails("contract"):
-            raise SwapError("the slab is still there")
+            raise ElasticError("the slab is still there")
         super().contract()
 
     def draft_ready(self) -> bool:
         if self._fails("draft_ready"):
-            raise SwapError("the host copy could not be read")
+            raise ElasticError("the host copy could not be read")
         return super().draft_ready()
 
     def _fails(self, part: str) -> bool:
@@ -73,28 +73,28 @@ class Watched(SimExecutor):
         return True
 
 
-def crowd_and_calm(seed: int, **changes) -> list[Request]:
+def crowd_and_calm(seed: int, **changes) -> list[Sequence]:
     """More than 40 pages hold for some seconds, then few, then a crowd again."""
     parts = [("", 32, 12.0, 0.0), ("-calm", 6, 2.0, 10.0), ("-again", 16, 12.0, 20.0)]
     return [
-        replace(request, request_id=request.request_id + name, arrival_s=request.arrival_s + after_s, **changes)
+        replace(request, sequence_id=request.sequence_id + name, arrival_s=request.arrival_s + after_s, **changes)
         for number, (name, count, rate, after_s) in enumerate(parts)
         for request in random_load(seed + number, count, rate)
     ]
 
 
 def watched(
-    policy: str = "nightjar", limits: Limits = LIMITS, failing: str = "", rule: SwapRule = QUICK, **config
+    policy: str = "nightjar", limits: Limits = LIMITS, failing: str = "", rule: ElasticRule = QUICK, **config
 ) -> Run:
     """A draft that is of use to one request alone, and of none to several."""
     kind = type("Failing", (Watched,), {"failing": failing, "failures": 2})
-    return Run.of(limits, acceptance=0.2, knee=1, policy=policy, swap_rule=rule, executor=kind, **config)
+    return Run.of(limits, acceptance=0.2, knee=1, policy=policy, elastic_rule=rule, executor=kind, **config)
 
 
-def check_texts(run: Run, load: list[Request]) -> None:
+def check_texts(run: Run, load: list[Sequence]) -> None:
     for request in load:
-        reason = run.last[request.request_id].finish_reason
-        assert (run.text[request.request_id], reason) == expected_text(request, 256), request.request_id
+        reason = run.last[request.sequence_id].finish_reason
+        assert (run.text[request.sequence_id], reason) == expected_text(request, 256), request.sequence_id
 
 
 @pytest.mark.parametrize(("policy", "seed"), [("nightjar", 1), ("adaserve", 2)])
@@ -105,7 +105,7 @@ def test_swaps_under_load_change_no_token_and_use_the_pages_of_both_slabs(policy
     check_texts(run, load)
     bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
     stats = run.scheduler.stats
-    assert stats.swaps["expand"] == stats.swaps["contract"] == stats.swaps["reload"] >= 2
+    assert stats.elastic_moves["expand"] == stats.elastic_moves["contract"] == stats.elastic_moves["reload"] >= 2
     assert run.executor.highest_page >= 40, "pages of the extension were used"
     assert run.executor.moved > 0, "and what lived there moved when it went"
     depths = run.executor.deepest
@@ -125,7 +125,7 @@ def test_prefixes_that_requests_share_are_found_before_and_after_pages_moved() -
     run.serve(load)
     check_texts(run, load)
     stats = run.scheduler.stats
-    assert stats.swaps["contract"] >= 1 and run.executor.moved > 0
+    assert stats.elastic_moves["contract"] >= 1 and run.executor.moved > 0
     assert stats.cache_hit_tokens > 500
 
 
@@ -135,7 +135,7 @@ def test_adaserve_keeps_the_draft_while_targets_need_it() -> None:
     run = watched("adaserve")
     run.serve(load)
     check_texts(run, load)
-    assert run.scheduler.stats.swaps == {}
+    assert run.scheduler.stats.elastic_moves == {}
 
 
 @pytest.mark.parametrize("part", ["expand", "move_pages", "contract", "draft_ready"])
@@ -143,12 +143,12 @@ def test_a_part_that_fails_leaves_what_was_there_and_is_done_later(part: str) ->
     """Twice each; the record of KV slots would see a page, or the draft's KV, that is not what the scheduler thinks."""
     run, load = watched(failing=part), crowd_and_calm(1)
     states: list[tuple[str, int]] = []
-    residency = run.scheduler.swapping.residency
+    residency = run.scheduler.elastic_memory.residency
     run.serve(load, lambda _: states.append((residency.state, len(run.executor.failed))))
     check_texts(run, load)
     assert run.executor.failed == [part, part]
     stats = run.scheduler.stats
-    assert stats.swaps["failed"] == 2 and stats.swaps["reload"] >= 1
+    assert stats.elastic_moves["failed"] == 2 and stats.elastic_moves["reload"] >= 1
     stays = {"expand": "resident", "move_pages": "expanded", "contract": "expanded", "draft_ready": "loading"}
     first = next(index for index, (_, failed) in enumerate(states) if failed)
     second = next(index for index, (_, failed) in enumerate(states) if failed == 2)
@@ -169,8 +169,8 @@ def test_a_contraction_without_room_changes_nothing_and_is_tried_again(monkeypat
     run, load = watched(), crowd_and_calm(1)
     run.serve(load)
     check_texts(run, load)
-    assert len(refused) == 2 and run.scheduler.stats.swaps["failed"] == 2
-    assert run.scheduler.stats.swaps["contract"] >= 1
+    assert len(refused) == 2 and run.scheduler.stats.elastic_moves["failed"] == 2
+    assert run.scheduler.stats.elastic_moves["contract"] >= 1
 
 
 class TestWhereSwapsHappen:
@@ -187,22 +187,22 @@ class TestWhereSwapsHappen:
     )
     def test_by_option_pages_and_policy(self, elastic, num_pages, extension, policy, swaps) -> None:
         run = watched(policy, limits_of(num_pages=num_pages, extension_pages=extension), elastic=elastic)
-        assert (run.scheduler.swapping is not None) == swaps
+        assert (run.scheduler.elastic_memory is not None) == swaps
 
     def test_not_without_a_draft(self) -> None:
         limits = limits_of(num_pages=40, extension_pages=24, max_depth=0, max_width=0)
         run = watched("adaserve", limits)
-        assert run.scheduler.swapping is None and not run.scheduler.stats.draft_resident
+        assert run.scheduler.elastic_memory is None and not run.scheduler.stats.draft_resident
 
     def test_a_draft_that_stays_is_resident_all_the_time(self) -> None:
         run, load = watched(elastic="off"), random_load(1, 16, 12.0)
         run.serve(load)
         check_texts(run, load)
-        assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps == {}
-        assert may_swap(True, LIMITS, EngineConfig()) and not may_swap(False, LIMITS, EngineConfig())
+        assert run.scheduler.stats.draft_resident and run.scheduler.stats.elastic_moves == {}
+        assert may_expand(True, LIMITS, EngineConfig()) and not may_expand(False, LIMITS, EngineConfig())
 
 
-def expanded(rule: SwapRule = QUICK) -> Run:
+def expanded(rule: ElasticRule = QUICK) -> Run:
     """With three requests that run or wait, and `nightjar` held to no speculation."""
     run = watched(rule=rule)
     controller = run.scheduler.controller
@@ -217,28 +217,28 @@ def expanded(rule: SwapRule = QUICK) -> Run:
 
 
 def test_the_draft_is_sent_for_when_the_last_request_has_ended_however_short_the_stay_was() -> None:
-    run = expanded(SwapRule(persist_steps=4, min_stay_steps=1000))
+    run = expanded(ElasticRule(persist_steps=4, min_stay_steps=1000))
     while run.scheduler.has_work:
-        assert run.scheduler.swapping.residency.state == "expanded"
+        assert run.scheduler.elastic_memory.residency.state == "expanded"
         run.step()
-    assert run.scheduler.swapping.residency.state == "loading"
+    assert run.scheduler.elastic_memory.residency.state == "loading"
 
 
 def test_a_contraction_needs_a_free_page_below_for_each_that_lives_above() -> None:
     run = expanded()
-    pool = run.scheduler.swapping.batch.pool
+    pool = run.scheduler.elastic_memory.batch.pool
     pool.alloc(pool.num_free)
     assert pool.extension_used > 0
-    with pytest.raises(SwapError, match="too few base pages are free to take in those of the extension"):
-        _contract(run.scheduler.swapping.batch, run.executor)
+    with pytest.raises(ElasticError, match="too few base pages are free to take in those of the extension"):
+        _contract(run.scheduler.elastic_memory.batch, run.executor)
     assert run.executor.moved == 0 and pool.extension_used > 0
 
 
 class TestBringBackDraft:
     def test_contracts_and_waits_for_the_load(self) -> None:
         run, asked = expanded(), []
-        for request_id in ("r0", "r1", "r2"):
-            run.scheduler.abort(request_id)
+        for sequence_id in ("r0", "r1", "r2"):
+            run.scheduler.abort(sequence_id)
 
         def wait() -> None:
             asked.append(run.clock.now())
@@ -246,7 +246,7 @@ class TestBringBackDraft:
 
         bring_back_draft(run.scheduler, run.executor, run.clock.now, wait)
         assert len(asked) == 3, "0.125 s by 0.05"
-        assert run.scheduler.stats.draft_resident and run.scheduler.stats.swaps["reload"] == 1
+        assert run.scheduler.stats.draft_resident and run.scheduler.stats.elastic_moves["reload"] == 1
 
     @pytest.mark.parametrize(
         ("part", "message"),
@@ -257,10 +257,10 @@ class TestBringBackDraft:
     )
     def test_says_so_when_it_cannot(self, part: str, message: str) -> None:
         run = expanded()
-        for request_id in ("r0", "r1", "r2"):
-            run.scheduler.abort(request_id)
+        for sequence_id in ("r0", "r1", "r2"):
+            run.scheduler.abort(sequence_id)
         run.executor.failing = part
-        with pytest.raises(SwapError, match=message):
+        with pytest.raises(ElasticError, match=message):
             bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
         run.executor.failing = ""
         bring_back_draft(run.scheduler, run.executor, run.clock.now, lambda: run.clock.advance(0.1))
@@ -275,13 +275,13 @@ def test_a_swap_while_a_step_is_in_flight_is_refused() -> None:
     run = watched()
     for index in range(3):
         run.add(request_of(f"r{index}", prompt=90, tokens=60))
-    swapping = run.scheduler.swapping
+    swapping = run.scheduler.elastic_memory
     run.step()
     run.scheduler.plan(run.clock.now())
     swapping.residency.succeeded("expand")
     swapping.residency.succeeded("contract")
     with pytest.raises(IntegrityError, match="while a step is in flight"):
-        swap_if_due(run.scheduler, run.executor, run.clock.now)
+        expand_or_contract(run.scheduler, run.executor, run.clock.now)
 
 
 def test_seconds_of_swaps_are_counted_by_kind() -> None:
@@ -289,5 +289,9 @@ def test_seconds_of_swaps_are_counted_by_kind() -> None:
     run = watched()
     run.serve(random_load(1, 40, 12.0))
     stats = run.scheduler.stats
-    expected = {"expand": 0.1439 * stats.swaps["expand"], "contract": 0.0119 * stats.swaps["contract"], "reload": 0.0}
-    assert stats.swap_s == pytest.approx({kind: expected[kind] for kind in stats.swap_s})
+    expected = {
+        "expand": 0.1439 * stats.elastic_moves["expand"],
+        "contract": 0.0119 * stats.elastic_moves["contract"],
+        "reload": 0.0,
+    }
+    assert stats.elastic_s == pytest.approx({kind: expected[kind] for kind in stats.elastic_s})

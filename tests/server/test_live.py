@@ -195,12 +195,12 @@ def test_looks_turn_totals_into_rates_and_shares():
     stats = StepStats(
         steps=5, running=2, waiting=1, pages_used=3, pages_total=12, pages_cached=4, extension_used=1,
         extension_cached=2, extension_total=6, generation_tokens=100, draft_resident=True, last_depth=4, last_width=2,
-        last_budget=48, swaps={"expand": 1},
+        last_verified_tree_tokens=48, elastic_moves={"expand": 1},
     )  # fmt: skip
     looks.add(10.0, 1e9, stats, NOTHING)
     stats.steps, stats.generation_tokens, stats.prompt_tokens = 9, 150, 30
     stats.draft_tokens, stats.accepted_tokens, stats.cache_queried_tokens, stats.cache_hit_tokens = 40, 10, 30, 12
-    stats.swaps["reload"] = 2
+    stats.elastic_moves["reload"] = 2
     looks.add(12.0, 1e9 + 2, stats, Rolling(0.5, 7.0, 20.0, 30.0))
     looks.add(13.0, 1e9 + 3, stats, NOTHING)
     series = looks.series(1)
@@ -266,7 +266,7 @@ def test_the_last_requests_are_the_newest_first_and_few(live):
 
 def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     engine = engine_of(live)
-    engine.totals = StepStats(preemptions=2, swaps={"expand": 1}, swap_s={"expand": 0.5}, arms={"8": "4x2"})
+    engine.totals = StepStats(preemptions=2, elastic_moves={"expand": 1}, elastic_s={"expand": 0.5}, arms={"8": "4x2"})
     live.look()
     first = live.snapshot()
     assert (first.status, first.model, first.policy, first.device) == ("ok", "scripted", "scripted", "cpu")

@@ -27,7 +27,7 @@ def test_the_totals_of_the_engine_are_read_at_each_scrape():
         steps=9, running=2, waiting=3, pages_used=4, pages_total=16, prompt_tokens=100, generation_tokens=50,
         preemptions=1, spec_steps=7, draft_tokens=40, accepted_tokens=30, accepted_per_position=[20, 10],
         finished={"stop": 5, "length": 6}, verify_s=1.5, wait_s=1.25,
-        swaps={"expand": 2, "failed": 1}, swap_s={"expand": 0.3, "reload": 0.01},
+        elastic_moves={"expand": 2, "failed": 1}, elastic_s={"expand": 0.3, "reload": 0.01},
         pages_cached=5, extension_used=2, extension_cached=1, extension_total=4, cache_queried_tokens=90,
         cache_hit_tokens=60,
         calibration_outcomes={"greedy": 70}, calibration_error={"greedy": {"raw": 0.2, "online": 0.01}},

@@ -210,7 +210,7 @@ def test_a_dead_collector_costs_a_counter(start_server, caplog, capsys):
         exporter.shutdown()
         tracer.close()
         wait_until(lambda: dropped(server) == 6)
-    said = [each for each in caplog.records if "opentelemetry" in each.name or each.name.endswith("traces")]
+    said = [each for each in caplog.records if "opentelemetry" in each.name or each.name.endswith("tracing")]
     assert len(said) == 1 and "the server goes on" in said[0].getMessage()
 
 

@@ -288,7 +288,7 @@ def plan_of(
     slots = np.array([row.slot for row in rows], i32)
     pages, none = np.zeros((num, 1), i32), np.zeros(0, i32)
     return StepPlan(
-        step, slots, at, zeros[:at], zeros, pages, sampling, none, zeros[at:], zeros[at:] > 0, draft, budget=64
+        step, slots, at, zeros[:at], zeros, pages, sampling, none, zeros[at:], zeros[at:] > 0, draft, tree_token_cap=64
     )
 
 

@@ -78,12 +78,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Decision:
-    """depth 0: no speculation. budget: most tree tokens, roots included. prefill_tokens: of all chunks of the step.
-    feed_draft: whether the draft is given the prefill chunks too."""
+    """depth 0: no speculation. tree_token_cap: most tree tokens, roots included. prefill_tokens: of all chunks of the
+    step. feed_draft: whether the draft is given the prefill chunks too."""
 
     depth: int
     width: int
-    budget: int
+    tree_token_cap: int
     prefill_tokens: int
     feed_draft: bool
 
@@ -91,20 +91,20 @@ class Decision:
         """Raise ConfigError for what no step can run: a controller's own mistake, which nothing later would name."""
         rows = load.num_decode
         least_prefill = 1 if load.num_prefill and not rows else 0
-        decided = (self.depth, self.width, self.budget, self.prefill_tokens)
+        decided = (self.depth, self.width, self.tree_token_cap, self.prefill_tokens)
         if (
             all(isinstance(value, int | np.integer) for value in decided)
             and 0 <= self.depth <= limits.max_depth
             and min(self.depth, 1) <= self.width <= limits.max_width
-            and self.budget >= rows
+            and self.tree_token_cap >= rows
             and self.prefill_tokens >= least_prefill
         ):
             return
         raise ConfigError(
             f"a policy's controller must decide, in integers, a depth of 0 to {limits.max_depth}, a width of 1 to "
-            f"{limits.max_width} (0 only at depth 0), a budget of at least {rows}, one token for each row, and "
-            f"prefill_tokens of at least {least_prefill}, got depth {self.depth}, width {self.width}, budget "
-            f"{self.budget}, prefill_tokens {self.prefill_tokens}; mend its decide()"
+            f"{limits.max_width} (0 only at depth 0), a tree_token_cap of at least {rows}, one token for each row, and "
+            f"prefill_tokens of at least {least_prefill}, got depth {self.depth}, width {self.width}, tree_token_cap "
+            f"{self.tree_token_cap}, prefill_tokens {self.prefill_tokens}; fix its decide()"
         )
 
 
@@ -164,7 +164,7 @@ class Controller(Protocol):
         """Expected tokens per second of one request on an empty machine, by tables that learn. Unless overridden: what
         `decide` gives one row, which must then change nothing."""
         decision = self.decide(Load.of_one())
-        return alone.rate(decision.depth, decision.width, decision.budget - 1)
+        return alone.rate(decision.depth, decision.width, decision.tree_token_cap - 1)
 
     def learn(self, feedback: Feedback) -> None:
         """Take in what the step brought that was decided last."""

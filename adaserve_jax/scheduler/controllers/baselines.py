@@ -46,14 +46,14 @@ class FixedController(Controller):
         decision = fill(self.limits, load, depth=self.depth, width=width, nodes=self.nodes)
         if self.step_tokens is None:
             return decision
-        room = max(self.step_tokens - decision.budget, 1)
+        room = max(self.step_tokens - decision.tree_token_cap, 1)
         return replace(decision, prefill_tokens=min(decision.prefill_tokens, room))
 
     def fastest_alone(self, alone: Alone) -> float:
         """Of a static tree, at its best size: where a level's parents were not drafted it is smaller than `nodes`."""
         if self.nodes is None or self.width == 1:
             return super().fastest_alone(alone)
-        sizes = range(self.decide(Load.of_one()).budget)
+        sizes = range(self.decide(Load.of_one()).tree_token_cap)
         return max(alone.rate(self.depth, self.width, nodes) for nodes in sizes)
 
 
@@ -96,9 +96,9 @@ def fill(limits: Limits, load: Load, *, depth: int, width: int, nodes: int | Non
     reserved = min(load.prefill_tokens, max(1, limits.max_tokens // PREFILL_SHARE))
     most = min(limits.max_tree_tokens, limits.max_tokens - reserved)
     each = depth * width if nodes is None else min(nodes, depth * width)
-    budget = max(load.num_decode, min(load.num_decode * (1 + each), most))
-    prefill = min(load.prefill_tokens, limits.max_tokens - budget)
-    return Decision(depth, width, budget, prefill, feed_draft=depth > 0)
+    cap = max(load.num_decode, min(load.num_decode * (1 + each), most))
+    prefill = min(load.prefill_tokens, limits.max_tokens - cap)
+    return Decision(depth, width, cap, prefill, feed_draft=depth > 0)
 
 
 # BanditSpec's controllers (policies `ucbspec` and `exp3spec`): which chain length, learned from emitted tokens

@@ -226,7 +226,8 @@ class Live:
             classes=[ClassTargets(name, slo.tpot_ms, slo.ttft_ms) for name, slo in state.classes.items()],
             over_target_edges=list(RATIO_EDGES), in_flight=state.slots.used, ended_requests=len(self._choices),
             step_age_s=round(stats.step_age_s, 3), compiles_after_ready=stats.compiles_after_ready,
-            preemptions=steps.preemptions, swaps=dict(steps.swaps), swap_s=dict(steps.swap_s), arms=dict(steps.arms),
+            preemptions=steps.preemptions, swaps=dict(steps.elastic_moves), swap_s=dict(steps.elastic_s),
+            arms=dict(steps.arms),
             learning=learning_drafts(stats.learning), windows=self._windows,
             last_requests=list(reversed(self._last)), seq=self._looks.seq, series=self._looks.series(since),
         )  # fmt: skip

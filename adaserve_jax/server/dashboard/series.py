@@ -119,7 +119,7 @@ class Looks:
 
     def add(self, now_s: float, unix_s: float, stats: StepStats, rolling: Rolling) -> None:
         """Look at the totals. The first look sees no change."""
-        totals = {name: getattr(stats, name) for name in _TOTALS} | {"swaps": sum(stats.swaps.values())}
+        totals = {name: getattr(stats, name) for name in _TOTALS} | {"swaps": sum(stats.elastic_moves.values())}
         before = totals if self._before is None else self._before
         if any(totals[name] < before[name] for name in totals):
             before = dict.fromkeys(totals, 0)
@@ -133,7 +133,7 @@ class Looks:
             running=stats.running, waiting=stats.waiting,
             depth=stats.last_depth if stepped else None,
             width=stats.last_width if stepped else None,
-            budget=stats.last_budget if stepped else None,
+            budget=stats.last_verified_tree_tokens if stepped else None,
             draft_resident=stats.draft_resident,
             base_used=stats.pages_used, base_cached=base_cached,
             base_free=stats.pages_total - stats.pages_used - base_cached,
