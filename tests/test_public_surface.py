@@ -59,10 +59,11 @@ def routes(each: Iterable[Any]) -> Iterator[str]:
 def public_surface() -> dict[str, list[str]]:
     """Return the sorted names of today by kind."""
     server = create_app(ScriptedEngine(EngineConfig()), None, ServerSettings(dashboard=True))
+    kinds = SECTIONS | TABLES
     texts = {name: (ROOT / "docs" / name).read_text() for name in DOCUMENTS}
     found: dict[str, Iterable[str]] = {
         "commands and options": options(typer.main.get_command(app)),
-        "configuration keys": (f"{name}.{key}" for name, kind in (SECTIONS | TABLES).items() for key in options_of(kind)),
+        "configuration keys": (f"{name}.{key}" for name, kind in kinds.items() for key in options_of(kind)),
         "routes": [*routes(server.routes), *re.findall(r"`((?:GET |POST )?/cluster[/a-z]*)", texts["cluster.md"])],
         "metrics": (name for text in texts.values() for name in names(text) if name.startswith("adaserve_")),
         "policies": (*POLICIES, *ABLATIONS),
