@@ -65,13 +65,13 @@ format: $(STAMP).test ## format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
-	@$(BIN)/python benchmarks/host_step.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.host_step $(ARGS)
 
 bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, both modes (some minutes)
-	@$(BIN)/python benchmarks/exactness.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.exactness $(ARGS)
 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
-	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
 
 dist: $(STAMP).test ## build wheel and source distribution, install each elsewhere and use it (some minutes)
 	@rm -rf dist

@@ -62,7 +62,7 @@ from adaserve_jax.types import SLO, Limits, SamplingParams
 from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import trace_of
-from benchmarks.segments import shortened, with_lengths
+from benchmarks.nightjar.segments import shortened, with_lengths
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))

@@ -119,6 +119,12 @@ def test_documents_that_the_code_names_exist():
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
 
 
+def test_files_of_the_life_of_a_request_exist():
+    page = (ROOT / "docs" / "architecture" / "life-of-a-request.md").read_text()
+    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page))
+    assert len(named) > 20 and sorted(name for name in named if not (PACKAGE / name).is_file()) == []
+
+
 def test_every_document_is_in_the_index():
     index = (ROOT / "docs" / "README.md").read_text()
     documents = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "README.md"]

@@ -30,7 +30,12 @@ OLD_HELP = "--draft, --draft-n, --draft-max N   number of tokens to draft"
 @pytest.fixture(scope="module")
 def scripts():
     with imported(
-        "common", "llama_cpp", "vllm", "transformers_serve", "adaserve", "assisted_server", folder=PEERS
+        "peers.common",
+        "peers.llama_cpp",
+        "peers.vllm",
+        "peers.transformers_serve",
+        "peers.adaserve",
+        "peers.assisted_server",
     ) as read:
         yield read
 

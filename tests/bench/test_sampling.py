@@ -149,7 +149,7 @@ def test_of_several_replicas_counts_are_added_and_depths_the_greatest():
     ]
     every = together(replicas)
     assert (every.steps, every.running, every.last_depth, every.last_verified_tree_tokens) == (8, 3, 4, 15)
-    assert not every.draft_resident and sum(every.swaps.values()) == 3
+    assert not every.draft_resident and sum(every.elastic_moves.values()) == 3
 
 
 def test_samples_of_a_long_simulation_are_further_apart():
