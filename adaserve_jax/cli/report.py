@@ -21,7 +21,7 @@ from adaserve_jax.cli.report_text import as_json, as_markdown, nothing_found, pr
 from adaserve_jax.cli.terminal import notes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Table, Text
-from adaserve_jax.results.served import report_of
+from adaserve_jax.results.aggregate import report_of
 
 # Reports of result folders: a file in HTML or Markdown, exports, or a summary in the terminal.
 

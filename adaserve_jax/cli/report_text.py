@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.report.estimates import ms, percent
+from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary
 from adaserve_jax.results.schema import Summary
-from adaserve_jax.results.served import ClassReport, Percentiles, ServedReport, Targets
 
 MOST_COLUMNS = 1000
 Cell = Callable[[ClassReport], str]
@@ -169,7 +169,7 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _range(targets: Targets) -> str:
+def _range(targets: TargetSummary) -> str:
     if targets.least_s is None or targets.most_s is None:
         return "-"
     least, most = (f"{value * 1e3:g}" for value in (targets.least_s, targets.most_s))

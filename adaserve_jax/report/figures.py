@@ -1,8 +1,8 @@
-"""Figures as pictures for HTML: SVG as matplotlib writes it, once in light and once in dark colours.
+"""Drawings of figures for HTML: SVG by matplotlib, once in light and once in dark colours.
 
 Each picture is an <img> with the SVG in its address, so that it fetches nothing, runs nothing and shares no identifier
-or style with the page. The classes `light` and `dark` say which of two pictures the style sheet shows. The same figure
-gives the same bytes.
+or style with the page. The style sheet shows the picture of class `light` or `dark`. The same figure gives the same
+bytes. matplotlib is imported on use.
 """
 
 from __future__ import annotations
@@ -23,253 +23,167 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.document import Figure, Panel, Series, averaged, number, points_of, printable, thinned, written
+from adaserve_jax.report.document import Figure, Panel, Series, averaged, number, printable, thinned
 from adaserve_jax.report.palette import Style, shades, styles_of
 
-# The axes of a panel: categories, ranges, ticks whose labels fit, marks, and labels of points that do not
-# collide.
-
-MOST_TICKED = 9
-"""Values of x that each get a tick of their own, if their labels fit."""
-SMALL = 10.5
-NAME_LETTERS = 22
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """Where x lies: names, the categories from 0 on, or () where x are numbers. lying: bars go to the right."""
-
-    names: tuple[str, ...]
-    lying: bool
-
-    @classmethod
-    def of(cls, figure: Figure, panel: Panel, *, room: float, letter_width: float) -> Lanes:
-        """Bars have categories always. They lie where their names do not fit `room` pixels side by side."""
-        xs = [x for series in panel.series for x in series.x]
-        bars = figure.kind in ("bars", "stack")
-        if not (bars or any(isinstance(x, str) for x in xs)):
-            return cls((), False)
-        names = tuple(dict.fromkeys(map(number, xs)))
-        longest = max(map(len, names), default=0)
-        return cls(names, bars and (longest + 1) * letter_width * len(names) > room)
-
-    @property
-    def labels(self) -> list[str]:
-        """The names, the long ones of bars that lie on several lines."""
-        return ["\n".join(wrap(name, NAME_LETTERS)) for name in self.names] if self.lying else list(self.names)
-
-    def place(self, x: float | str) -> float:
-        return float(self.names.index(number(x))) if self.names else float(x)
-
-
-def decorate(
-    axes: Any, figure: Figure, panel: Panel, lanes: Lanes, renderer: Any, colours: Mapping[str, str], *,
-    place: tuple[float, float, float], letter: float,
-) -> None:  # fmt: skip
-    """Ranges, ticks, grid and labels; then the axes take the room that labels leave. place: top, height, right, in
-    pixels from the upper left corner."""
-    top, height, right = place
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(colours["muted"])
-    axes.tick_params(length=0, pad=4, labelsize=letter - 1, labelcolor=colours["muted"])
-    axes.set_axisbelow(True)
-    values, categories = (axes.xaxis, axes.yaxis) if lanes.lying else (axes.yaxis, axes.xaxis)
-    values.grid(color=colours["line"], linewidth=1)
-    _value_range(axes, figure, panel, lying=lanes.lying)
-    _value_ticks(values, panel)
-    if lanes.names:
-        _category_ticks(axes, categories, lanes)
-    else:
-        _x_range(axes, figure, panel)
-    xs = sorted({float(x) for series in panel.series for x in series.x}) if not lanes.names else []
-    taken = axes.yaxis.get_tightbbox(renderer)
-    left = max(28.0, 0.0 if taken is None else taken.width + 8.0)
-    if xs:
-        _x_ticks(axes, figure, xs, right - left, letter)
-    rows = _mark(axes, figure, left, right, letter, colours) if not lanes.names else 0
-    below = 20.0
-    if figure.x_label and not lanes.lying:
-        axes.set_xlabel(figure.x_label, fontsize=letter, color=colours["muted"], labelpad=2)
-        below += letter + 5.0
-    start = top + 10.0 + rows * (letter + 2)
-    axes.set_position(
-        (left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height)
-    )
-    if any(series.labels for series in panel.series):
-        _label_points(axes, panel, lanes, colours)
-
-
-def _width(axes: Any) -> float:
-    return axes.figure.get_figwidth() * 72
-
-
-def _value_range(axes: Any, figure: Figure, panel: Panel, *, lying: bool) -> None:
-    bars = figure.kind in ("bars", "stack", "area")
-    set_range = axes.set_xlim if lying else axes.set_ylim
-    if panel.log_y:
-        _above_zero([y for s in panel.series for y in (*s.y, *s.low, *s.high) if y is not None], figure, "y")
-        (axes.set_xscale if lying else axes.set_yscale)("log")
-        if panel.y_range is not None:
-            set_range(*panel.y_range)
-        return
-    if panel.y_range is not None:
-        low, high = panel.y_range
-        spare = 0.0 if bars else 0.03 * (high - low)
-        set_range(low - spare, high + (spare or 0.02 * (high - low)))
-        return
-    low, high = axes.get_xlim() if lying else axes.get_ylim()
-    known = [y for s in panel.series for y in (*s.y, *s.low) if y is not None]
-    if known and min(known) >= 0:
-        set_range(0 if bars else -0.03 * (high or 1.0), high if high > 0 else 1.0)
-
-
-def _value_ticks(axis: Any, panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    axis.set_major_locator(
-        LogLocator(subs=(1, 2, 5), numticks=8) if panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
-    )
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{number(100 * y)}%" if panel.y_percent else number(_tidy(y))))
-
-
-def _category_ticks(axes: Any, axis: Any, lanes: Lanes) -> None:
-    axis.set_ticks(range(len(lanes.names)), lanes.labels)
-    ends = (-0.6, len(lanes.names) - 0.4)
-    if lanes.lying:
-        axes.set_ylim(*reversed(ends))
-        axes.spines["bottom"].set_visible(False)
-    else:
-        axes.set_xlim(*ends)
-
-
-def _x_range(axes: Any, figure: Figure, panel: Panel) -> None:
-    xs = [float(x) for series in panel.series for x in series.x] + [x for x, _ in figure.marks]
-    xs = [x for x in xs if np.isfinite(x)] or [0.0, 1.0]
-    spare = {"step": 0.0, "area": 0.0, "line": 0.03, "scatter": 0.06}[figure.kind]
-    if figure.log_x:
-        _above_zero(xs, figure, "x")
-        axes.set_xscale("log")
-        low, high = np.log(min(xs)), np.log(max(xs))
-        span = (high - low) or 1.0
-        axes.set_xlim(float(np.exp(low - spare * span)), float(np.exp(high + spare * span)))
-    else:
-        span = (max(xs) - min(xs)) or 1.0
-        bare = spare or (0.0 if max(xs) > min(xs) else 0.5)
-        axes.set_xlim(min(xs) - bare * span, max(xs) + bare * span)
-
-
-def _above_zero(values: list[float], figure: Figure, axis: str) -> None:
-    if values and min(values) <= 0:
-        raise ValueError(f"{figure.key}: expected every {axis} above 0 on a logarithmic axis, got {min(values)}")
-
-
-def _x_ticks(axes: Any, figure: Figure, xs: list[float], room: float, letter: float) -> None:
-    """A tick at each value of x where all their labels fit; else round values."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    scale = np.log if figure.log_x else np.asarray
-    low, high = (float(scale(edge)) for edge in axes.get_xlim())
-    at = (scale(np.array(xs)) - low) / (high - low) * room
-    names = [number(x) for x in xs]
-    needed = [0.31 * letter * (len(a) + len(b)) + 6 for a, b in pairwise(names)]
-    axes.xaxis.set_minor_locator(NullLocator())
-    if len(xs) <= MOST_TICKED and all(np.diff(at) >= needed):
-        axes.set_xticks(xs, names)
-        return
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8) if figure.log_x else MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(_tidy(x))))
-
-
-def _tidy(value: float) -> float:
-    """Without what is left of 0 by rounding."""
-    return 0.0 if abs(value) < 1e-12 else value
-
-
-def _mark(axes: Any, figure: Figure, left: float, right: float, letter: float, colours: Mapping[str, str]) -> int:
-    """Vertical lines with their labels above the axes, in as many rows as they need. Returns the rows."""
-    taken: list[float] = []
-    low, high = axes.get_xlim()
-    scale = np.log if figure.log_x else np.asarray
-    for x, label in sorted(figure.marks):
-        axes.axvline(x, color=colours["muted"], linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
-        share = float((scale(x) - scale(low)) / (scale(high) - scale(low)))
-        width = 0.55 * letter * len(label) + 6
-        align = "left" if share < 0.25 else "right" if share > 0.75 else "center"
-        start = share * (right - left) - {"left": 0.0, "right": width, "center": width / 2}[align]
-        row = next((i for i, end in enumerate(taken) if end <= start), len(taken))
-        taken[row : row + 1] = [start + width]
-        axes.annotate(
-            label, (x, 1), xycoords=axes.get_xaxis_transform(), xytext=(0, 4 + row * (letter + 2)), ha=align,
-            textcoords="offset pixels", fontsize=SMALL, color=colours["muted"], annotation_clip=False,
-        )  # fmt: skip
-    return len(taken)
-
-
-def _label_points(axes: Any, panel: Panel, lanes: Lanes, colours: Mapping[str, str]) -> None:
-    """A label beside each point, on the side that is free; none where no side is."""
-    at = {
-        (order, i): tuple(axes.transData.transform((lanes.place(x), y)))
-        for order, series in enumerate(panel.series)
-        for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-        if y is not None
-    }
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
-    sheet = axes.figure
-    for (order, i), (x, y) in at.items():
-        label = panel.series[order].labels[i] if panel.series[order].labels else ""
-        width, tall = 0.6 * SMALL * len(label), SMALL
-        for dx, dy in ((7, -4), (-7 - width, -4), (-width / 2, 8), (-width / 2, -8 - tall)):
-            box = (x + dx, y + dy, x + dx + width, y + dy + tall)
-            inside = axes.bbox.x0 - 4 <= box[0] and box[2] <= _width(axes)
-            if label and inside and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                size = sheet.get_size_inches() * 72
-                sheet.text(
-                    (box[0] if dx != -7 - width else box[2]) / size[0], (box[1] + 2) / size[1], label, fontsize=SMALL,
-                    ha="left" if dx != -7 - width else "right", color=colours["ink"],
-                )  # fmt: skip
-                break
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
-    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-# Draws one panel of a figure with matplotlib, in the colours it is given. matplotlib is imported on use.
-#
-# A panel is as wide as a telephone's screen and its letters as large as a page's, so that panels stand beside
-# each other on a wide page and below each other on a narrow one. Sizes are CSS pixels.
-
 Colours = Mapping[str, str]
-"""Shades by name, of `palette.shades`."""
+"""Shades by name, as `palette.shades` gives them."""
 WIDTH, HEIGHT = 400.0, 250.0
-LETTER = 12.0
+"""Size of a panel in CSS pixels: as wide as a telephone's screen, with letters as large as the page's, so that panels
+stand beside each other on a wide page and below each other on a narrow one."""
+LETTER, SMALL_LETTER = 12.0, 10.5
 LETTER_WIDTH = 0.6 * LETTER
-"""Of the usual letter; fonts of most machines are narrower."""
+"""Width of a usual letter; fonts of most machines are narrower."""
 LINE = 16.0
-RIGHT, GAP = 14.0, 8.0
+RIGHT = 14.0
 MOST_POINTS = 400
 MOST_AREAS = 160
 MOST_MARKERS = 24
-TITLE_LETTERS, LABEL_LETTERS = 46, 54
+MOST_TICKS = 9
+"""Most values of x that each get a tick of their own, if their labels fit."""
+TITLE_LETTERS, LABEL_LETTERS, NAME_LETTERS = 46, 54, 22
 LEAST_BAR, LEAST_SLOT = 9.0, 22.0
+KIND_NAMES = {"step": "Line", "stack": "Stacked bars", "area": "Stacked areas", "scatter": "Points"}
 
 
-def plotted(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Colours) -> Any:
-    """Return the panel as a matplotlib figure: title and y label on top, axes below."""
+def need_matplotlib() -> None:
+    """Raise ConfigError unless figures can be drawn here."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            "figures are drawn with matplotlib, which is not installed; install it with "
+            "`pip install adaserve-jax[plot]`, or write the report as Markdown, which has their numbers: -o report.md"
+        )
+
+
+def draw(figure: Figure) -> str:
+    """Return the HTML of a figure: a picture and a legend per panel, or one legend for panels that share series.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        ValueError: a logarithmic axis cannot show a value.
+    """
+    need_matplotlib()
+    figure = _cleaned(figure)
+    styles = styles_of(figure)
+    names = [tuple(dict.fromkeys(series.name for series in panel.series)) for panel in figure.panels]
+    all_names = tuple(dict.fromkeys(name for each in names for name in each))
+    common = len(names) < 2 or len(all_names) < sum(map(len, names))
+    with _settings():
+        panels = [_panel(figure, panel, styles) for panel in figure.panels]
+        if common:
+            head = _legend(figure, all_names, styles)
+        else:
+            head = ""
+            legends = [_legend(figure, each, styles) for each in names]
+            panels = [f"<div>{panel}{legend}</div>" for legend, panel in zip(legends, panels, strict=True)]
+    drawn = "\n".join(panels)
+    return f'{head}<div class="plots">\n{drawn}\n</div>'
+
+
+def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style]) -> str:
+    """Return a list of series names with their signs; nothing for a single name."""
+    if len(names) < 2:
+        return ""
+    entries = "".join(f"<li>{_swatch(figure, styles[name])}{escape(name)}</li>" for name in names)
+    return f'<ul class="legend">{entries}</ul>\n'
+
+
+def _panel(figure: Figure, panel: Panel, styles: Mapping[str, Style]) -> str:
+    alt = f"{panel.title or figure.title}. {described(figure, panel)}"
+    return _pictures(lambda colours: _plot(figure, panel, styles, colours), f'class="plot {{}}" alt="{escape(alt)}"')
+
+
+def _swatch(figure: Figure, style: Style) -> str:
+    return _pictures(
+        lambda colours: _plot_swatch(figure, style, colours), 'class="swatch {}" alt="" width="30" height="12"'
+    )
+
+
+def _pictures(drawn: Callable[[Colours], Any], attributes: str) -> str:
+    """Return the light and the dark picture of a plot. attributes: HTML attributes, with {} for the class."""
+    return "".join(
+        f'<img {attributes.replace("{}", name)} src="data:image/svg+xml;base64,{_encoded(drawn(shades(dark=dark)))}">'
+        for name, dark in (("light", False), ("dark", True))
+    )
+
+
+def described(figure: Figure, panel: Panel) -> str:
+    """Return the alternative text of a panel: its axes, and the range of every series."""
+    parts = [f"{KIND_NAMES.get(figure.kind, figure.kind.capitalize())}: {panel.y_label} over {figure.x_label}."]
+    for series in panel.series:
+        known = [y for y in series.y if y is not None]
+        span = f"{panel.format(min(known))} to {panel.format(max(known))}" if known else "no values"
+        parts.append(f"{series.name or panel.y_label}: {span}.")
+    return " ".join([*parts, "The numbers are in a table below the figure."])
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    """Use matplotlib's own defaults instead of the user's, text as text, and identifiers that are always the same.
+
+    Warnings for letters of other scripts are ignored: the reader's fonts have them.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message=".*font does not have.*")
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(
+            {"svg.fonttype": "none", "svg.hashsalt": "adaserve", "text.parse_math": False, "font.size": 12,
+             "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "hatch.linewidth": 1.0}
+        )  # fmt: skip
+        yield
+
+
+def _encoded(sheet: Any) -> str:
+    """Return the sheet as SVG in base64, transparent and without a date."""
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    sheet.patch.set_visible(False)
+    for axes in sheet.axes:
+        axes.patch.set_visible(False)
+    sheet.savefig(file, format="svg", metadata=nothing, dpi=72)
+    return b64encode(file.getvalue().encode()).decode()
+
+
+def _cleaned(figure: Figure) -> Figure:
+    """Put each text on one line, without characters that XML does not allow, and a gap for each value that is not
+    finite."""
+
+    def text(value: str) -> str:
+        return printable(" ".join(value.split()))
+
+    def series(one: Series) -> Series:
+        xs = tuple(text(x) if isinstance(x, str) else x for x in one.x)
+        y, low, high = (tuple(map(_finite, column)) for column in (one.y, one.low, one.high))
+        return replace(one, name=text(one.name), x=xs, y=y, low=low, high=high, labels=tuple(map(text, one.labels)))
+
+    panels = tuple(
+        replace(p, title=text(p.title), y_label=text(p.y_label), series=tuple(map(series, p.series)))
+        for p in figure.panels
+    )
+    marks = tuple((x, text(label)) for x, label in figure.marks)
+    return replace(figure, title=text(figure.title), x_label=text(figure.x_label), panels=panels, marks=marks)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _plot(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Colours) -> Any:
+    """Plot a panel as a matplotlib figure: title and y label on top, axes below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
-    lanes = Lanes.of(figure, panel, room=WIDTH - 60.0, letter_width=LETTER_WIDTH)
+    categories = Categories.of(figure, panel, width=WIDTH - 60.0)
     titles = wrap(panel.title, TITLE_LETTERS)
     labels = wrap(panel.y_label, LABEL_LETTERS)
     height = HEIGHT + LINE * (len(titles) + len(labels) - 2)
-    if lanes.lying:
-        lines = max(label.count("\n") + 1 for label in lanes.labels)
+    if categories.horizontal:
+        lines = max(label.count("\n") + 1 for label in categories.labels)
         slot = max(LEAST_SLOT, LINE * lines, LEAST_BAR * len(panel.series) if figure.kind == "bars" else 0.0)
-        height += max(0.0, slot * len(lanes.names) - HEIGHT + 80.0)
+        height += max(0.0, slot * len(categories.names) - HEIGHT + 80.0)
     sheet: Any = Sheet(figsize=(WIDTH / 72, height / 72), dpi=72)
     renderer = FigureCanvasAgg(sheet).get_renderer()
     axes: Any = sheet.add_axes((0.1, 0.1, 0.8, 0.8))
@@ -283,18 +197,18 @@ def plotted(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: 
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=colours["muted"])
         return sheet
-    _DRAW[figure.kind](axes, figure, panel, styles, lanes, colours)
-    place = (LINE * (len(titles) + len(labels)), height, WIDTH - RIGHT)
-    decorate(axes, figure, panel, lanes, renderer, colours, place=place, letter=LETTER)
+    _DRAW[figure.kind](axes, figure, panel, styles, categories, colours)
+    top = LINE * (len(titles) + len(labels))
+    _set_axes(axes, figure, panel, categories, renderer, colours, top=top, height=height)
     return sheet
 
 
 def _lines(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], lanes: Lanes, colours: Colours
+    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
 ) -> None:
     for order, series in enumerate(panel.series):
-        style, points = styles[series.name], thinned(points_of(series), MOST_POINTS)
-        x, y, low, high = _arrays(points, lanes)
+        style, points = styles[series.name], thinned(series.points, MOST_POINTS)
+        x, y, low, high = _arrays(points, categories)
         known = np.isfinite(y)
         if not known.any():
             continue
@@ -318,37 +232,41 @@ def _lines(
 
 
 def _points(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], lanes: Lanes, colours: Colours
+    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
 ) -> None:
     for order, series in enumerate(panel.series):
         style = styles[series.name]
-        x, y, low, high = _arrays(points_of(series), lanes)
+        x, y, low, high = _arrays(series.points, categories)
         _whiskers(axes, x, low, high, style, colours, upright=True)
         axes.plot(x, y, **_look(style, colours, markers=True) | {"linestyle": "none", "zorder": 3 + order})
 
 
-def _bars(axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], lanes: Lanes, colours: Colours) -> None:
+def _bars(
+    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
+) -> None:
     shown = [series for series in panel.series if series.y]
     thick = min(0.8 / len(shown), 0.5)
     for order, series in enumerate(shown):
         style = styles[series.name]
-        x, y, low, high = _arrays(points_of(series), lanes)
+        x, y, low, high = _arrays(series.points, categories)
         x += (order - (len(shown) - 1) / 2) * thick
-        (axes.barh if lanes.lying else axes.bar)(x, np.nan_to_num(y), thick, zorder=2, **_fill(style, colours))
-        _whiskers(axes, x, low, high, style, colours, upright=not lanes.lying)
+        (axes.barh if categories.horizontal else axes.bar)(
+            x, np.nan_to_num(y), thick, zorder=2, **_fill(style, colours)
+        )
+        _whiskers(axes, x, low, high, style, colours, upright=not categories.horizontal)
 
 
 def _stack(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], lanes: Lanes, colours: Colours
+    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
 ) -> None:
-    base = np.zeros(len(lanes.names))
+    base = np.zeros(len(categories.names))
     for series in panel.series:
         heights = np.zeros(len(base))
-        x, y, *_ = _arrays(points_of(series), lanes)
+        x, y, *_ = _arrays(series.points, categories)
         heights[x.astype(int)] += np.nan_to_num(y)
         places = np.arange(len(base))
         fill = _fill(styles[series.name], colours)
-        if lanes.lying:
+        if categories.horizontal:
             axes.barh(places, heights, 0.7, left=base, zorder=2, **fill)
         else:
             axes.bar(places, heights, 0.6, bottom=base, zorder=2, **fill)
@@ -356,10 +274,10 @@ def _stack(
 
 
 def _areas(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], lanes: Lanes, colours: Colours
+    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
 ) -> None:
-    xs = sorted({lanes.place(x) for series in panel.series for x in series.x})
-    columns = [_column(series, xs, lanes) for series in panel.series]
+    xs = sorted({categories.place(x) for series in panel.series for x in series.x})
+    columns = [_column(series, xs, categories) for series in panel.series]
     thin_xs, thin = averaged(xs, columns, MOST_AREAS)
     base = np.zeros(len(thin_xs))
     for series, heights in zip(panel.series, thin, strict=True):
@@ -368,18 +286,18 @@ def _areas(
         base = top
 
 
-def _column(series: Series, xs: list[float], lanes: Lanes) -> list[float]:
-    """Its values over `xs`; 0 where it has none."""
-    held = {lanes.place(x): y or 0.0 for x, y in zip(series.x, series.y, strict=True)}
+def _column(series: Series, xs: list[float], categories: Categories) -> list[float]:
+    """Return the values of a series over `xs`; 0 where it has none."""
+    held = {categories.place(x): y or 0.0 for x, y in zip(series.x, series.y, strict=True)}
     return [held.get(x, 0.0) for x in xs]
 
 
 _DRAW = {"line": _lines, "step": _lines, "scatter": _points, "bars": _bars, "stack": _stack, "area": _areas}
 
 
-def _arrays(points: list[Any], lanes: Lanes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x, y, low, high: f64[points]; NaN where there is nothing to draw."""
-    table = np.array([(lanes.place(x), *rest) for x, *rest in points], dtype=np.float64).reshape(-1, 4)
+def _arrays(points: list[Any], categories: Categories) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return x, y, low, high: f64[points], NaN where there is nothing to draw."""
+    table = np.array([(categories.place(x), *rest) for x, *rest in points], dtype=np.float64).reshape(-1, 4)
     return table[:, 0].copy(), table[:, 1], table[:, 2], table[:, 3]
 
 
@@ -406,7 +324,7 @@ def _fill(style: Style, colours: Colours) -> dict[str, Any]:
 def _whiskers(
     axes: Any, x: np.ndarray, low: np.ndarray, high: np.ndarray, style: Style, colours: Colours, *, upright: bool
 ) -> None:
-    """Intervals as lines with ends: in the series' colour beside markers, in ink upon bars."""
+    """Draw intervals as lines with ends: in the series' colour beside markers, in ink upon bars."""
     known = np.isfinite(low) & np.isfinite(high)
     if not known.any():
         return
@@ -419,8 +337,8 @@ def _whiskers(
         axes.plot(*where, linestyle="none", marker="_" if upright else "|", markersize=6, color=colour, zorder=3)
 
 
-def swatch(figure: Figure, style: Style, colours: Colours) -> Any:
-    """Return what a legend shows for a series: a piece of its line with its marker, or of its bar."""
+def _plot_swatch(figure: Figure, style: Style, colours: Colours) -> Any:
+    """Plot the legend's sign for a series: a piece of its line with its marker, or of its bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
     from matplotlib.lines import Line2D
@@ -438,123 +356,209 @@ def swatch(figure: Figure, style: Style, colours: Colours) -> Any:
     return sheet
 
 
-WORDS = {"step": "Line", "stack": "Stacked bars", "area": "Stacked areas", "scatter": "Points"}
+@dataclass(frozen=True)
+class Categories:
+    """Categories along x, numbered from 0.
 
-
-def need_matplotlib() -> None:
-    """Raise ConfigError unless figures can be drawn here."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError(
-            "figures are drawn with matplotlib, which is not installed; install it with "
-            "`pip install adaserve-jax[plot]`, or write the report as Markdown, which has their numbers: -o report.md"
-        )
-
-
-def draw(figure: Figure) -> str:
-    """Return the HTML of a figure: a picture per panel, and lists that are legends: one for all panels, or one for each
-    where panels have no series in common.
-
-    Raises ConfigError without matplotlib; ValueError for values that a logarithmic axis cannot show.
+    names: empty where x are numbers. horizontal: bars go to the right.
     """
-    need_matplotlib()
-    figure = _cleaned(figure)
-    styles = styles_of(figure)
-    names = [tuple(dict.fromkeys(series.name for series in panel.series)) for panel in figure.panels]
-    everyone = tuple(dict.fromkeys(name for each in names for name in each))
-    common = len(names) < 2 or len(everyone) < sum(map(len, names))
-    with _settings():
-        panels = [_panel(figure, panel, styles) for panel in figure.panels]
-        if common:
-            head = _legend(figure, everyone, styles)
-        else:
-            head = ""
-            legends = [_legend(figure, each, styles) for each in names]
-            panels = [f"<div>{panel}{legend}</div>" for legend, panel in zip(legends, panels, strict=True)]
-    drawn = "\n".join(panels)
-    return f'{head}<div class="plots">\n{drawn}\n</div>'
+
+    names: tuple[str, ...]
+    horizontal: bool
+
+    @classmethod
+    def of(cls, figure: Figure, panel: Panel, *, width: float) -> Categories:
+        """Return the categories of a panel; bars always have some. Bars go to the right where their names do not fit
+        `width` pixels side by side."""
+        xs = [x for series in panel.series for x in series.x]
+        bars = figure.kind in ("bars", "stack")
+        if not (bars or any(isinstance(x, str) for x in xs)):
+            return cls((), False)
+        names = tuple(dict.fromkeys(map(number, xs)))
+        longest = max(map(len, names), default=0)
+        return cls(names, bars and (longest + 1) * LETTER_WIDTH * len(names) > width)
+
+    @property
+    def labels(self) -> list[str]:
+        """The names; long ones of horizontal bars are on several lines."""
+        return ["\n".join(wrap(name, NAME_LETTERS)) for name in self.names] if self.horizontal else list(self.names)
+
+    def place(self, x: float | str) -> float:
+        return float(self.names.index(number(x))) if self.names else float(x)
 
 
-def _legend(figure: Figure, names: Sequence[str], styles: Mapping[str, Style]) -> str:
-    """Return a list of names with what they look like; nothing for a name that stands alone."""
-    if len(names) < 2:
-        return ""
-    entries = "".join(f"<li>{_swatch(figure, styles[name])}{escape(name)}</li>" for name in names)
-    return f'<ul class="legend">{entries}</ul>\n'
+def _set_axes(
+    axes: Any, figure: Figure, panel: Panel, categories: Categories, renderer: Any, colours: Colours, *, top: float,
+    height: float,
+) -> None:  # fmt: skip
+    """Set ranges, ticks, grid and labels, and give the axes the space that labels leave.
 
-
-def _panel(figure: Figure, panel: Panel, styles: Mapping[str, Style]) -> str:
-    alt = f"{panel.title or figure.title}. {described(figure, panel)}"
-    return _pictures(lambda colours: plotted(figure, panel, styles, colours), f'class="plot {{}}" alt="{escape(alt)}"')
-
-
-def _swatch(figure: Figure, style: Style) -> str:
-    return _pictures(lambda colours: swatch(figure, style, colours), 'class="swatch {}" alt="" width="30" height="12"')
-
-
-def _pictures(drawn: Callable[[Colours], Any], attributes: str) -> str:
-    """Return the light and the dark picture of a sheet. attributes: of both, with {} for the class of the shade."""
-    return "".join(
-        f'<img {attributes.replace("{}", name)} src="data:image/svg+xml;base64,{_encoded(drawn(shades(dark=dark)))}">'
-        for name, dark in (("light", False), ("dark", True))
+    top, height: of the space below the titles, and of the whole picture, in pixels.
+    """
+    right = WIDTH - RIGHT
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(colours["muted"])
+    axes.tick_params(length=0, pad=4, labelsize=LETTER - 1, labelcolor=colours["muted"])
+    axes.set_axisbelow(True)
+    values, names = (axes.xaxis, axes.yaxis) if categories.horizontal else (axes.yaxis, axes.xaxis)
+    values.grid(color=colours["line"], linewidth=1)
+    _value_range(axes, figure, panel, horizontal=categories.horizontal)
+    _value_ticks(values, panel)
+    if categories.names:
+        _category_ticks(axes, names, categories)
+    else:
+        _x_range(axes, figure, panel)
+    xs = sorted({float(x) for series in panel.series for x in series.x}) if not categories.names else []
+    taken = axes.yaxis.get_tightbbox(renderer)
+    left = max(28.0, 0.0 if taken is None else taken.width + 8.0)
+    if xs:
+        _x_ticks(axes, figure, xs, right - left)
+    rows = _mark(axes, figure, left, right, colours) if not categories.names else 0
+    below = 20.0
+    if figure.x_label and not categories.horizontal:
+        axes.set_xlabel(figure.x_label, fontsize=LETTER, color=colours["muted"], labelpad=2)
+        below += LETTER + 5.0
+    start = top + 10.0 + rows * (LETTER + 2)
+    axes.set_position(
+        (left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height)
     )
+    if any(series.labels for series in panel.series):
+        _label_points(axes, panel, categories, colours)
 
 
-def described(figure: Figure, panel: Panel) -> str:
-    """Return the panel in words, as alternative text: its axes, and the range of every series."""
-    parts = [f"{WORDS.get(figure.kind, figure.kind.capitalize())}: {panel.y_label} over {figure.x_label}."]
-    for series in panel.series:
-        known = [y for y in series.y if y is not None]
-        span = f"{written(panel, min(known))} to {written(panel, max(known))}" if known else "no values"
-        parts.append(f"{series.name or panel.y_label}: {span}.")
-    return " ".join([*parts, "The numbers are in a table below the figure."])
+def _width(axes: Any) -> float:
+    return axes.figure.get_figwidth() * 72
 
 
-@contextmanager
-def _settings() -> Iterator[None]:
-    """Use matplotlib's own defaults whatever the user's file says; text stays text; identifiers are always the same; no
-    warning for letters of other scripts, which the reader's fonts have."""
-    import matplotlib
+def _value_range(axes: Any, figure: Figure, panel: Panel, *, horizontal: bool) -> None:
+    bars = figure.kind in ("bars", "stack", "area")
+    set_range = axes.set_xlim if horizontal else axes.set_ylim
+    if panel.log_y:
+        _above_zero([y for s in panel.series for y in (*s.y, *s.low, *s.high) if y is not None], figure, "y")
+        (axes.set_xscale if horizontal else axes.set_yscale)("log")
+        if panel.y_range is not None:
+            set_range(*panel.y_range)
+        return
+    if panel.y_range is not None:
+        low, high = panel.y_range
+        margin = 0.0 if bars else 0.03 * (high - low)
+        set_range(low - margin, high + (margin or 0.02 * (high - low)))
+        return
+    low, high = axes.get_xlim() if horizontal else axes.get_ylim()
+    known = [y for s in panel.series for y in (*s.y, *s.low) if y is not None]
+    if known and min(known) >= 0:
+        set_range(0 if bars else -0.03 * (high or 1.0), high if high > 0 else 1.0)
 
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        warnings.filterwarnings("ignore", message=".*font does not have.*")
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(
-            {"svg.fonttype": "none", "svg.hashsalt": "adaserve", "text.parse_math": False, "font.size": 12,
-             "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"], "hatch.linewidth": 1.0}
+
+def _value_ticks(axis: Any, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axis.set_major_locator(
+        LogLocator(subs=(1, 2, 5), numticks=8) if panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+    )
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{number(100 * y)}%" if panel.y_percent else number(_tidy(y))))
+
+
+def _category_ticks(axes: Any, axis: Any, categories: Categories) -> None:
+    axis.set_ticks(range(len(categories.names)), categories.labels)
+    ends = (-0.6, len(categories.names) - 0.4)
+    if categories.horizontal:
+        axes.set_ylim(*reversed(ends))
+        axes.spines["bottom"].set_visible(False)
+    else:
+        axes.set_xlim(*ends)
+
+
+def _x_range(axes: Any, figure: Figure, panel: Panel) -> None:
+    xs = [float(x) for series in panel.series for x in series.x] + [x for x, _ in figure.marks]
+    xs = [x for x in xs if np.isfinite(x)] or [0.0, 1.0]
+    margin = {"step": 0.0, "area": 0.0, "line": 0.03, "scatter": 0.06}[figure.kind]
+    if figure.log_x:
+        _above_zero(xs, figure, "x")
+        axes.set_xscale("log")
+        low, high = np.log(min(xs)), np.log(max(xs))
+        span = (high - low) or 1.0
+        axes.set_xlim(float(np.exp(low - margin * span)), float(np.exp(high + margin * span)))
+    else:
+        span = (max(xs) - min(xs)) or 1.0
+        side = margin or (0.0 if max(xs) > min(xs) else 0.5)
+        axes.set_xlim(min(xs) - side * span, max(xs) + side * span)
+
+
+def _above_zero(values: list[float], figure: Figure, axis: str) -> None:
+    if values and min(values) <= 0:
+        raise ValueError(f"{figure.key}: expected every {axis} above 0 on a logarithmic axis, got {min(values)}")
+
+
+def _x_ticks(axes: Any, figure: Figure, xs: list[float], width: float) -> None:
+    """Set a tick at each value of x where all their labels fit, else at round values."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    scale = np.log if figure.log_x else np.asarray
+    low, high = (float(scale(edge)) for edge in axes.get_xlim())
+    at = (scale(np.array(xs)) - low) / (high - low) * width
+    names = [number(x) for x in xs]
+    needed = [0.31 * LETTER * (len(a) + len(b)) + 6 for a, b in pairwise(names)]
+    axes.xaxis.set_minor_locator(NullLocator())
+    if len(xs) <= MOST_TICKS and all(np.diff(at) >= needed):
+        axes.set_xticks(xs, names)
+        return
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8) if figure.log_x else MaxNLocator(6))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(_tidy(x))))
+
+
+def _tidy(value: float) -> float:
+    """Return 0 for what rounding leaves of it."""
+    return 0.0 if abs(value) < 1e-12 else value
+
+
+def _mark(axes: Any, figure: Figure, left: float, right: float, colours: Colours) -> int:
+    """Draw marks as vertical lines, with labels above the axes in as many rows as they need; return the rows."""
+    taken: list[float] = []
+    low, high = axes.get_xlim()
+    scale = np.log if figure.log_x else np.asarray
+    for x, label in sorted(figure.marks):
+        axes.axvline(x, color=colours["muted"], linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
+        share = float((scale(x) - scale(low)) / (scale(high) - scale(low)))
+        width = 0.55 * LETTER * len(label) + 6
+        align = "left" if share < 0.25 else "right" if share > 0.75 else "center"
+        start = share * (right - left) - {"left": 0.0, "right": width, "center": width / 2}[align]
+        row = next((i for i, end in enumerate(taken) if end <= start), len(taken))
+        taken[row : row + 1] = [start + width]
+        axes.annotate(
+            label, (x, 1), xycoords=axes.get_xaxis_transform(), xytext=(0, 4 + row * (LETTER + 2)), ha=align,
+            textcoords="offset pixels", fontsize=SMALL_LETTER, color=colours["muted"], annotation_clip=False,
         )  # fmt: skip
-        yield
+    return len(taken)
 
 
-def _encoded(sheet: Any) -> str:
-    """Return the sheet as SVG in base64, transparent and without a date."""
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    sheet.patch.set_visible(False)
-    for axes in sheet.axes:
-        axes.patch.set_visible(False)
-    sheet.savefig(file, format="svg", metadata=nothing, dpi=72)
-    return b64encode(file.getvalue().encode()).decode()
+def _label_points(axes: Any, panel: Panel, categories: Categories, colours: Colours) -> None:
+    """Write a label beside each point, on a side that is free; leave it out where none is."""
+    at = {
+        (order, i): tuple(axes.transData.transform((categories.place(x), y)))
+        for order, series in enumerate(panel.series)
+        for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
+        if y is not None
+    }
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+    sheet = axes.figure
+    for (order, i), (x, y) in at.items():
+        label = panel.series[order].labels[i] if panel.series[order].labels else ""
+        width, tall = 0.6 * SMALL_LETTER * len(label), SMALL_LETTER
+        for dx, dy in ((7, -4), (-7 - width, -4), (-width / 2, 8), (-width / 2, -8 - tall)):
+            box = (x + dx, y + dy, x + dx + width, y + dy + tall)
+            inside = axes.bbox.x0 - 4 <= box[0] and box[2] <= _width(axes)
+            if label and inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                size = sheet.get_size_inches() * 72
+                sheet.text(
+                    (box[0] if dx != -7 - width else box[2]) / size[0], (box[1] + 2) / size[1], label,
+                    fontsize=SMALL_LETTER, ha="left" if dx != -7 - width else "right", color=colours["ink"],
+                )  # fmt: skip
+                break
 
 
-def _cleaned(figure: Figure) -> Figure:
-    """Its texts on one line each, without characters that XML does not allow; a gap for what is no finite number."""
-
-    def text(value: str) -> str:
-        return printable(" ".join(value.split()))
-
-    def series(one: Series) -> Series:
-        xs = tuple(text(x) if isinstance(x, str) else x for x in one.x)
-        y, low, high = (tuple(map(_finite, column)) for column in (one.y, one.low, one.high))
-        return replace(one, name=text(one.name), x=xs, y=y, low=low, high=high, labels=tuple(map(text, one.labels)))
-
-    panels = tuple(
-        replace(p, title=text(p.title), y_label=text(p.y_label), series=tuple(map(series, p.series)))
-        for p in figure.panels
-    )
-    marks = tuple((x, text(label)) for x, label in figure.marks)
-    return replace(figure, title=text(figure.title), x_label=text(figure.x_label), panels=panels, marks=marks)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and isfinite(value) else None
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]

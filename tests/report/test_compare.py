@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
-from adaserve_jax.report.compare import comparison, versus
+from adaserve_jax.report.compare import comparison, headline, versus
 from adaserve_jax.report.document import Table, Text
-from adaserve_jax.report.headline import headline
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View
 from tests.report.made import PROVENANCE, folder, point, request

@@ -1,7 +1,7 @@
 """The first table and its words: who is ahead, where, by how much, and where nobody is."""
 
+from adaserve_jax.report.compare import headline, verdict
 from adaserve_jax.report.document import Text
-from adaserve_jax.report.headline import headline, verdict
 from adaserve_jax.report.measures import ATTAINMENT, GOODPUT
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.results.served import ServedReport, report_of
+from adaserve_jax.results.aggregate import ServedReport, report_of
 from tests.results.made import OTHER_RUN, RUN, records_file
 
 
