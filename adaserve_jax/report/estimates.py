@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval excludes 0, so that a difference is beyond chance."""
+        """True if the interval excludes 0, so that a difference is beyond chance."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 

@@ -59,7 +59,7 @@ class Tail:
 
     @property
     def meets(self) -> bool:
-        """Whether the percentiles are within all targets that the class has."""
+        """True if the percentiles are within all targets that the class has."""
         overs = [over for over in (self.ttft_over, self.tpot_over) if over is not None]
         return bool(overs) and all(over <= 1 for over in overs)
 

@@ -36,7 +36,7 @@ SAME_RUN = (
 )  # fmt: skip
 """Columns of rows whose points may be pooled as repeats of one another."""
 CHOSEN = ("max_requests", "max_prefill_tokens")
-"""Those of them that a run with a label chooses for each point: "tuned" is the best setting of each."""
+"""Columns that a run with a label chooses for each point: "tuned" is the best setting of each."""
 ANY = "any"
 _RunKey = tuple[str, tuple[object, ...]]
 """run_id and the values of `SAME_RUN`; a run that was resumed elsewhere has several keys."""
@@ -114,7 +114,7 @@ class MeasuredPoint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every request of the row has its record."""
+        """True if every request of the row has its record."""
         return len(self.records) == self.row.requests
 
     @cached_property
