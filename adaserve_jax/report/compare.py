@@ -116,14 +116,11 @@ def verdict(view: View, measure: Measure, settings: Sequence[LoadSetting]) -> st
 
 def leader(view: View, measure: Measure, setting: LoadSetting) -> Lead | None:
     """Return the policy that is ahead of every other at a setting, if each difference's interval excludes 0."""
-    groups = _known(view, measure, setting)
-    if len(groups) < 2:
+    values = _known(view, measure, setting)
+    if len(values) < 2:
         return None
-    best = groups[0]
-    for group in groups[1:]:
-        if measure.better(_value(view, measure, group), _value(view, measure, best)):
-            best = group
-    differences = [view.estimates.difference(best, other, measure) for other in groups if other is not best]
+    best = (max if measure.more_is_better else min)(values, key=values.__getitem__)
+    differences = [view.estimates.difference(best, other, measure) for other in values if other is not best]
     if not all(_wins(measure, each) for each in differences):
         return None
     return Lead(best.policy, setting, min(abs(each.value or 0.0) for each in differences))
@@ -143,14 +140,10 @@ def _pairs(view: View, settings: Sequence[LoadSetting]) -> list[GroupPair]:
     return [GroupPair(*pair) for setting in settings for pair in combinations(view.measured.groups_at(setting), 2)]
 
 
-def _known(view: View, measure: Measure, setting: LoadSetting) -> list[PointGroup]:
-    return [g for g in view.measured.groups_at(setting) if view.estimates.value(g, measure) is not None]
-
-
-def _value(view: View, measure: Measure, group: PointGroup) -> float:
-    value = view.estimates.value(group, measure)
-    assert value is not None, "only groups that have a value are compared"
-    return value
+def _known(view: View, measure: Measure, setting: LoadSetting) -> dict[PointGroup, float]:
+    """Return the groups at a setting that have a value of the measure, with their values."""
+    values = {group: view.estimates.value(group, measure) for group in view.measured.groups_at(setting)}
+    return {group: value for group, value in values.items() if value is not None}
 
 
 def _headline_table(view: View, settings: Sequence[LoadSetting]) -> Table:
@@ -243,24 +236,20 @@ def pairs_of(view: View, ours: str, theirs: str) -> list[GroupPair]:
 
 
 def _versus_table(view: View, ours: str, pairs: dict[str, list[GroupPair]]) -> Table:
-    axes = view.measured.varied
     shown = view.measured.settings if sum(map(len, pairs.values())) <= MOST_VERSUS_ROWS else view.line
-    rows: list[tuple[str, ...]] = []
-    strong: set[tuple[int, int]] = set()
-    for other, each in pairs.items():
-        for pair in each:
-            if pair.ours.setting in shown:
-                found, better = _cells(view.estimates, pair)
-                strong |= {(len(rows), len(axes) + 1 + column) for column in better}
-                rows.append((other, *(pair.ours.setting.cell(axis) for axis in axes), *found))
-    titles = ("against", *(AXES[axis][0] for axis in axes), *_titles(f"theirs / of {ours}"))
     caption = (
         f"{ours} minus the other, in parentheses the 95% intervals of differences, paired where both had the same "
         "requests; better and worse are said where the interval excludes 0. Above 1 the ratio says that the other "
         "violates more."
     )
-    numeric = frozenset(range(len(axes) + 1, len(titles)))
-    return Table("versus", "Differences", view.caption(caption), titles, tuple(rows), numeric, frozenset(strong))
+    titles = ("against", *(AXES[axis][0] for axis in view.measured.varied))
+    rows = [
+        ((other, *_axis_cells(view, pair)), pair, ALL_CLASSES)
+        for other, each in pairs.items()
+        for pair in each
+        if pair.ours.setting in shown
+    ]
+    return _difference_table("versus", view, caption, titles, f"theirs / of {ours}", rows)
 
 
 def comparison(view: View, against: Measured) -> Section:
@@ -319,26 +308,21 @@ def _other_differences(view: View, pairs: Sequence[GroupPair], then: str) -> Ite
 
 
 def _comparison_table(view: View, pairs: Sequence[GroupPair], then: str) -> Table:
-    axes = view.measured.varied
-    rows: list[tuple[str, ...]] = []
-    strong: set[tuple[int, int]] = set()
-    first = len(axes) + 2
-    for pair in sorted(pairs, key=lambda pair: pair.ours.setting.order):
-        for name in view.classes:
-            if _holds(pair.ours, name) and _holds(pair.theirs, name):
-                found, better = _cells(view.estimates, pair, name)
-                strong |= {(len(rows), first + column) for column in better}
-                rows.append((pair.ours.policy, *(pair.ours.setting.cell(axis) for axis in axes), name, *found))
-    titles = ("policy", *(AXES[axis][0] for axis in axes), "requests", *_titles("then / now"))
     caption = (
         f"This run minus {then}, 95% intervals in parentheses; better and worse are said where the interval "
         "excludes 0. The ratio is that of violations then to violations now: above 1 there are fewer now."
     )
-    numeric = frozenset(range(first, len(titles)))
-    return Table("differences", "Differences", view.caption(caption), titles, tuple(rows), numeric, frozenset(strong))
+    titles = ("policy", *(AXES[axis][0] for axis in view.measured.varied), "requests")
+    rows = [
+        ((pair.ours.policy, *_axis_cells(view, pair), name), pair, name)
+        for pair in sorted(pairs, key=lambda pair: pair.ours.setting.order)
+        for name in view.classes
+        if _has_class(pair.ours, name) and _has_class(pair.theirs, name)
+    ]
+    return _difference_table("differences", view, caption, titles, "then / now", rows)
 
 
-def _holds(group: PointGroup, slo_class: str) -> bool:
+def _has_class(group: PointGroup, slo_class: str) -> bool:
     return any(slo_class in point.rows for point in group.points)
 
 
@@ -361,24 +345,39 @@ def _how_paired(estimates: Estimates, pairs: Sequence[GroupPair]) -> list[str]:
     return texts
 
 
-def _titles(ratio: str) -> tuple[str, ...]:
-    """Return the titles of `_cells`. ratio: title of the violations' ratio."""
-    titles = (heading(measure) + (", points" if measure.unit == "share" else "") for measure in COMPARED)
-    return (*titles, f"violations, {ratio}")
+def _axis_cells(view: View, pair: GroupPair) -> list[str]:
+    return [pair.ours.setting.cell(axis) for axis in view.measured.varied]
 
 
-def _cells(estimates: Estimates, pair: GroupPair, slo_class: str = ALL_CLASSES) -> tuple[tuple[str, ...], set[int]]:
-    """Return the cells of a pair, and the columns where ours is better beyond chance.
+def _difference_table(
+    key: str,
+    view: View,
+    caption: str,
+    titles: tuple[str, ...],
+    ratio: str,
+    rows: Sequence[tuple[tuple[str, ...], GroupPair, str]],
+) -> Table:
+    """Build a table of ours - theirs in each measure, and of the ratio of their violations to ours.
 
-    The cells are ours - theirs in each measure, and the ratio of their violations to ours, which has no upper bound
-    where ours may be 0.
+    The ratio has no upper bound where ours may be 0. Cells are strong where ours is better beyond chance.
+
+    Args:
+        titles: titles of the first cells. ratio: title of the violations' ratio.
+        rows: first cells, pair of groups and class of requests of each row.
     """
-    found = [estimates.difference(pair.ours, pair.theirs, measure, slo_class) for measure in COMPARED]
-    better = {
-        column for column, (measure, each) in enumerate(zip(COMPARED, found, strict=True)) if _wins(measure, each)
-    }
-    texts = (difference_cell(measure, each) for measure, each in zip(COMPARED, found, strict=True))
-    return (*texts, _ratio_cell(estimates.violation_ratio(pair.theirs, pair.ours, slo_class))), better
+    cells: list[tuple[str, ...]] = []
+    strong: set[tuple[int, int]] = set()
+    for first, pair, slo_class in rows:
+        found = [view.estimates.difference(pair.ours, pair.theirs, measure, slo_class) for measure in COMPARED]
+        wins = (_wins(measure, each) for measure, each in zip(COMPARED, found, strict=True))
+        strong |= {(len(cells), column) for column, better in enumerate(wins, len(titles)) if better}
+        texts = (difference_cell(measure, each) for measure, each in zip(COMPARED, found, strict=True))
+        violations = view.estimates.violation_ratio(pair.theirs, pair.ours, slo_class)
+        cells.append((*first, *texts, _ratio_cell(violations)))
+    measures = (heading(measure) + (", points" if measure.unit == "share" else "") for measure in COMPARED)
+    columns = (*titles, *measures, f"violations, {ratio}")
+    numeric = frozenset(range(len(titles), len(columns)))
+    return Table(key, "Differences", view.caption(caption), columns, tuple(cells), numeric, frozenset(strong))
 
 
 def _tally(estimates: Estimates, pairs: Sequence[GroupPair], measure: Measure) -> str:

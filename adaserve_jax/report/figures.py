@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.document import Figure, Panel, Series, averaged, number, printable, thinned
+from adaserve_jax.report.document import Figure, Panel, PlotPoint, Series, averaged, number, printable, thinned
 from adaserve_jax.report.palette import Style, shades, styles_of
 
 Colours = Mapping[str, str]
@@ -197,108 +197,10 @@ def _plot(figure: Figure, panel: Panel, styles: Mapping[str, Style], colours: Co
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no values", transform=axes.transAxes, ha="center", color=colours["muted"])
         return sheet
-    _DRAW[figure.kind](axes, figure, panel, styles, categories, colours)
-    top = LINE * (len(titles) + len(labels))
-    _set_axes(axes, figure, panel, categories, renderer, colours, top=top, height=height)
+    plot = PanelPlot(axes, figure, panel, styles, categories, colours)
+    plot.draw()
+    plot.set_axes(renderer, top=LINE * (len(titles) + len(labels)), height=height)
     return sheet
-
-
-def _lines(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
-) -> None:
-    for order, series in enumerate(panel.series):
-        style, points = styles[series.name], thinned(series.points, MOST_POINTS)
-        x, y, low, high = _arrays(points, categories)
-        known = np.isfinite(y)
-        if not known.any():
-            continue
-        steps = figure.kind == "step"
-        marked = len(points) <= MOST_MARKERS and not steps
-        look = _look(style, colours, markers=not steps) | {"zorder": 3 + order}
-        if not marked and not steps:
-            look["markevery"] = (0.04 * order, 0.25)
-        axes.plot(x, y, drawstyle="steps-post" if steps else "default", **look)
-        alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
-        if not marked and alone.any():
-            axes.plot(
-                x[alone], y[alone], **_look(style, colours, markers=True) | {"linestyle": "none", "zorder": 3 + order}
-            )
-        if np.isfinite(low).any():
-            axes.fill_between(
-                x, low, high, where=np.isfinite(low) & np.isfinite(high) & known, step="post" if steps else None,
-                color=colours[style.colour], alpha=0.15, linewidth=0, zorder=2,
-            )  # fmt: skip
-            _whiskers(axes, x[alone], low[alone], high[alone], style, colours, upright=True)
-
-
-def _points(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
-) -> None:
-    for order, series in enumerate(panel.series):
-        style = styles[series.name]
-        x, y, low, high = _arrays(series.points, categories)
-        _whiskers(axes, x, low, high, style, colours, upright=True)
-        axes.plot(x, y, **_look(style, colours, markers=True) | {"linestyle": "none", "zorder": 3 + order})
-
-
-def _bars(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
-) -> None:
-    shown = [series for series in panel.series if series.y]
-    thick = min(0.8 / len(shown), 0.5)
-    for order, series in enumerate(shown):
-        style = styles[series.name]
-        x, y, low, high = _arrays(series.points, categories)
-        x += (order - (len(shown) - 1) / 2) * thick
-        (axes.barh if categories.horizontal else axes.bar)(
-            x, np.nan_to_num(y), thick, zorder=2, **_fill(style, colours)
-        )
-        _whiskers(axes, x, low, high, style, colours, upright=not categories.horizontal)
-
-
-def _stack(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
-) -> None:
-    base = np.zeros(len(categories.names))
-    for series in panel.series:
-        heights = np.zeros(len(base))
-        x, y, *_ = _arrays(series.points, categories)
-        heights[x.astype(int)] += np.nan_to_num(y)
-        places = np.arange(len(base))
-        fill = _fill(styles[series.name], colours)
-        if categories.horizontal:
-            axes.barh(places, heights, 0.7, left=base, zorder=2, **fill)
-        else:
-            axes.bar(places, heights, 0.6, bottom=base, zorder=2, **fill)
-        base += heights
-
-
-def _areas(
-    axes: Any, figure: Figure, panel: Panel, styles: Mapping[str, Style], categories: Categories, colours: Colours
-) -> None:
-    xs = sorted({categories.place(x) for series in panel.series for x in series.x})
-    columns = [_column(series, xs, categories) for series in panel.series]
-    thin_xs, thin = averaged(xs, columns, MOST_AREAS)
-    base = np.zeros(len(thin_xs))
-    for series, heights in zip(panel.series, thin, strict=True):
-        top = base + np.array(heights)
-        axes.fill_between(thin_xs, base, top, zorder=2, **_fill(styles[series.name], colours))
-        base = top
-
-
-def _column(series: Series, xs: list[float], categories: Categories) -> list[float]:
-    """Return the values of a series over `xs`; 0 where it has none."""
-    held = {categories.place(x): y or 0.0 for x, y in zip(series.x, series.y, strict=True)}
-    return [held.get(x, 0.0) for x in xs]
-
-
-_DRAW = {"line": _lines, "step": _lines, "scatter": _points, "bars": _bars, "stack": _stack, "area": _areas}
-
-
-def _arrays(points: list[Any], categories: Categories) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return x, y, low, high: f64[points], NaN where there is nothing to draw."""
-    table = np.array([(categories.place(x), *rest) for x, *rest in points], dtype=np.float64).reshape(-1, 4)
-    return table[:, 0].copy(), table[:, 1], table[:, 2], table[:, 3]
 
 
 def _look(style: Style, colours: Colours, *, markers: bool) -> dict[str, Any]:
@@ -319,22 +221,6 @@ def _fill(style: Style, colours: Colours) -> dict[str, Any]:
         "linewidth": 0.7,
         "hatch": style.hatch or None,
     }
-
-
-def _whiskers(
-    axes: Any, x: np.ndarray, low: np.ndarray, high: np.ndarray, style: Style, colours: Colours, *, upright: bool
-) -> None:
-    """Draw intervals as lines with ends: in the series' colour beside markers, in ink upon bars."""
-    known = np.isfinite(low) & np.isfinite(high)
-    if not known.any():
-        return
-    x, low, high = x[known], low[known], high[known]
-    bars = axes.patches
-    colour = colours["ink" if bars else style.colour]
-    (axes.vlines if upright else axes.hlines)(x, low, high, color=colour, linewidth=1.3, zorder=3)
-    for ends in (low, high):
-        where = (x, ends) if upright else (ends, x)
-        axes.plot(*where, linestyle="none", marker="_" if upright else "|", markersize=6, color=colour, zorder=3)
 
 
 def _plot_swatch(figure: Figure, style: Style, colours: Colours) -> Any:
@@ -387,177 +273,281 @@ class Categories:
         return float(self.names.index(number(x))) if self.names else float(x)
 
 
-def _set_axes(
-    axes: Any, figure: Figure, panel: Panel, categories: Categories, renderer: Any, colours: Colours, *, top: float,
-    height: float,
-) -> None:  # fmt: skip
-    """Set ranges, ticks, grid and labels, and give the axes the space that labels leave.
+@dataclass(frozen=True)
+class PanelPlot:
+    """A panel on matplotlib's axes."""
 
-    top, height: of the space below the titles, and of the whole picture, in pixels.
-    """
-    right = WIDTH - RIGHT
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(colours["muted"])
-    axes.tick_params(length=0, pad=4, labelsize=LETTER - 1, labelcolor=colours["muted"])
-    axes.set_axisbelow(True)
-    values, names = (axes.xaxis, axes.yaxis) if categories.horizontal else (axes.yaxis, axes.xaxis)
-    values.grid(color=colours["line"], linewidth=1)
-    _value_range(axes, figure, panel, horizontal=categories.horizontal)
-    _value_ticks(values, panel)
-    if categories.names:
-        _category_ticks(axes, names, categories)
-    else:
-        _x_range(axes, figure, panel)
-    xs = sorted({float(x) for series in panel.series for x in series.x}) if not categories.names else []
-    taken = axes.yaxis.get_tightbbox(renderer)
-    left = max(28.0, 0.0 if taken is None else taken.width + 8.0)
-    if xs:
-        _x_ticks(axes, figure, xs, right - left)
-    rows = _mark(axes, figure, left, right, colours) if not categories.names else 0
-    below = 20.0
-    if figure.x_label and not categories.horizontal:
-        axes.set_xlabel(figure.x_label, fontsize=LETTER, color=colours["muted"], labelpad=2)
-        below += LETTER + 5.0
-    start = top + 10.0 + rows * (LETTER + 2)
-    axes.set_position(
-        (left / _width(axes), below / height, (right - left) / _width(axes), (height - start - below) / height)
-    )
-    if any(series.labels for series in panel.series):
-        _label_points(axes, panel, categories, colours)
+    axes: Any
+    figure: Figure
+    panel: Panel
+    styles: Mapping[str, Style]
+    categories: Categories
+    colours: Colours
 
+    def draw(self) -> None:
+        """Draw the values; ranges, ticks and labels come after them."""
+        kinds = {"line": self._lines, "step": self._lines, "scatter": self._points, "bars": self._bars}
+        kinds |= {"stack": self._stack, "area": self._areas}
+        kinds[self.figure.kind]()
 
-def _width(axes: Any) -> float:
-    return axes.figure.get_figwidth() * 72
+    def _lines(self) -> None:
+        for order, series in enumerate(self.panel.series):
+            style, points = self.styles[series.name], thinned(series.points, MOST_POINTS)
+            x, y, low, high = self._arrays(points)
+            known = np.isfinite(y)
+            if not known.any():
+                continue
+            steps = self.figure.kind == "step"
+            marked = len(points) <= MOST_MARKERS and not steps
+            look = _look(style, self.colours, markers=not steps) | {"zorder": 3 + order}
+            if not marked and not steps:
+                look["markevery"] = (0.04 * order, 0.25)
+            self.axes.plot(x, y, drawstyle="steps-post" if steps else "default", **look)
+            alone = known & ~np.r_[False, known[:-1]] & ~np.r_[known[1:], False]
+            if not marked and alone.any():
+                self._markers(x[alone], y[alone], style, order)
+            if np.isfinite(low).any():
+                self.axes.fill_between(
+                    x, low, high, where=np.isfinite(low) & np.isfinite(high) & known, step="post" if steps else None,
+                    color=self.colours[style.colour], alpha=0.15, linewidth=0, zorder=2,
+                )  # fmt: skip
+                self._whiskers(x[alone], low[alone], high[alone], style, upright=True)
 
+    def _points(self) -> None:
+        for order, series in enumerate(self.panel.series):
+            style = self.styles[series.name]
+            x, y, low, high = self._arrays(series.points)
+            self._whiskers(x, low, high, style, upright=True)
+            self._markers(x, y, style, order)
 
-def _value_range(axes: Any, figure: Figure, panel: Panel, *, horizontal: bool) -> None:
-    bars = figure.kind in ("bars", "stack", "area")
-    set_range = axes.set_xlim if horizontal else axes.set_ylim
-    if panel.log_y:
-        _above_zero([y for s in panel.series for y in (*s.y, *s.low, *s.high) if y is not None], figure, "y")
-        (axes.set_xscale if horizontal else axes.set_yscale)("log")
-        if panel.y_range is not None:
-            set_range(*panel.y_range)
-        return
-    if panel.y_range is not None:
-        low, high = panel.y_range
-        margin = 0.0 if bars else 0.03 * (high - low)
-        set_range(low - margin, high + (margin or 0.02 * (high - low)))
-        return
-    low, high = axes.get_xlim() if horizontal else axes.get_ylim()
-    known = [y for s in panel.series for y in (*s.y, *s.low) if y is not None]
-    if known and min(known) >= 0:
-        set_range(0 if bars else -0.03 * (high or 1.0), high if high > 0 else 1.0)
+    def _markers(self, x: np.ndarray, y: np.ndarray, style: Style, order: int) -> None:
+        look = _look(style, self.colours, markers=True) | {"linestyle": "none", "zorder": 3 + order}
+        self.axes.plot(x, y, **look)
 
+    def _bars(self) -> None:
+        shown = [series for series in self.panel.series if series.y]
+        thick = min(0.8 / len(shown), 0.5)
+        for order, series in enumerate(shown):
+            style = self.styles[series.name]
+            x, y, low, high = self._arrays(series.points)
+            x += (order - (len(shown) - 1) / 2) * thick
+            (self.axes.barh if self.categories.horizontal else self.axes.bar)(
+                x, np.nan_to_num(y), thick, zorder=2, **_fill(style, self.colours)
+            )
+            self._whiskers(x, low, high, style, upright=not self.categories.horizontal)
 
-def _value_ticks(axis: Any, panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    def _stack(self) -> None:
+        base = np.zeros(len(self.categories.names))
+        for series in self.panel.series:
+            heights = np.zeros(len(base))
+            x, y, *_ = self._arrays(series.points)
+            heights[x.astype(int)] += np.nan_to_num(y)
+            places = np.arange(len(base))
+            fill = _fill(self.styles[series.name], self.colours)
+            if self.categories.horizontal:
+                self.axes.barh(places, heights, 0.7, left=base, zorder=2, **fill)
+            else:
+                self.axes.bar(places, heights, 0.6, bottom=base, zorder=2, **fill)
+            base += heights
 
-    axis.set_major_locator(
-        LogLocator(subs=(1, 2, 5), numticks=8) if panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
-    )
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{number(100 * y)}%" if panel.y_percent else number(_tidy(y))))
+    def _areas(self) -> None:
+        xs = sorted({self.categories.place(x) for series in self.panel.series for x in series.x})
+        columns = [self._column(series, xs) for series in self.panel.series]
+        thin_xs, thin = averaged(xs, columns, MOST_AREAS)
+        base = np.zeros(len(thin_xs))
+        for series, heights in zip(self.panel.series, thin, strict=True):
+            top = base + np.array(heights)
+            self.axes.fill_between(thin_xs, base, top, zorder=2, **_fill(self.styles[series.name], self.colours))
+            base = top
 
+    def _column(self, series: Series, xs: list[float]) -> list[float]:
+        """Return the values of a series over `xs`; 0 where it has none."""
+        values = {self.categories.place(x): y or 0.0 for x, y in zip(series.x, series.y, strict=True)}
+        return [values.get(x, 0.0) for x in xs]
 
-def _category_ticks(axes: Any, axis: Any, categories: Categories) -> None:
-    axis.set_ticks(range(len(categories.names)), categories.labels)
-    ends = (-0.6, len(categories.names) - 0.4)
-    if categories.horizontal:
-        axes.set_ylim(*reversed(ends))
-        axes.spines["bottom"].set_visible(False)
-    else:
-        axes.set_xlim(*ends)
+    def _arrays(self, points: list[PlotPoint]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return x, y, low, high: f64[points], NaN where there is nothing to draw."""
+        table = np.array([(self.categories.place(x), *rest) for x, *rest in points], dtype=np.float64).reshape(-1, 4)
+        return table[:, 0].copy(), table[:, 1], table[:, 2], table[:, 3]
 
+    def _whiskers(self, x: np.ndarray, low: np.ndarray, high: np.ndarray, style: Style, *, upright: bool) -> None:
+        """Draw intervals as lines with ends: in the series' colour beside markers, in ink upon bars."""
+        known = np.isfinite(low) & np.isfinite(high)
+        if not known.any():
+            return
+        x, low, high = x[known], low[known], high[known]
+        colour = self.colours["ink" if self.axes.patches else style.colour]
+        (self.axes.vlines if upright else self.axes.hlines)(x, low, high, color=colour, linewidth=1.3, zorder=3)
+        for ends in (low, high):
+            where = (x, ends) if upright else (ends, x)
+            self.axes.plot(
+                *where, linestyle="none", marker="_" if upright else "|", markersize=6, color=colour, zorder=3
+            )
 
-def _x_range(axes: Any, figure: Figure, panel: Panel) -> None:
-    xs = [float(x) for series in panel.series for x in series.x] + [x for x, _ in figure.marks]
-    xs = [x for x in xs if np.isfinite(x)] or [0.0, 1.0]
-    margin = {"step": 0.0, "area": 0.0, "line": 0.03, "scatter": 0.06}[figure.kind]
-    if figure.log_x:
-        _above_zero(xs, figure, "x")
-        axes.set_xscale("log")
-        low, high = np.log(min(xs)), np.log(max(xs))
-        span = (high - low) or 1.0
-        axes.set_xlim(float(np.exp(low - margin * span)), float(np.exp(high + margin * span)))
-    else:
-        span = (max(xs) - min(xs)) or 1.0
-        side = margin or (0.0 if max(xs) > min(xs) else 0.5)
-        axes.set_xlim(min(xs) - side * span, max(xs) + side * span)
+    def set_axes(self, renderer: Any, *, top: float, height: float) -> None:
+        """Set ranges, ticks, grid and labels, and give the axes the space that labels leave.
 
+        top, height: of the space below the titles, and of the whole picture, in pixels.
+        """
+        right = WIDTH - RIGHT
+        for side in ("top", "right", "left"):
+            self.axes.spines[side].set_visible(False)
+        self.axes.spines["bottom"].set_color(self.colours["muted"])
+        self.axes.tick_params(length=0, pad=4, labelsize=LETTER - 1, labelcolor=self.colours["muted"])
+        self.axes.set_axisbelow(True)
+        names, values = self.axes.xaxis, self.axes.yaxis
+        if self.categories.horizontal:
+            names, values = values, names
+        values.grid(color=self.colours["line"], linewidth=1)
+        self._value_range()
+        self._value_ticks(values)
+        if self.categories.names:
+            self._category_ticks(names)
+        else:
+            self._x_range()
+        xs = sorted({float(x) for series in self.panel.series for x in series.x}) if not self.categories.names else []
+        taken = self.axes.yaxis.get_tightbbox(renderer)
+        left = max(28.0, 0.0 if taken is None else taken.width + 8.0)
+        if xs:
+            self._x_ticks(xs, right - left)
+        rows = self._marks(left, right) if not self.categories.names else 0
+        below = 20.0
+        if self.figure.x_label and not self.categories.horizontal:
+            self.axes.set_xlabel(self.figure.x_label, fontsize=LETTER, color=self.colours["muted"], labelpad=2)
+            below += LETTER + 5.0
+        start = top + 10.0 + rows * (LETTER + 2)
+        self.axes.set_position(
+            (left / WIDTH, below / height, (right - left) / WIDTH, (height - start - below) / height)
+        )
+        if any(series.labels for series in self.panel.series):
+            self._label_points()
 
-def _above_zero(values: list[float], figure: Figure, axis: str) -> None:
-    if values and min(values) <= 0:
-        raise ValueError(f"{figure.key}: expected every {axis} above 0 on a logarithmic axis, got {min(values)}")
+    def _value_range(self) -> None:
+        bars = self.figure.kind in ("bars", "stack", "area")
+        set_range = self.axes.set_xlim if self.categories.horizontal else self.axes.set_ylim
+        if self.panel.log_y:
+            self._above_zero([y for s in self.panel.series for y in (*s.y, *s.low, *s.high) if y is not None], "y")
+            (self.axes.set_xscale if self.categories.horizontal else self.axes.set_yscale)("log")
+            if self.panel.y_range is not None:
+                set_range(*self.panel.y_range)
+            return
+        if self.panel.y_range is not None:
+            low, high = self.panel.y_range
+            margin = 0.0 if bars else 0.03 * (high - low)
+            set_range(low - margin, high + (margin or 0.02 * (high - low)))
+            return
+        low, high = self.axes.get_xlim() if self.categories.horizontal else self.axes.get_ylim()
+        known = [y for s in self.panel.series for y in (*s.y, *s.low) if y is not None]
+        if known and min(known) >= 0:
+            set_range(0 if bars else -0.03 * (high or 1.0), high if high > 0 else 1.0)
 
+    def _value_ticks(self, axis: Any) -> None:
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-def _x_ticks(axes: Any, figure: Figure, xs: list[float], width: float) -> None:
-    """Set a tick at each value of x where all their labels fit, else at round values."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+        axis.set_major_locator(
+            LogLocator(subs=(1, 2, 5), numticks=8) if self.panel.log_y else MaxNLocator(5, steps=[1, 2, 2.5, 5, 10])
+        )
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(
+            FuncFormatter(lambda y, _: f"{number(100 * y)}%" if self.panel.y_percent else number(_tidy(y)))
+        )
 
-    scale = np.log if figure.log_x else np.asarray
-    low, high = (float(scale(edge)) for edge in axes.get_xlim())
-    at = (scale(np.array(xs)) - low) / (high - low) * width
-    names = [number(x) for x in xs]
-    needed = [0.31 * LETTER * (len(a) + len(b)) + 6 for a, b in pairwise(names)]
-    axes.xaxis.set_minor_locator(NullLocator())
-    if len(xs) <= MOST_TICKS and all(np.diff(at) >= needed):
-        axes.set_xticks(xs, names)
-        return
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8) if figure.log_x else MaxNLocator(6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(_tidy(x))))
+    def _category_ticks(self, axis: Any) -> None:
+        axis.set_ticks(range(len(self.categories.names)), self.categories.labels)
+        ends = (-0.6, len(self.categories.names) - 0.4)
+        if self.categories.horizontal:
+            self.axes.set_ylim(*reversed(ends))
+            self.axes.spines["bottom"].set_visible(False)
+        else:
+            self.axes.set_xlim(*ends)
+
+    def _x_range(self) -> None:
+        xs = [float(x) for series in self.panel.series for x in series.x] + [x for x, _ in self.figure.marks]
+        xs = [x for x in xs if np.isfinite(x)] or [0.0, 1.0]
+        margin = {"step": 0.0, "area": 0.0, "line": 0.03, "scatter": 0.06}[self.figure.kind]
+        if self.figure.log_x:
+            self._above_zero(xs, "x")
+            self.axes.set_xscale("log")
+            low, high = np.log(min(xs)), np.log(max(xs))
+            span = (high - low) or 1.0
+            self.axes.set_xlim(float(np.exp(low - margin * span)), float(np.exp(high + margin * span)))
+        else:
+            span = (max(xs) - min(xs)) or 1.0
+            side = margin or (0.0 if max(xs) > min(xs) else 0.5)
+            self.axes.set_xlim(min(xs) - side * span, max(xs) + side * span)
+
+    def _above_zero(self, values: list[float], axis: str) -> None:
+        if values and min(values) <= 0:
+            raise ValueError(
+                f"{self.figure.key}: expected every {axis} above 0 on a logarithmic axis, got {min(values)}"
+            )
+
+    def _x_ticks(self, xs: list[float], width: float) -> None:
+        """Set a tick at each value of x where all their labels fit, else at round values."""
+        from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+        scale = np.log if self.figure.log_x else np.asarray
+        low, high = (float(scale(edge)) for edge in self.axes.get_xlim())
+        at = (scale(np.array(xs)) - low) / (high - low) * width
+        names = [number(x) for x in xs]
+        needed = [0.31 * LETTER * (len(a) + len(b)) + 6 for a, b in pairwise(names)]
+        self.axes.xaxis.set_minor_locator(NullLocator())
+        if len(xs) <= MOST_TICKS and all(np.diff(at) >= needed):
+            self.axes.set_xticks(xs, names)
+            return
+        self.axes.xaxis.set_major_locator(
+            LogLocator(subs=(1, 2, 5), numticks=8) if self.figure.log_x else MaxNLocator(6)
+        )
+        self.axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(_tidy(x))))
+
+    def _marks(self, left: float, right: float) -> int:
+        """Draw marks as vertical lines, with labels above the axes in as many rows as they need; return the rows."""
+        taken: list[float] = []
+        low, high = self.axes.get_xlim()
+        scale = np.log if self.figure.log_x else np.asarray
+        for x, label in sorted(self.figure.marks):
+            self.axes.axvline(x, color=self.colours["muted"], linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
+            share = float((scale(x) - scale(low)) / (scale(high) - scale(low)))
+            width = 0.55 * LETTER * len(label) + 6
+            align = "left" if share < 0.25 else "right" if share > 0.75 else "center"
+            start = share * (right - left) - {"left": 0.0, "right": width, "center": width / 2}[align]
+            row = next((i for i, end in enumerate(taken) if end <= start), len(taken))
+            taken[row : row + 1] = [start + width]
+            self.axes.annotate(
+                label, (x, 1), xycoords=self.axes.get_xaxis_transform(), xytext=(0, 4 + row * (LETTER + 2)), ha=align,
+                textcoords="offset pixels", fontsize=SMALL_LETTER, color=self.colours["muted"], annotation_clip=False,
+            )  # fmt: skip
+        return len(taken)
+
+    def _label_points(self) -> None:
+        """Write a label beside each point, on a side that is free; leave it out where none is."""
+        at = {
+            (order, i): tuple(self.axes.transData.transform((self.categories.place(x), y)))
+            for order, series in enumerate(self.panel.series)
+            for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
+            if y is not None
+        }
+        taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
+        sheet = self.axes.figure
+        for (order, i), (x, y) in at.items():
+            label = self.panel.series[order].labels[i] if self.panel.series[order].labels else ""
+            width, tall = 0.6 * SMALL_LETTER * len(label), SMALL_LETTER
+            for dx, dy in ((7, -4), (-7 - width, -4), (-width / 2, 8), (-width / 2, -8 - tall)):
+                box = (x + dx, y + dy, x + dx + width, y + dy + tall)
+                inside = self.axes.bbox.x0 - 4 <= box[0] and box[2] <= WIDTH
+                if label and inside and not any(_overlap(box, other) for other in taken):
+                    taken.append(box)
+                    size = sheet.get_size_inches() * 72
+                    sheet.text(
+                        (box[0] if dx != -7 - width else box[2]) / size[0], (box[1] + 2) / size[1], label,
+                        fontsize=SMALL_LETTER, ha="left" if dx != -7 - width else "right", color=self.colours["ink"],
+                    )  # fmt: skip
+                    break
 
 
 def _tidy(value: float) -> float:
     """Return 0 for what rounding leaves of it."""
     return 0.0 if abs(value) < 1e-12 else value
-
-
-def _mark(axes: Any, figure: Figure, left: float, right: float, colours: Colours) -> int:
-    """Draw marks as vertical lines, with labels above the axes in as many rows as they need; return the rows."""
-    taken: list[float] = []
-    low, high = axes.get_xlim()
-    scale = np.log if figure.log_x else np.asarray
-    for x, label in sorted(figure.marks):
-        axes.axvline(x, color=colours["muted"], linewidth=1.2, linestyle=(0, (3, 2)), zorder=1)
-        share = float((scale(x) - scale(low)) / (scale(high) - scale(low)))
-        width = 0.55 * LETTER * len(label) + 6
-        align = "left" if share < 0.25 else "right" if share > 0.75 else "center"
-        start = share * (right - left) - {"left": 0.0, "right": width, "center": width / 2}[align]
-        row = next((i for i, end in enumerate(taken) if end <= start), len(taken))
-        taken[row : row + 1] = [start + width]
-        axes.annotate(
-            label, (x, 1), xycoords=axes.get_xaxis_transform(), xytext=(0, 4 + row * (LETTER + 2)), ha=align,
-            textcoords="offset pixels", fontsize=SMALL_LETTER, color=colours["muted"], annotation_clip=False,
-        )  # fmt: skip
-    return len(taken)
-
-
-def _label_points(axes: Any, panel: Panel, categories: Categories, colours: Colours) -> None:
-    """Write a label beside each point, on a side that is free; leave it out where none is."""
-    at = {
-        (order, i): tuple(axes.transData.transform((categories.place(x), y)))
-        for order, series in enumerate(panel.series)
-        for i, (x, y) in enumerate(zip(series.x, series.y, strict=True))
-        if y is not None
-    }
-    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in at.values()]
-    sheet = axes.figure
-    for (order, i), (x, y) in at.items():
-        label = panel.series[order].labels[i] if panel.series[order].labels else ""
-        width, tall = 0.6 * SMALL_LETTER * len(label), SMALL_LETTER
-        for dx, dy in ((7, -4), (-7 - width, -4), (-width / 2, 8), (-width / 2, -8 - tall)):
-            box = (x + dx, y + dy, x + dx + width, y + dy + tall)
-            inside = axes.bbox.x0 - 4 <= box[0] and box[2] <= _width(axes)
-            if label and inside and not any(_overlap(box, other) for other in taken):
-                taken.append(box)
-                size = sheet.get_size_inches() * 72
-                sheet.text(
-                    (box[0] if dx != -7 - width else box[2]) / size[0], (box[1] + 2) / size[1], label,
-                    fontsize=SMALL_LETTER, ha="left" if dx != -7 - width else "right", color=colours["ink"],
-                )  # fmt: skip
-                break
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:

@@ -15,10 +15,11 @@ from typing import Any, get_args
 import numpy as np
 
 from adaserve_jax.results.record_store import FileExtent, read_records
-from adaserve_jax.results.records import RequestRecord, ServedRecord, ServerRun, Status, violation_cause
+from adaserve_jax.results.records import Cause, RequestRecord, ServedRecord, ServerRun, Status, violation_cause
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 STATUSES: tuple[Status, ...] = get_args(Status)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 TIMES = ("due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s")
 """Columns of f64, NaN where a record has None."""
 COUNTS = ("prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions")
@@ -118,24 +119,18 @@ def _summary(
     rows = columns.rows[chosen]
     outputs, ttfts, queues = rows["output_tokens"], rows["ttft_s"], rows["queue_s"]
     totals = {name: int(rows[name].sum()) for name in COUNTS}
-    status = Counter({name: int(np.count_nonzero(rows["status"] == at)) for at, name in enumerate(STATUSES)})
     attainment = _share(rows["slo_met"])
-    ttft, tpot, queue = (percentiles(_known(rows[name])) for name in ("ttft_s", "tpot_s", "queue_s"))
-    itl = percentiles(columns.gaps_s(chosen))
     e2es = ttfts + np.where(np.isnan(rows["tpot_s"]), 0.0, rows["tpot_s"]) * (outputs - 1)
     ended = ~np.isnan(e2es)
     finished = e2es[ended & (rows["status"] == STATUSES.index("finished"))]
     running = e2es - np.where(np.isnan(queues), 0.0, queues)
+    queue = percentiles(_known(queues))
     return Summary(
         slo_class=name,
         requests=len(rows),
         requests_with_slo=int(np.count_nonzero(rows["slo_met"] != UNKNOWN)),
-        finished=status["finished"],
-        rejected=status["rejected"],
-        failed=status["failed"],
-        unfinished=status["unfinished"],
-        prompt_tokens=totals["prompt_tokens"],
-        output_tokens=totals["output_tokens"],
+        **{name: int(np.count_nonzero(rows["status"] == at)) for at, name in enumerate(STATUSES)},
+        **totals,
         attainment=attainment,
         attainment_tpot=_share(rows["tpot_met"]),
         attainment_ttft=_share(rows["ttft_met"]),
@@ -144,39 +139,26 @@ def _summary(
         goodput_tps=_rate(outputs[rows["slo_met"] == 1], wall_s),
         goodput_tpot_tps=_rate(outputs[rows["tpot_met"] == 1], wall_s),
         throughput_tps=_rate(outputs, wall_s),
-        ttft_p50_s=ttft[0],
-        ttft_p90_s=ttft[1],
-        ttft_p99_s=ttft[2],
+        **_named_percentiles("ttft", _known(ttfts)),
+        **_named_percentiles("tpot", _known(rows["tpot_s"])),
+        **_named_percentiles("itl", columns.gaps_s(chosen)),
         tpot_mean_s=_mean(_known(rows["tpot_s"])),
-        tpot_p50_s=tpot[0],
-        tpot_p90_s=tpot[1],
-        tpot_p99_s=tpot[2],
         tpot_paper_mean_s=_mean(_known(rows["tpot_paper_s"])),
-        itl_p50_s=itl[0],
-        itl_p90_s=itl[1],
-        itl_p99_s=itl[2],
         queue_p50_s=queue[0],
         queue_p99_s=queue[2],
-        verify_steps=totals["verify_steps"],
-        drafted_tokens=totals["drafted_tokens"],
-        accepted_tokens=totals["accepted_tokens"],
         mean_accepted=_ratio(totals["accepted_tokens"], totals["verify_steps"]),
         acceptance_rate=_ratio(totals["accepted_tokens"], totals["drafted_tokens"]),
-        preemptions=totals["preemptions"],
         fluidity=_fluidity(rows),
-        cause_rejected=causes["rejected"],
-        cause_failed=causes["failed"],
-        cause_unfinished=causes["unfinished"],
-        cause_queueing=causes["queueing"],
-        cause_prefill=causes["prefill"],
-        cause_infeasible=causes["infeasible"],
-        cause_preemption=causes["preemption"],
-        cause_low_acceptance=causes["low_acceptance"],
-        cause_budget=causes["budget"],
+        **{f"cause_{cause}": causes[cause] for cause in CAUSES},
         e2e_mean_s=_mean(finished),
         running_mean=_ratio(_sum(running[ended]), wall_s),
         busy_throughput_tps=_ratio(totals["output_tokens"], _busy_s(rows[ended], e2es[ended])),
     )
+
+
+def _named_percentiles(name: str, values: np.ndarray) -> dict[str, float | None]:
+    p50, p90, p99 = percentiles(values)
+    return {f"{name}_p50_s": p50, f"{name}_p90_s": p90, f"{name}_p99_s": p99}
 
 
 def _known(values: np.ndarray) -> np.ndarray:

@@ -36,6 +36,12 @@ request failed."""
 LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
 """Error codes of choices that the engine took and lost by ending or failing. They failed; they were not rejected."""
 
+_COPIED = (
+    "slo_class", "prompt_tokens", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s", "ttft_slo_s",
+    "slo_feasible", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions",
+)  # fmt: skip
+"""Fields of a record with the value that the engine's metrics have under the same name."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
@@ -112,31 +118,19 @@ class RequestRecord:
             policy=policy,
             rate_rps=rate_rps,
             request_id=request_id,
-            slo_class=metrics.slo_class,
             status=status,
             error_code=error_code,
             due_s=due_s,
             late_s=late_s,
-            prompt_tokens=metrics.prompt_tokens,
-            output_tokens=metrics.output_tokens,
-            queue_s=metrics.queue_s,
-            ttft_s=metrics.ttft_s,
-            tpot_s=metrics.tpot_s,
             tpot_paper_s=paper_s,
-            tpot_slo_s=metrics.tpot_slo_s,
-            ttft_slo_s=metrics.ttft_slo_s,
             tpot_met=_met(metrics.tpot_met, finished),
             ttft_met=_met(metrics.ttft_met, finished),
             slo_met=_met(metrics.slo_met, finished),
-            slo_feasible=metrics.slo_feasible,
             tpot_paper_met=paper_met,
-            verify_steps=metrics.verify_steps,
-            drafted_tokens=metrics.drafted_tokens,
-            accepted_tokens=metrics.accepted_tokens,
-            preemptions=metrics.preemptions,
             token_offsets_s=token_offsets_s,
             replica=replica,
             point=point,
+            **{name: getattr(metrics, name) for name in _COPIED},
         )
 
     @property
