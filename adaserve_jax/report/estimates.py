@@ -7,23 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.report.measures import (
-    JUDGED_TIMES,
-    RATIOS,
-    THROUGHPUT,
-    VIOLATIONS,
-    Measure,
-    RequestColumns,
-    Unit,
-)
+from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure, RequestColumns, Unit
 from adaserve_jax.report.points import MeasuredPoint, Pairing, PointGroup, pair_up
-from adaserve_jax.results.bootstrap import (
-    ENOUGH_REPEATS,
-    between,
-    distributions,
-    resamples_for,
-    sure_share,
-)
+from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
 from adaserve_jax.results.schema import ALL_CLASSES
 
 UNIT_NAMES: dict[Unit, str] = {"share": "", "tokens/s": ", tokens/s", "s": ", ms", "tokens": ""}
@@ -55,9 +41,8 @@ class Estimates:
     def __init__(self, seed: int = 0):
         self._seed = seed
         self._pairings: dict[tuple[PointGroup, PointGroup], Pairing] = {}
-        self._groups: dict[
-            tuple[MeasuredPoint, ...], PointGroup
-        ] = {}  # one group per set of repeats, so that it is resampled once
+        # One group per set of repeats, so that it is resampled once.
+        self._groups: dict[tuple[MeasuredPoint, ...], PointGroup] = {}
         self._values: dict[tuple[PointGroup, str, str], float | None] = {}
         self._drawn: dict[tuple[PointGroup, str, str], np.ndarray] = {}
 
