@@ -22,8 +22,8 @@ from adaserve_jax.cli.terminal import say
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Table, Text
 from adaserve_jax.report.estimates import ms, percent
+from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary, report_of
 from adaserve_jax.results.schema import Summary
-from adaserve_jax.results.served import ClassReport, Percentiles, ServedReport, Targets, report_of
 
 SUFFIXES = (".html", ".md")
 MOST_COLUMNS = 1000
@@ -393,7 +393,7 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _range(targets: Targets) -> str:
+def _range(targets: TargetSummary) -> str:
     if targets.least_s is None or targets.most_s is None:
         return "-"
     least, most = (f"{value * 1e3:g}" for value in (targets.least_s, targets.most_s))

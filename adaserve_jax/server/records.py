@@ -15,7 +15,8 @@ from typing import Generic, TypeVar
 import adaserve_jax
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.results.served import RecordStore, ServedChoice, ServerRun, served_choice, unbegun
+from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
 from adaserve_jax.server.observers import ChoiceText, EndedChoice
 from adaserve_jax.server.state import ServerState
 
@@ -79,17 +80,17 @@ class Served:
         self._drafted = 0
         self._accepted = 0
 
-    def of(self, noted: Noted) -> ServedChoice:
+    def of(self, noted: Noted) -> ServedRecord:
         ended, metrics = noted.ended, noted.ended.metrics
         if metrics is None:
             arrival_unix_s = ended.ended_unix_s
-            metrics = unbegun(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
+            metrics = unstarted_metrics(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
         else:
             arrival_unix_s = metrics.arrival_s + noted.clock_s
         self._drafted += metrics.drafted_tokens
         self._accepted += metrics.accepted_tokens
         prompt, output = self._texts(ended.text)
-        return served_choice(
+        return served_record(
             metrics,
             run=noted.run,
             request_id=ended.request_id,
@@ -226,7 +227,7 @@ class Recorder:
         self._failing = False
         self._prune_at_s = 0.0
         self._dropped = state.metrics.records_dropped.inc
-        self._batches: Batches[Noted | ServedChoice] = Batches(
+        self._batches: Batches[Noted | ServedRecord] = Batches(
             "records", self._write, self._dropped, every_s=every_s, limit=limit
         )
 
@@ -238,7 +239,7 @@ class Recorder:
         if self._batches.close(CLOSE_S):
             self._store.close()
 
-    def _write(self, items: list[Noted | ServedChoice]) -> list[Noted | ServedChoice]:
+    def _write(self, items: list[Noted | ServedRecord]) -> list[Noted | ServedRecord]:
         """Add a batch, then prune; returns the batch when the file cannot be written now."""
         choices = [self._served.of(item) if isinstance(item, Noted) else item for item in items]
         try:
