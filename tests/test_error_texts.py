@@ -18,7 +18,7 @@ import pytest
 
 from adaserve_jax.bench import profile_plot
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.bench_url import UrlOptions, _header
+from adaserve_jax.cli.bench import UrlOptions, _header
 from adaserve_jax.cli.cluster import restart
 from adaserve_jax.cli.distill import _check_mode
 from adaserve_jax.cli.grow import _shape

@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.2
 ORCHESTRATORS = ("local", "ray")
 
 try:
-    from adaserve_jax.cluster.settings import FIELD_HELP, RouterSettings
+    from adaserve_jax.cluster.settings import RouterSettings
 except ModuleNotFoundError as error:
     raise ConfigError(f"adaserve cluster needs the package {error.name!r}") from error
 
@@ -55,7 +55,7 @@ def _needs(error: ModuleNotFoundError) -> ConfigError:
 
 
 @cluster.command("up", cls=Command)
-@takes("router", RouterSettings, FIELD_HELP, without=("targets", "token_file"))
+@takes("router", RouterSettings, without=("targets", "token_file"))
 def up(
     router: RouterSettings,
     targets: Annotated[int, typer.Option(help="servers to start")] = 1,
@@ -129,7 +129,7 @@ def _detach(folder: Any) -> None:
 
 
 @cluster.command("route", cls=Command)
-@takes("router", RouterSettings, FIELD_HELP)
+@takes("router", RouterSettings)
 def route(router: RouterSettings) -> None:
     """Route requests to servers that somebody else starts, until SIGTERM or Ctrl-C."""
     if not router.targets and router.token_file is None:

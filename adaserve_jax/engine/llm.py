@@ -86,7 +86,7 @@ class LLM:
         **options: Any,
     ) -> None:
         values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
-        engine = LocalEngine(EngineConfig.from_dict(values), progress)
+        engine = LocalEngine(EngineConfig(**values), progress)
         engine.start()
         self._use(engine)
 

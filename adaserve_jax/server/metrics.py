@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from adaserve_jax.engine.client import EngineClient
-from adaserve_jax.results.served import status_of
+from adaserve_jax.results.records import status_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.stats import DrafterStats, MetricSpec, ServiceState, StepStats, metrics_of
 

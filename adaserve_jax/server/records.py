@@ -18,7 +18,8 @@ from typing import Generic, TypeVar
 import adaserve_jax
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.results.served import RecordStore, ServedChoice, ServerRun, served_choice, unbegun
+from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
 from adaserve_jax.server.observers import ChoiceText, EndedChoice
 from adaserve_jax.server.state import ServerState
 
@@ -93,18 +94,18 @@ class RecordMaker:
         self._drafted = 0
         self._accepted = 0
 
-    def make(self, stamped: StampedChoice) -> ServedChoice:
+    def make(self, stamped: StampedChoice) -> ServedRecord:
         """Return the record, with the acceptance rate of all choices so far."""
         ended, metrics = stamped.ended, stamped.ended.metrics
         if metrics is None:
             arrival_unix_s = ended.ended_unix_s
-            metrics = unbegun(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
+            metrics = unstarted_metrics(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
         else:
             arrival_unix_s = metrics.arrival_s + stamped.clock_s
         self._drafted += metrics.drafted_tokens
         self._accepted += metrics.accepted_tokens
         prompt, output = self._texts(ended.text)
-        return served_choice(
+        return served_record(
             metrics,
             run=stamped.run,
             request_id=ended.request_id,
@@ -223,7 +224,7 @@ class Recorder:
         self._failing = False
         self._prune_at_s = 0.0
         self._dropped = state.metrics.records_dropped.inc
-        self._thread: BatchThread[StampedChoice | ServedChoice] = BatchThread(
+        self._thread: BatchThread[StampedChoice | ServedRecord] = BatchThread(
             "records", self._write, self._dropped, every_s=every_s, limit=limit
         )
 
@@ -235,7 +236,7 @@ class Recorder:
         if self._thread.close(CLOSE_TIMEOUT_S):
             self._store.close()
 
-    def _write(self, items: list[StampedChoice | ServedChoice]) -> list[StampedChoice | ServedChoice]:
+    def _write(self, items: list[StampedChoice | ServedRecord]) -> list[StampedChoice | ServedRecord]:
         """Add a batch, then prune; return the batch when the file cannot be written now."""
         choices = [self._maker.make(item) if isinstance(item, StampedChoice) else item for item in items]
         try:

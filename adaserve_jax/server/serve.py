@@ -25,7 +25,7 @@ from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import SupervisedEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.results.served import RecordStore
+from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, check_tls, http_config
 from adaserve_jax.server.records import Recorder, Retention

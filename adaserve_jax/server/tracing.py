@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import adaserve_jax
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.results.records import ServedRecord
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import BatchThread, ChoiceStamper, RecordMaker, StampedChoice
 from adaserve_jax.server.state import ServerState
@@ -127,7 +127,7 @@ class SpanMaker:
         provider.add_span_processor(self._last)
         self._tracer = provider.get_tracer("adaserve_jax", adaserve_jax.__version__)
 
-    def make(self, choice: ServedChoice, *, operation: str, traceparent: str) -> ReadableSpan | None:
+    def make(self, choice: ServedRecord, *, operation: str, traceparent: str) -> ReadableSpan | None:
         """Return the span of a choice, from its arrival to its end; None where it is not sampled.
 
         Args:
@@ -136,7 +136,7 @@ class SpanMaker:
             traceparent: Header of the caller; without one the span begins a trace, with the request id as its id where
                 that is a valid one.
         """
-        request_id = choice.record.request_id
+        request_id = choice.request_id
         self._ids.trace_id = int(request_id, 16) if _TRACE_ID.fullmatch(request_id) else None
         span = self._tracer.start_span(
             f"{operation} {choice.run.model}",
@@ -148,7 +148,7 @@ class SpanMaker:
         for name, unix_s in _phases(choice):
             span.add_event(name, timestamp=_ns(unix_s))
         if choice.ending in ("error", "rejected"):
-            span.set_status(Status(StatusCode.ERROR, choice.record.error_code))
+            span.set_status(Status(StatusCode.ERROR, choice.error_code))
         span.end(_ns(choice.ended_unix_s))
         return self._last.take()
 
@@ -178,9 +178,8 @@ class _LastSpan(SpanProcessor):
         return span
 
 
-def _phases(choice: ServedChoice) -> Iterator[tuple[str, float]]:
+def _phases(record: ServedRecord) -> Iterator[tuple[str, float]]:
     """Yield the events that a choice reached with their Unix times."""
-    record = choice.record
     for name, offset_s in (
         ("queued", 0.0),
         ("first_scheduled", record.queue_s),
@@ -188,26 +187,26 @@ def _phases(choice: ServedChoice) -> Iterator[tuple[str, float]]:
         ("last_token", record.e2e_s),
     ):
         if offset_s is not None:
-            yield name, choice.arrival_unix_s + offset_s
-    yield "ended", choice.ended_unix_s
+            yield name, record.arrival_unix_s + offset_s
+    yield "ended", record.ended_unix_s
 
 
-def _attributes(choice: ServedChoice, operation: str) -> dict[str, Attribute]:
-    record, run = choice.record, choice.run
+def _attributes(record: ServedRecord, operation: str) -> dict[str, Attribute]:
+    run = record.run
     finished = record.status == "finished"
     every: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "adaserve",
         "gen_ai.request.model": run.model,
         "gen_ai.response.model": run.model,
-        "gen_ai.response.finish_reasons": (choice.ending,) if finished else None,
+        "gen_ai.response.finish_reasons": (record.ending,) if finished else None,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": choice.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
-        "error.type": None if finished else record.error_code or choice.ending,
+        "error.type": None if finished else record.error_code or record.ending,
         "adaserve.request_id": record.request_id,
-        "adaserve.choice": choice.choice,
-        "adaserve.key": choice.key,
+        "adaserve.choice": record.choice,
+        "adaserve.key": record.key,
         "adaserve.policy": run.policy,
         "adaserve.queue_s": record.queue_s,
         "adaserve.ttft_s": record.ttft_s,
@@ -223,7 +222,7 @@ def _attributes(choice: ServedChoice, operation: str) -> dict[str, Attribute]:
         "adaserve.slo.ttft_met": record.ttft_met,
         "adaserve.slo.met": record.slo_met,
         "adaserve.slo.feasible": record.slo_feasible,
-        "adaserve.slo.cause": choice.cause,
+        "adaserve.slo.cause": record.cause,
     }
     return {name: value for name, value in every.items() if value is not None}
 

@@ -20,7 +20,7 @@ from adaserve_jax.distill.offline import (
     split,
     write_draft,
 )
-from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
+from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import init_params
@@ -193,7 +193,3 @@ def test_the_rate_rises_and_falls() -> None:
 def test_wrong_settings_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OfflineConfig(**given)
-
-
-def test_every_setting_has_its_help() -> None:
-    assert FIELD_HELP.keys() == asdict(OfflineConfig()).keys()

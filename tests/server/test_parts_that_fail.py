@@ -13,7 +13,8 @@ import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, EngineDeadError
-from adaserve_jax.results.served import RecordStore, ServerRun, read_choices
+from adaserve_jax.results.record_store import RecordStore, read_records
+from adaserve_jax.results.records import ServerRun
 from adaserve_jax.server.dashboard.live import DashboardMonitor
 from adaserve_jax.server.middleware import RequestBoundaryMiddleware
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, notify
@@ -113,8 +114,8 @@ def test_a_broken_file_drops_what_it_cannot_take_and_takes_what_it_can(
         store.broken = False
         server.post(prompt="kept", max_tokens=3)
         recorder.close()
-    found = read_choices(path, since_unix_s=0.0, until_unix_s=float("inf"))[0]
-    assert [each.record.output_tokens for each in found] == [3]
+    found = read_records(path)[0]
+    assert [each.output_tokens for each in found] == [3]
     said = [each.getMessage() for each in caplog.records if each.name == "adaserve_jax.server.records"]
     assert len(said) == 2 and "malformed; the server goes on" in said[0]
 

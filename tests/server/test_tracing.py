@@ -20,7 +20,7 @@ from opentelemetry.semconv._incubating.attributes import error_attributes, gen_a
 from opentelemetry.trace import SpanKind, StatusCode
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.results.records import ServedRecord
 from adaserve_jax.server.serve import Observability
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tracing import SpanMaker, Tracer, open_exporter
@@ -47,7 +47,7 @@ def traced(start_server):
     return start
 
 
-def span_of(choice: ServedChoice) -> ReadableSpan:
+def span_of(choice: ServedRecord) -> ReadableSpan:
     span = SpanMaker().make(choice, operation="chat", traceparent="")
     assert span is not None
     return span

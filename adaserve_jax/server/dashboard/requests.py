@@ -12,8 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from adaserve_jax.results.records import Cause, RequestRecord, violation_cause
-from adaserve_jax.results.served import status_of, unbegun
+from adaserve_jax.results.records import Cause, RequestRecord, status_of, unstarted_metrics, violation_cause
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 
@@ -74,7 +73,7 @@ def record_of(choice: EndedChoice) -> RequestRecord:
     """Return the choice's record, as results judge it: one that did not finish has met no target that it carried."""
     metrics = choice.metrics
     if metrics is None:
-        metrics = unbegun(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
+        metrics = unstarted_metrics(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
     return RequestRecord.of(
         metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id,
         status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
