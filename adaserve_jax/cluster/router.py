@@ -23,7 +23,7 @@ from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.server.auth import Keyring
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config
 from adaserve_jax.server.errors import ApiError
-from adaserve_jax.server.middleware import BodyLimit, Boundary, HeadLimit
+from adaserve_jax.server.middleware import BodyLimitMiddleware, HeaderLimitMiddleware, RequestBoundaryMiddleware
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 
@@ -56,8 +56,8 @@ class Router:
 
     def app(self) -> ASGIApp:
         """With the layers of a server around it."""
-        limited = BodyLimit(self, self.settings.max_body_bytes)
-        return Boundary(HeadLimit(limited, self.settings.max_header_bytes))
+        limited = BodyLimitMiddleware(self, self.settings.max_body_bytes)
+        return RequestBoundaryMiddleware(HeaderLimitMiddleware(limited, self.settings.max_header_bytes))
 
     async def start(self) -> None:
         self.phase = "ok"
