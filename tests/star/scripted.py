@@ -16,7 +16,7 @@ import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.client.drafter import RemoteDrafter
-from adaserve_jax.star.client.link import Lost, Received
+from adaserve_jax.star.client.link import OnFrame, OnLost
 from adaserve_jax.star.messages import (
     Close,
     Draft,
@@ -129,7 +129,7 @@ class Service:
     listen: Callable[[Sequence[FromTarget]], Sequence[FromTarget]] = lambda frame: frame
     answer: Callable[[Draft, Tree], FromService | WireError | None] = lambda draft, tree: tree
 
-    def open(self, received: Received, lost: Lost) -> ScriptedStream:
+    def open(self, received: OnFrame, lost: OnLost) -> ScriptedStream:
         assert not self.world.held, "opened with the lock held"
         stream = ScriptedStream(self, received, lost)
         self.streams.append(stream)
@@ -204,7 +204,7 @@ class Service:
 
 
 class ScriptedStream:
-    def __init__(self, service: Service, received: Received, lost: Lost) -> None:
+    def __init__(self, service: Service, received: OnFrame, lost: OnLost) -> None:
         self._service = service
         self._received = received
         self._lost = lost

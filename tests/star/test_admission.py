@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from adaserve_jax.star.messages import Refused, Welcome
-from adaserve_jax.star.service.admission import FEWEST, Admission, max_targets
+from adaserve_jax.star.service.admission import MIN_SAMPLES, TargetAdmission, max_targets
 from tests.star.toys import ToyService, draft, hello, opened
 
 
-def measured(service_s: float = 0.010, tokens: int = 3, max_rows: int = 1) -> Admission:
-    made = Admission(max_rows)
-    for _ in range(FEWEST):
-        made.served(1, service_s)
-        made.verified("nobody", tokens, 0.03)
+def measured(service_s: float = 0.010, tokens: int = 3, max_rows: int = 1) -> TargetAdmission:
+    made = TargetAdmission(max_rows)
+    for _ in range(MIN_SAMPLES):
+        made.record_search(1, service_s)
+        made.record_round("nobody", tokens, 0.03)
     return made
 
 
@@ -63,20 +63,20 @@ def test_who_does_not_profit_anyway_keeps_nobody_out():
 def test_what_is_not_known_keeps_nobody_out(times: dict):
     admission = measured()
     assert all(admission.admit(f"t{number}", **times) == "" for number in range(40))
-    assert all(Admission(1).admit(f"t{number}", plain_s=1e-6, verify_s=1.0) == "" for number in range(40))
+    assert all(TargetAdmission(1).admit(f"t{number}", plain_s=1e-6, verify_s=1.0) == "" for number in range(40))
 
 
 def test_times_are_measured_as_they_come():
-    admission = Admission(4)
-    admission.admit("a", plain_s=0.0, verify_s=0.5)
-    for _ in range(200):
-        admission.served(2, 0.02)
-        admission.verified("a", 4, 0.04)
-    for _ in range(200):
-        admission.served(2, 0.03)
-        admission.verified("a", 2, 0.06)
-    assert admission._service_s[2] == pytest.approx(0.03) and admission.tokens == pytest.approx(2.0)
-    assert admission._targets["a"].return_s == pytest.approx(0.06)
+    admission = TargetAdmission(1)
+    admission.admit("a", plain_s=0.05, verify_s=0.5)
+    for search_s, tokens, back_s in ((0.02, 4, 0.04), (0.03, 2, 0.06)):
+        for _ in range(200):
+            admission.record_search(1, search_s)
+            admission.record_round("a", tokens, back_s)
+    assert admission.tokens == pytest.approx(2.0)
+    assert [admission.admit(name, plain_s=0.0, verify_s=0.0) for name in "bc"] == ["", ""]
+    why = admission.admit("d", plain_s=0.0, verify_s=0.0)  # 4 drafts of 30 ms; by verify_s "a" would never profit
+    assert "a target that is here would get 16.7 tokens/s with drafts of 30.00 ms" in why
 
 
 def test_targets_with_more_requests_are_fewer():
@@ -90,8 +90,8 @@ def test_targets_with_more_requests_are_fewer():
 
 def test_batched_more_come():
     alone, together = measured(), measured(max_rows=8)
-    for _ in range(FEWEST):
-        together.served(8, 0.017)
+    for _ in range(MIN_SAMPLES):
+        together.record_search(8, 0.017)
     counts = []
     for admission in (alone, together):
         number = 0
@@ -103,21 +103,18 @@ def test_batched_more_come():
 
 def test_a_service_learns_its_times_from_what_it_does_and_refuses_by_them():
     """Drafts of 10 ms, 20 ms until the target asks again, two tokens a round of which one is the draft's."""
-    service = ToyService("", core={"admission": Admission(1), "batching": False})
+    service = ToyService("", core={"admission": TargetAdmission(1), "batching": False})
     (welcome,) = service.say("a", hello("a", plain_s=0.03))
     assert isinstance(welcome, Welcome)
     service.say("a", opened(1, 0, [1]))
-    for number in range(FEWEST + 4):
+    for number in range(MIN_SAMPLES + 4):
         service.say("a", draft(1, 0, number, max(2 * number - 1, 0) + (number == 0), [2, 3] if number else [], depth=2))
         assert len(service.run(0.010)[1]) == 1
         service.now += 0.020
-    admission = service.core._admission
-    assert admission is not None
-    assert admission._service_s == {1: pytest.approx(0.010)} and admission.tokens == pytest.approx(2.0)
     # A round of two takes 30 ms for 2 tokens: 66 tokens/s; of seven 70 ms.
     assert isinstance(service.say("b", hello("b", plain_s=0.02, verify_s=0.02))[0], Welcome)
     (refused,) = service.say("c", hello("c", plain_s=0.0149, verify_s=0.02))
     assert isinstance(refused, Refused) and refused.code == "full" and refused.retry_after_s > 0
-    assert "2 targets are served" in refused.message
-    service.core.gone("b", service.now)
+    assert "2 targets are served" in refused.message and "66.7 tokens/s with drafts of 10.00 ms" in refused.message
+    service.core.disconnect("b", service.now)
     assert isinstance(service.say("c", hello("c", plain_s=0.0151, verify_s=0.02))[0], Welcome)

@@ -90,8 +90,8 @@ def test_an_open_port_is_refused_before_anything_is_loaded():
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    for name in ("server", "service", "channel", "grpc_direct"):
-        monkeypatch.delitem(sys.modules, f"adaserve_jax.star.{name}", raising=False)
+    for name in ("main", "metrics", "server"):
+        monkeypatch.delitem(sys.modules, f"adaserve_jax.star.service.{name}", raising=False)
     expected = (
         r"a draft service needs the package 'grpc', which is not installed; run: pip install 'adaserve-jax\[star\]'"
     )

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from adaserve_jax.star.service.admission import (
-    accepted,
-    emitted,
+    accepted_tokens,
+    emitted_tokens,
     full_targets,
+    interpolated,
     max_targets,
     max_targets_batched,
-    measured,
     return_s,
-    rounds,
+    steady_state,
 )
 from tests.star.closed_loop import run
 
@@ -27,9 +27,9 @@ T_WAIT = (0.00001, 0.0005, 0.0006, 0.0039, 0.0130, 0.0223)
 
 def test_by_hand():
     assert return_s(0.001, 0.03) == pytest.approx(0.031)
-    assert accepted(0.5, 3) == pytest.approx(0.875) and emitted(0.5, 3) == pytest.approx(1.875)
-    assert accepted(0.8, 5) == pytest.approx(0.8 * (1 - 0.8**5) / (1 - 0.8))
-    assert accepted(1.0, 4) == 4.0 and accepted(0.0, 4) == 0.0
+    assert accepted_tokens(0.5, 3) == pytest.approx(0.875) and emitted_tokens(0.5, 3) == pytest.approx(1.875)
+    assert accepted_tokens(0.8, 5) == pytest.approx(0.8 * (1 - 0.8**5) / (1 - 0.8))
+    assert accepted_tokens(1.0, 4) == 4.0 and accepted_tokens(0.0, 4) == 0.0
     assert full_targets(0.010, 0.030) == 4 and full_targets(0.010, 0.031) == 5
     # 3 tokens at 20 ms each are worth 60 ms: 6 rounds of 10 ms, and a round alone takes 41.
     assert max_targets(0.010, 0.031, 3.0, 0.020) == 6
@@ -41,7 +41,7 @@ def test_by_hand():
     [(1, 0.041, 0.0, 0.031, 10 / 41), (3, 0.041, 0.0, 11 / 3000, 30 / 41), (6, 0.060, 0.019, 0.0, 1.0)],
 )
 def test_one_by_one_is_the_papers(targets: int, round_s: float, wait_s: float, idle_s: float, load: float):
-    found = rounds(targets, lambda rows: 0.010, 0.031, 2.5)
+    found = steady_state(targets, lambda rows: 0.010, 0.031, 2.5)
     assert found.round_s == pytest.approx(max(targets * 0.010, 0.031 + 0.010)) == pytest.approx(round_s)
     assert found.throughput_tps == pytest.approx(targets * 2.5 / round_s)
     assert found.per_target_tps == pytest.approx(2.5 / round_s)
@@ -53,7 +53,7 @@ def test_one_by_one_is_the_papers(targets: int, round_s: float, wait_s: float, i
 def test_from_n_full_on_the_draft_is_never_idle():
     for service_s, back_s in ((0.010, 0.031), (0.007, 0.05), (0.02, 0.001), (0.01, 0.02)):
         full = full_targets(service_s, back_s)
-        loads = [rounds(n, lambda rows, s=service_s: s, back_s, 2.0).load for n in range(1, full + 3)]
+        loads = [steady_state(n, lambda rows, s=service_s: s, back_s, 2.0).load for n in range(1, full + 3)]
         assert loads[full - 1 :] == pytest.approx([1.0] * 3)
         assert all(load < 1.0 for load in loads[: full - 1])
 
@@ -68,24 +68,25 @@ def test_n_max_is_the_last_that_pays():
         pays = [
             n
             for n in range(1, 60)
-            if rounds(n, lambda rows, s=service_s: s, back_s, tokens).per_target_tps * plain_s >= 1
+            if steady_state(n, lambda rows, s=service_s: s, back_s, tokens).per_target_tps * plain_s >= 1
         ]
         assert max(pays, default=0) == closed
         assert max_targets_batched(lambda rows, s=service_s: s, back_s, tokens, plain_s, max_rows=1) == closed
 
 
 def test_batched_by_hand():
-    service_s = measured({1: 0.010, 2: 0.012, 4: 0.016})
+    service_s = interpolated({1: 0.010, 2: 0.012, 4: 0.016})
     # Z = 5 ms: two groups of two take turns, 24 ms a round; each waits 24 - 5 - 12.
-    four = rounds(4, service_s, 0.005, 2.0, max_rows=4)
+    four = steady_state(4, service_s, 0.005, 2.0, max_rows=4)
     assert (four.round_s, four.wait_s, four.batch, four.load) == pytest.approx((0.024, 0.007, 2.0, 1.0))
     # Groups of five would be two above four rows: full batches, ten in 2.5 of them.
-    ten = rounds(10, service_s, 0.005, 2.0, max_rows=4)
+    ten = steady_state(10, service_s, 0.005, 2.0, max_rows=4)
     assert (ten.round_s, ten.batch) == pytest.approx((0.040, 4.0))
-    assert measured({2: 0.012, 4: 0.016})(1) == 0.012 and measured({2: 0.012, 4: 0.016})(3) == pytest.approx(0.014)
-    assert measured({4: 0.016})(8) == pytest.approx(0.032)
+    between = interpolated({2: 0.012, 4: 0.016})
+    assert between(1) == 0.012 and between(3) == pytest.approx(0.014)
+    assert interpolated({4: 0.016})(8) == pytest.approx(0.032)
     with pytest.raises(ValueError, match="at least one measured time"):
-        measured({})
+        interpolated({})
 
 
 @pytest.mark.parametrize("max_rows", [1, 8])
@@ -96,7 +97,7 @@ def test_against_the_loop_event_by_event(max_rows: int):
             for targets in (1, 2, 3, 4, 6, 9, 16, 40):
                 service_s = lambda rows, fixed=fixed: fixed + (0.01 - fixed) * rows  # noqa: E731
                 seen = run(random.uniform(0, 0.1, targets), service_s, back_s, max_rows=max_rows, rounds=100)
-                closed = rounds(targets, service_s, back_s, 3.0, max_rows=max_rows)
+                closed = steady_state(targets, service_s, back_s, 3.0, max_rows=max_rows)
                 off.append(abs(closed.round_s / seen.round_s - 1))
                 if max_rows == 1:
                     assert closed.load == pytest.approx(seen.load, abs=0.02)
@@ -116,7 +117,7 @@ def test_against_table_1_of_the_paper():
     service = [load / rate for load, rate in zip(LOAD, R_Q, strict=True)]
     back_s = float(np.mean([n / R_Q[n - 1] - service[n - 1] for n in (1, 2, 3)]))
     assert back_s == pytest.approx(0.031, abs=0.001)
-    found = [rounds(n, lambda rows, n=n: service[n - 1], back_s, 3.4) for n in range(1, 7)]
+    found = [steady_state(n, lambda rows, n=n: service[n - 1], back_s, 3.4) for n in range(1, 7)]
     off = [abs(each.rounds_per_s / rate - 1) for each, rate in zip(found, R_Q, strict=True)]
     assert max(off) == off[3] < 0.095 and max(off[:3] + off[4:]) < 0.02
     assert [each.target_rounds_per_s for each in found] == pytest.approx(R_P, rel=0.135)

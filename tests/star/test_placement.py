@@ -6,24 +6,24 @@ from collections import Counter
 
 import pytest
 
-from adaserve_jax.star.client.drafter import Place, choose, preference
-from adaserve_jax.star.client.link import BAD_ROUNDS, FIRST_TRIAL_S, LAST_TRIAL_S, Backoff, Breaker
+from adaserve_jax.star.client.link import BAD_ROUNDS, FIRST_TRIAL_S, LAST_TRIAL_S, CircuitBreaker, RetryBackoff
+from adaserve_jax.star.client.sessions import ServiceLoad, least_loaded, preference
 
 
 def test_waits_double_up_to_the_longest_and_are_shortened_by_up_to_a_half() -> None:
-    assert [Backoff(0.5, 3.0, lambda: 0.0).next_s()] == [0.5]
-    longest = Backoff(0.5, 3.0, lambda: 0.0)
+    assert [RetryBackoff(0.5, 3.0, lambda: 0.0).next_s()] == [0.5]
+    longest = RetryBackoff(0.5, 3.0, lambda: 0.0)
     assert [longest.next_s() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     longest.reset()
     assert longest.next_s() == 0.5
-    shortest = Backoff(0.5, 3.0, lambda: 1.0)
+    shortest = RetryBackoff(0.5, 3.0, lambda: 1.0)
     assert [shortest.next_s() for _ in range(4)] == [0.25, 0.5, 1.0, 1.5]
     for _ in range(2000):
         assert longest.next_s() <= 3.0
 
 
 def test_a_breaker_opens_after_bad_rounds_in_a_row_only() -> None:
-    breaker = Breaker(lambda: 0.0)
+    breaker = CircuitBreaker(lambda: 0.0)
     for _ in range(5):
         for _ in range(BAD_ROUNDS - 1):
             breaker.bad(0.0)
@@ -36,7 +36,7 @@ def test_a_breaker_opens_after_bad_rounds_in_a_row_only() -> None:
 
 
 def test_a_trial_decides() -> None:
-    breaker = Breaker(lambda: 0.0, bad_rounds=1)
+    breaker = CircuitBreaker(lambda: 0.0, bad_rounds=1)
     now, waits = 0.0, []
     breaker.bad(now)
     for _ in range(8):
@@ -55,8 +55,8 @@ def test_a_trial_decides() -> None:
     assert not breaker.allows(now + FIRST_TRIAL_S - 1e-6) and breaker.allows(now + FIRST_TRIAL_S)
 
 
-def place(number: int, queue_s: float = 0.0, busy: float = 0.0, sessions: int = 0) -> Place:
-    return Place(number, f"host{number}:7070", queue_s, busy, sessions)
+def place(number: int, queue_s: float = 0.0, busy: float = 0.0, sessions: int = 0) -> ServiceLoad:
+    return ServiceLoad(number, f"host{number}:7070", queue_s, busy, sessions)
 
 
 @pytest.mark.parametrize(
@@ -71,17 +71,17 @@ def place(number: int, queue_s: float = 0.0, busy: float = 0.0, sessions: int = 
         ([place(0, busy=0.5), place(1, sessions=3)], 0),
     ],
 )
-def test_the_least_loaded_is_chosen(places: list[Place], expected: int | None) -> None:
-    assert choose("target 1", places) == expected
-    assert choose("target 1", places[::-1]) == expected
+def test_the_least_loaded_is_chosen(places: list[ServiceLoad], expected: int | None) -> None:
+    assert least_loaded("target 1", places) == expected
+    assert least_loaded("target 1", places[::-1]) == expected
 
 
 def test_equals_share_the_sessions_and_one_that_goes_takes_only_its_own_along() -> None:
     places = [place(number) for number in range(4)]
     keys = [f"target {number}" for number in range(2000)]
-    chosen = {key: choose(key, places) for key in keys}
+    chosen = {key: least_loaded(key, places) for key in keys}
     counts = Counter(chosen.values())
     assert sorted(counts) == [0, 1, 2, 3] and all(400 < count < 600 for count in counts.values())
-    without = {key: choose(key, places[:2] + places[3:]) for key in keys}
+    without = {key: least_loaded(key, places[:2] + places[3:]) for key in keys}
     assert {key for key in keys if without[key] != chosen[key]} == {key for key in keys if chosen[key] == 2}
     assert preference("a", "b:1") == preference("a", "b:1") != preference("b", "b:1")
