@@ -8,7 +8,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.service.admission import emitted_tokens, full_targets
 from benchmarks.star_sim import StarPlan, closed_row, simulated_row
-from tests.star.test_formulas import LOAD, R_Q, T_IDLE
+from tests.star.test_admission import LOAD, R_Q, T_IDLE
 
 SECONDS = ("wait_s", "idle_s")
 

@@ -176,15 +176,7 @@ class Service:
         held = self.sessions.get(message.session)
         if isinstance(message, Open):
             if held is None or message.epoch > held.epoch:
-                sampling = (
-                    message.seed,
-                    message.choice,
-                    message.temperature,
-                    message.top_k,
-                    message.top_p,
-                    message.min_p,
-                )
-                self.sessions[message.session] = Held(message.epoch, message.tokens, sampling)
+                self.sessions[message.session] = Held(message.epoch, message.tokens, message.sampling)
             return None
         if held is None or message.epoch > held.epoch:
             return Resync(message.session, message.epoch)

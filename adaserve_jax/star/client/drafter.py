@@ -90,7 +90,7 @@ class RemoteDrafter:
 
     @property
     def available(self) -> bool:
-        """Whether any service may be asked now; connects where it is time to.
+        """Return whether any service may be asked now; connect where it is time to.
 
         While none may, plans need no drafts: the next plan with a draft brings what the rows have become.
         """

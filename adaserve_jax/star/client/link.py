@@ -178,7 +178,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the link is neither connected nor connecting."""
+        """Return whether the link is neither connected nor connecting."""
         return self._state in ("idle", "closed")
 
     @property

@@ -61,7 +61,7 @@ class DraftRound:
 
     @property
     def waits(self) -> bool:
-        """Whether a tree may still come and nothing has to be sent first."""
+        """Return whether a tree may still come and nothing has to be sent first."""
         return bool(self.pending) and not self.reopen
 
     def add(self, request: TreeRequest) -> None:

@@ -129,7 +129,7 @@ class Worker:
         self._stopping = False
         self._failures = 0  # failed batches in a row
         self.died = False
-        """Whether failures ended the thread."""
+        """True if failures ended the thread."""
         self._began_s = now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
         self._expired_s = self._snapshot_s = now

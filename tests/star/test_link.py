@@ -1,13 +1,8 @@
-"""Breakers and placement, by the definitions: which state after which rounds, which service for which session."""
+"""Backoff and circuit breaker: which wait and which state after which rounds."""
 
 from __future__ import annotations
 
-from collections import Counter
-
-import pytest
-
 from adaserve_jax.star.client.link import BAD_ROUNDS, FIRST_TRIAL_S, LAST_TRIAL_S, CircuitBreaker, RetryBackoff
-from adaserve_jax.star.client.sessions import ServiceLoad, least_loaded, preference
 
 
 def test_waits_double_up_to_the_longest_and_are_shortened_by_up_to_a_half() -> None:
@@ -53,35 +48,3 @@ def test_a_trial_decides() -> None:
     assert breaker.state == "closed"
     breaker.bad(now)
     assert not breaker.allows(now + FIRST_TRIAL_S - 1e-6) and breaker.allows(now + FIRST_TRIAL_S)
-
-
-def place(number: int, queue_s: float = 0.0, busy: float = 0.0, sessions: int = 0) -> ServiceLoad:
-    return ServiceLoad(number, f"host{number}:7070", queue_s, busy, sessions)
-
-
-@pytest.mark.parametrize(
-    ("places", "expected"),
-    [
-        ([], None),
-        ([place(3)], 3),
-        ([place(0, sessions=2), place(1, sessions=1)], 1),
-        ([place(0, queue_s=0.02), place(1, sessions=3)], 1),
-        ([place(0, queue_s=0.01), place(1, sessions=3)], 0),
-        ([place(0, busy=1.0), place(1, sessions=3)], 1),
-        ([place(0, busy=0.5), place(1, sessions=3)], 0),
-    ],
-)
-def test_the_least_loaded_is_chosen(places: list[ServiceLoad], expected: int | None) -> None:
-    assert least_loaded("target 1", places) == expected
-    assert least_loaded("target 1", places[::-1]) == expected
-
-
-def test_equals_share_the_sessions_and_one_that_goes_takes_only_its_own_along() -> None:
-    places = [place(number) for number in range(4)]
-    keys = [f"target {number}" for number in range(2000)]
-    chosen = {key: least_loaded(key, places) for key in keys}
-    counts = Counter(chosen.values())
-    assert sorted(counts) == [0, 1, 2, 3] and all(400 < count < 600 for count in counts.values())
-    without = {key: least_loaded(key, places[:2] + places[3:]) for key in keys}
-    assert {key for key in keys if without[key] != chosen[key]} == {key for key in keys if chosen[key] == 2}
-    assert preference("a", "b:1") == preference("a", "b:1") != preference("b", "b:1")
