@@ -9,6 +9,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.settings import Dtype, Panel, PathText, Settings, setting, settings
 
+Elastic = Literal["auto", "on", "off"]
 Quantize = Literal["none", "int8"]
 QUANTIZE: tuple[str, ...] = get_args(Quantize)
 Route = Literal["tag", "language", "topic"]
@@ -81,7 +82,7 @@ class EngineConfig(Settings):
         "best_effort", "a target below what one request alone would get: best_effort (serve the request, and say so) "
         "or refuse (an error that names the least feasible target)", Panel.POLICY,
     )  # fmt: skip
-    elastic: Literal["auto", "on", "off"] = setting(
+    elastic: Elastic = setting(
         "auto", "whether the draft gives its memory to KV pages while speculation does not pay and pages are short: "
         "on, off, or auto (on where the policy does so and the pool does not hold every request at its longest)",
         Panel.POLICY,

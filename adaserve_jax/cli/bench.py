@@ -48,7 +48,7 @@ from adaserve_jax.cli.terminal import (
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.http_client.settings import UrlSettings
+from adaserve_jax.http_client.settings import Endpoint, UrlSettings
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policies import expand, file_hashes, policy_of
@@ -91,7 +91,7 @@ class UrlOptions:
         list[str] | None,
         _url_option("headers", help="with --url: a header of every request, 'Name: value'; may be repeated"),
     ] = None
-    endpoint: Annotated[str, _url_option("endpoint")] = "auto"
+    endpoint: Annotated[Endpoint, _url_option("endpoint")] = "auto"
     send_slo: Annotated[bool | None, _url_option("send_slo", "--send-slo/--no-send-slo")] = None
     baseline_ms: Annotated[
         float | None,

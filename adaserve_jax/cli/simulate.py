@@ -20,7 +20,7 @@ from adaserve_jax.cli.options import (
     parse_rate,
 )
 from adaserve_jax.cli.terminal import point_line, print_rows, say, say_next_step
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import Elastic, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
@@ -101,7 +101,7 @@ def simulate(
     extension_pages: Annotated[
         int, typer.Option(help="KV pages that the draft's memory makes while it is away; 0: the draft stays")
     ] = 0,
-    elastic: Annotated[str, typer.Option(help=options_of(EngineConfig)["elastic"].help)] = "auto",
+    elastic: Annotated[Elastic, typer.Option(help=options_of(EngineConfig)["elastic"].help)] = "auto",
     tau_low: Annotated[
         float, typer.Option(help="share of the pages that must be spare, else the draft's memory may become pages")
     ] = TAU_LOW,
@@ -152,7 +152,7 @@ def simulate(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
         None if acceptance is None else load_acceptance(acceptance), token_times,
         "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
-        EngineConfig(elastic=elastic).elastic, ElasticRule(tau_low, swap_after), records,
+        elastic, ElasticRule(tau_low, swap_after), records,
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")

@@ -85,7 +85,13 @@ class LLM:
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
+        values: dict[str, Any] = {
+            "target": target,
+            "draft": draft,
+            "policy": policy,
+            "deterministic": deterministic,
+            **options,
+        }
         engine = LocalEngine(EngineConfig(**values), progress)
         engine.start()
         self._use(engine)

@@ -10,6 +10,7 @@ from urllib.parse import SplitResult, urlsplit
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.settings import Settings, setting, settings
 
+Endpoint = Literal["auto", "completions", "chat"]
 OWN_FIELDS = ("model", "prompt", "messages", "stream", "max_tokens")
 """Fields of a request's body that the client sets and that `extra_body` may not."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -31,7 +32,7 @@ class UrlSettings(Settings):
     headers: tuple[tuple[str, str], ...] = setting(
         (), "further headers of every request, name and value", expected="pairs of name and value", secret=True
     )
-    endpoint: Literal["auto", "completions", "chat"] = setting(
+    endpoint: Endpoint = setting(
         "auto", "auto: chat for requests with messages, else completions; completions or chat: always that"
     )
     send_slo: bool | None = setting(

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, overload
 
 import numpy as np
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import Elastic, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.results.aggregate import RecordColumns
@@ -183,7 +183,7 @@ class SimulationPlan:
     tune: Literal["no", "search", "grid"] = "no"
     num_pages: int = 0
     extension_pages: int = 0
-    elastic: str = "auto"
+    elastic: Elastic = "auto"
     elastic_rule: ElasticRule = field(default_factory=ElasticRule)
     keep_records: bool = True
 

@@ -184,7 +184,7 @@ def test_the_rate_rises_and_falls() -> None:
         ({"sampling": "tutor"}, "sampling must be one of teacher, student, mixed, got 'tutor'"),
         ({"loss": "mse"}, "loss must be one of kl, reverse_kl, jsd, got 'mse'"),
         ({"rate": 0.0}, "rate must be a finite number above 0, got 0.0"),
-        ({"held_out": 1.0}, "held-out must be a number between 0 and 1, got 1.0"),
+        ({"held_out": 1.0}, "held_out must be a number between 0 and 1, got 1.0"),
         ({"epochs": 0}, "epochs must be an integer >= 1, got 0"),
         ({"temperature": -1.0}, "temperature must be a finite number >= 0, got -1.0"),
         ({"warmup": 2.0}, "warmup must be a number from 0 to 1, got 2.0"),
