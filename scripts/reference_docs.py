@@ -118,7 +118,7 @@ HTTP_ABOUT = {
     "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, each as one "
     "event `data: {...}`; the last event is `data: [DONE]`.",
 }
-HIDDEN = ("RequestModel", "Body", "GenerationBody")
+HIDDEN = ("RequestModel", "ResponseModel", "Body", "GenerationBody")
 """Base classes that no route takes or gives."""
 
 

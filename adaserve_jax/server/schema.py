@@ -220,24 +220,28 @@ FinishedBy = Literal["stop", "length"]
 """Finish reasons of OpenAI's API."""
 
 
-class PromptTokensDetails(BaseModel):
+class ResponseModel(BaseModel):
+    """Base of response bodies and their parts."""
+
+
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int = Field(description="Prompt tokens whose KV was there already.")
 
 
-class Usage(BaseModel):
+class Usage(ResponseModel):
     prompt_tokens: int = Field(description="Tokens of the prompts.")
     completion_tokens: int = Field(description="Tokens of all choices.")
     total_tokens: int = Field(description="Their sum.")
     prompt_tokens_details: PromptTokensDetails = Field(description="What of the prompts was there already.")
 
 
-class SpeculativeMetrics(BaseModel):
+class SpeculativeMetrics(ResponseModel):
     verify_steps: int = Field(description="Verifications by the target.")
     accepted_tokens: int = Field(description="Draft tokens that the target accepted, bonus tokens not counted.")
     mean_accepted: float = Field(description="Accepted tokens per verification.")
 
 
-class SloMetrics(BaseModel):
+class SloMetrics(ResponseModel):
     tpot_target_ms: float | None = Field(description="Target in force, after class, baseline and the server's limits.")
     ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
     tpot_ms: float | None = Field(description="Measured (last token - first token) / (tokens - 1).")
@@ -247,7 +251,7 @@ class SloMetrics(BaseModel):
     )
 
 
-class ResponseMetrics(BaseModel):
+class ResponseMetrics(ResponseModel):
     time_to_first_token_ms: float | None = Field(description="From arrival to the first token.")
     queue_time_ms: float | None = Field(description="From arrival until first scheduled.")
     tokens_per_second: float | None = Field(description="Output tokens / (last token - arrival).")
@@ -255,7 +259,7 @@ class ResponseMetrics(BaseModel):
     slo: SloMetrics = Field(description="The targets, and whether they were met.")
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(ResponseModel):
     """One entry per output token in each list."""
 
     tokens: list[str] = Field(description="Its text, or bytes:\\x.. where its bytes are no whole characters.")
@@ -264,7 +268,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(description="Characters of the output before it.")
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(ResponseModel):
     index: int = Field(description="Prompt index times n plus the choice's.")
     text: str = Field(description="The output, or in a stream the next piece of it.")
     logprobs: CompletionLogprobs | None = Field(default=None, description="Where they were asked for.")
@@ -273,7 +277,7 @@ class CompletionChoice(BaseModel):
     )
 
 
-class Completion(BaseModel):
+class Completion(ResponseModel):
     id: str = Field(description="A fresh name of this answer.")
     object: Literal["text_completion"] = Field(default="text_completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -289,13 +293,13 @@ class Completion(BaseModel):
     )
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"] = Field(default="assistant", description="Always assistant.")
     content: str = Field(description="The output.")
     refusal: None = Field(default=None, description="Always null.")
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(ResponseModel):
     token: str = Field(description="Its text, or \\x.. where its bytes are no whole characters.")
     logprob: float = Field(description="Natural logarithm of its probability by the model's own logits.")
     bytes: list[int] | None = Field(
@@ -307,19 +311,19 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = Field(description="The likeliest tokens in its place.")
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(ResponseModel):
     content: list[ChatLogprob] = Field(description="One for each output token.")
     refusal: None = Field(default=None, description="Always null.")
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(ResponseModel):
     index: int = Field(description="From 0, one for each of n.")
     message: AssistantMessage = Field(description="The answer.")
     logprobs: ChatLogprobs | None = Field(default=None, description="Where they were asked for.")
     finish_reason: FinishedBy = Field(description="stop: an end of the text; length: max_tokens.")
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(ResponseModel):
     id: str = Field(description="A fresh name of this answer.")
     object: Literal["chat.completion"] = Field(default="chat.completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -329,7 +333,7 @@ class ChatCompletion(BaseModel):
     metrics: ResponseMetrics = Field(description="What the request got.")
 
 
-class Delta(BaseModel):
+class Delta(ResponseModel):
     role: Literal["assistant"] | None = Field(default=None, description="In the first piece of a choice.")
     content: str | None = Field(default=None, description="The next piece of the output.")
 
@@ -338,7 +342,7 @@ class Delta(BaseModel):
         return {name: value for name, value in handler(self).items() if value is not None}
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(ResponseModel):
     index: int = Field(description="From 0, one for each of n.")
     delta: Delta = Field(description="What is new.")
     logprobs: ChatLogprobs | None = Field(
@@ -347,7 +351,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishedBy | None = Field(description="With the last piece of a choice; null before.")
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(ResponseModel):
     id: str = Field(description="A fresh name of this answer, the same in all its events.")
     object: Literal["chat.completion.chunk"] = Field(default="chat.completion.chunk", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -357,23 +361,23 @@ class ChatChunk(BaseModel):
     metrics: ResponseMetrics | None = Field(default=None, description="What the request got, with the last event only.")
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(ResponseModel):
     message: str = Field(description="What was expected, what came, and what to do.")
     type: str = Field(description="OpenAI's kind of error: one for each status.")
     param: str | None = Field(description="The field at fault, where it is one.")
     code: str = Field(description="A stable short name; docs/http.md has the list.")
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(ResponseModel):
     error: ErrorDetail = Field(description="What went wrong.")
 
 
-class SloTargets(BaseModel):
+class SloTargets(ResponseModel):
     tpot_ms: float | None = Field(description="Target, milliseconds per output token; null: none.")
     ttft_ms: float | None = Field(description="Target, milliseconds to the first token; null: none.")
 
 
-class ModelCard(BaseModel):
+class ModelCard(ResponseModel):
     id: str = Field(description="The name that model may be.")
     object: Literal["model"] = Field(default="model", description="What this is.")
     created: int = Field(description="Unix time of the server's start, seconds.")
@@ -385,29 +389,29 @@ class ModelCard(BaseModel):
     slo_classes: dict[str, SloTargets] = Field(description="What slo_class may be, and the targets that it stands for.")
 
 
-class ModelList(BaseModel):
+class ModelList(ResponseModel):
     object: Literal["list"] = Field(default="list", description="What this is.")
     data: list[ModelCard] = Field(description="One model.")
 
 
-class Health(BaseModel):
+class Health(ResponseModel):
     status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"] = Field(
         description="What the server does."
     )
     detail: str = Field(description="The same in words; of an engine that ended, why.")
 
 
-class Version(BaseModel):
+class Version(ResponseModel):
     version: str = Field(description="Of this package.")
     engine: dict[str, Any] | None = Field(description="Device, jax version, policy, models; null until ready.")
 
 
-class Tokens(BaseModel):
+class Tokens(ResponseModel):
     tokens: list[int] = Field(description="Token ids.")
     count: int = Field(description="How many.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     token_strs: list[str] | None = Field(default=None, description="What each token spells, where that was asked for.")
 
 
-class Text(BaseModel):
+class Text(ResponseModel):
     prompt: str = Field(description="What the token ids spell.")
