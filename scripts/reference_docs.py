@@ -118,7 +118,7 @@ HTTP_ABOUT = {
     "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, each as one "
     "event `data: {...}`; the last event is `data: [DONE]`.",
 }
-HIDDEN = ("Body", "GenerationBody")
+HIDDEN = ("RequestModel", "ResponseModel", "Body", "GenerationBody")
 """Base classes that no route takes or gives."""
 
 
@@ -144,13 +144,11 @@ def configuration_page() -> str:
 
 def http_page() -> str:
     """Return docs/http-fields.md: every field of every body."""
-    requests = {name for model in bodies() if issubclass(model, schema.Body)
-                for name in (model.__name__, *model.model_json_schema().get("$defs", ()))}  # fmt: skip
     parts = [HTTP_HEAD]
-    for (title, about), asked in zip(HTTP_ABOUT.items(), (True, False), strict=True):
+    for (title, about), base in zip(HTTP_ABOUT.items(), (schema.RequestModel, schema.ResponseModel), strict=True):
         parts += [f"## {title}", "", about, ""]
         for model in bodies():
-            parts += _model(model) if (model.__name__ in requests) == asked else []
+            parts += _model(model) if issubclass(model, base) else []
     return "\n".join(parts)
 
 

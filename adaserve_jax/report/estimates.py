@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure, RequestColumns, Unit
+from adaserve_jax.report.measures import JUDGED_TIMES, RATIOS, THROUGHPUT, VIOLATIONS, Measure, MeasureColumns, Unit
 from adaserve_jax.report.points import MeasuredPoint, Pairing, PointGroup, pair_up
 from adaserve_jax.results.bootstrap import ENOUGH_REPEATS, between, distributions, resamples_for, sure_share
 from adaserve_jax.results.schema import ALL_CLASSES
@@ -175,17 +175,17 @@ def _can_be_drawn(group: PointGroup, measure: Measure, slo_class: str) -> bool:
     return _count(group.columns, measure, slo_class) >= measure.min_requests
 
 
-def _known(columns: RequestColumns, measure: Measure, slo_class: str) -> np.ndarray:
+def _known(columns: MeasureColumns, measure: Measure, slo_class: str) -> np.ndarray:
     """Return the known values of the measure's column in a class."""
     values = getattr(columns, measure.counts)[columns.mask(slo_class)]
     return values[~np.isnan(values)]
 
 
-def _count(columns: RequestColumns, measure: Measure, slo_class: str) -> int:
+def _count(columns: MeasureColumns, measure: Measure, slo_class: str) -> int:
     return len(_known(columns, measure, slo_class))
 
 
-def _is_constant(columns: RequestColumns, measure: Measure, slo_class: str) -> bool:
+def _is_constant(columns: MeasureColumns, measure: Measure, slo_class: str) -> bool:
     """Return whether the measure counts an outcome that is the same for all requests."""
     if not measure.of_outcome:
         return False

@@ -31,7 +31,7 @@ _SAME_NAME = (
 
 
 @dataclass(frozen=True, eq=False)
-class RequestColumns:
+class MeasureColumns:
     """Request records as columns f64[N], NaN for values that a record does not have.
 
     A measure of thousands of requests is then a product of arrays. sizes: number of records of each repeat, one after
@@ -61,7 +61,7 @@ class RequestColumns:
     accepted_tokens: np.ndarray
 
     @classmethod
-    def of(cls, repeats: Sequence[tuple[Sequence[RequestRecord], float]]) -> RequestColumns:
+    def of(cls, repeats: Sequence[tuple[Sequence[RequestRecord], float]]) -> MeasureColumns:
         """Build columns of repeats, each given by its records and wall time in seconds; sort requests by arrival."""
         records = [record for each, _ in repeats for record in sorted(each, key=arrival_order)]
         walls = [wall_s / len(each) for each, wall_s in repeats for _ in each]
@@ -84,7 +84,7 @@ class RequestColumns:
             return np.isnan(self.slo_met) == (slo_class == WITHOUT_TARGET)
         return self.slo_class == slo_class
 
-    def same_requests(self, other: RequestColumns) -> bool:
+    def same_requests(self, other: MeasureColumns) -> bool:
         """Return whether both have the same arrivals in the same order, so that their requests can be paired."""
         if self.sizes != other.sizes or not np.array_equal(self.slo_class, other.slo_class):
             return False
@@ -108,7 +108,7 @@ def _over(done: Sequence[bool], pairs: Sequence[tuple[float | None, float | None
     return _numbers(values)
 
 
-Statistic = Callable[[RequestColumns, np.ndarray], Counted]
+Statistic = Callable[[MeasureColumns, np.ndarray], Counted]
 """Statistic of the requests in a mask, bool[N], given all requests' columns."""
 
 
@@ -141,7 +141,7 @@ class Measure:
 def _share(outcome: str) -> Statistic:
     """Return the statistic for the share of requests with a true outcome, among those that have the outcome."""
 
-    def of(columns: RequestColumns, mask: np.ndarray) -> Counted:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         met = getattr(columns, outcome)
         return Ratio(_where(mask, met), mask & ~np.isnan(met))
 
@@ -151,7 +151,7 @@ def _share(outcome: str) -> Statistic:
 def _rate(met: str | None) -> Statistic:
     """Return the statistic for output tokens of requests that met a target, or of all, per second of wall time."""
 
-    def of(columns: RequestColumns, mask: np.ndarray) -> Counted:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         counted = mask if met is None else mask & (getattr(columns, met) == 1)
         return Ratio(_where(counted, columns.output_tokens), columns.wall_s)
 
@@ -159,20 +159,20 @@ def _rate(met: str | None) -> Statistic:
 
 
 def _per(above: str, below: str) -> Statistic:
-    def of(columns: RequestColumns, mask: np.ndarray) -> Counted:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         return Ratio(_where(mask, getattr(columns, above)), _where(mask, getattr(columns, below)))
 
     return of
 
 
 def _percentile(column: str, q: float) -> Statistic:
-    def of(columns: RequestColumns, mask: np.ndarray) -> Counted:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         return percentile(np.where(mask, getattr(columns, column), np.nan), q)
 
     return of
 
 
-def _violations(columns: RequestColumns, mask: np.ndarray) -> Counted:
+def _violations(columns: MeasureColumns, mask: np.ndarray) -> Counted:
     with_target = mask & ~np.isnan(columns.slo_met)
     return Ratio(with_target & (columns.slo_met == 0), with_target)
 

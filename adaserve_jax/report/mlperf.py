@@ -14,7 +14,7 @@ import numpy as np
 
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.estimates import listed, number, span
-from adaserve_jax.report.measures import RequestColumns
+from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.report.points import PointGroup
 from adaserve_jax.report.view import View
 
@@ -40,7 +40,7 @@ class Tail:
     tpot_over: float | None
 
     @classmethod
-    def of(cls, columns: RequestColumns, slo_class: str) -> Tail:
+    def of(cls, columns: MeasureColumns, slo_class: str) -> Tail:
         """Return the percentiles of the class's requests with a target."""
         mask = columns.mask(slo_class) & ~np.isnan(columns.slo_met)
         unfinished = columns.finished == 0

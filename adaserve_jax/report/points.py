@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.measures import RequestColumns
+from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.run_folder import RunResults, key_of, point_of
 from adaserve_jax.results.samples import Sample
@@ -118,8 +118,8 @@ class MeasuredPoint:
         return len(self.records) == self.row.requests
 
     @cached_property
-    def columns(self) -> RequestColumns:
-        return RequestColumns.of([(self.records, self.row.wall_s)])
+    def columns(self) -> MeasureColumns:
+        return MeasureColumns.of([(self.records, self.row.wall_s)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +134,8 @@ class PointGroup:
     points: tuple[MeasuredPoint, ...]
 
     @cached_property
-    def columns(self) -> RequestColumns:
-        return RequestColumns.of([(point.records, point.row.wall_s) for point in self.points])
+    def columns(self) -> MeasureColumns:
+        return MeasureColumns.of([(point.records, point.row.wall_s) for point in self.points])
 
     @property
     def has_records(self) -> bool:

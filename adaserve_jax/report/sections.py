@@ -22,7 +22,7 @@ from adaserve_jax.report.measures import (
     WITH_TARGET,
     WITHOUT_TARGET,
     Measure,
-    RequestColumns,
+    MeasureColumns,
 )
 from adaserve_jax.report.points import AXES, AXIS_LABELS, LoadSetting, MeasuredPoint, PointGroup, find_point
 from adaserve_jax.report.view import MOST_PANELS, View, condition_line, invalid_point, series_of, spread
@@ -227,7 +227,7 @@ def _distribution(view: View) -> Figure | None:
     )
 
 
-def shares_within(columns: RequestColumns, slo_class: str) -> tuple[float, ...]:
+def shares_within(columns: MeasureColumns, slo_class: str) -> tuple[float, ...]:
     """Return the share of a class's requests with TPOT / target at most each of `TIMES_OVER`; empty without targets."""
     over = columns.tpot_over[columns.mask(slo_class)]
     over = np.sort(over[~np.isnan(over)])

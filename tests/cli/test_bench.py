@@ -251,7 +251,7 @@ def test_versions_of_a_policys_file_are_told_apart_and_not_mixed(bench, tmp_path
     assert {(row.policy, row.policy_hash) for row in folder.rows} == {
         ("ar", ""), ("mine.py", one), ("mine.py", other),
     }  # fmt: skip
-    assert measured([folder]).whos == ("ar", f"mine.py@{one[:12]}", f"mine.py@{other[:12]}")
+    assert measured([folder]).policies == ("ar", f"mine.py@{one[:12]}", f"mine.py@{other[:12]}")
 
 
 def test_a_policys_file_that_is_edited_meanwhile_ends_the_run(bench, tmp_path: Path, capsys):

@@ -19,7 +19,7 @@ from adaserve_jax.report.measures import (
     VIOLATIONS,
     WITH_TARGET,
     WITHOUT_TARGET,
-    RequestColumns,
+    MeasureColumns,
 )
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.sections import TIMES_OVER, shares_within
@@ -59,7 +59,7 @@ def test_classes_share_the_wall_time():
 
 
 def test_requests_with_and_without_a_target_are_told_apart():
-    columns = RequestColumns.of([([request(0), request(1, tpot_slo=None), request(2)], 1.0)])
+    columns = MeasureColumns.of([([request(0), request(1, tpot_slo=None), request(2)], 1.0)])
     assert columns.mask(WITH_TARGET).tolist() == [True, False, True]
     assert columns.mask(WITHOUT_TARGET).tolist() == [False, True, False]
 

@@ -71,7 +71,9 @@ def test_every_code_of_a_router_is_a_servers_or_in_its_own_table():
 
 def _codes_in(files: Iterable[Path]) -> set[str]:
     source = "".join(path.read_text() for path in files)
-    return set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(re.findall(r'of_code\([^()]*"(\w+)"\)', source))
+    return set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(
+        re.findall(r'from_code\([^()]*"(\w+)"\)', source)
+    )
 
 
 def test_every_route_is_documented(server):

@@ -28,7 +28,7 @@ from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.dashboard.requests import record_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import Recorder, Retention
-from adaserve_jax.server.serve import WarmUpBar, Watchers
+from adaserve_jax.server.serve import Observability, WarmUpBar
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
@@ -51,7 +51,7 @@ def watched(start_server, path):
     @contextmanager
     def start(**settings) -> Iterator:
         chosen = ServerSettings(records=str(path), **settings)
-        with Watchers(chosen) as watchers, start_server(chosen) as server:
+        with Observability(chosen) as watchers, start_server(chosen) as server:
             watchers.attach(server.state)
             yield server
 
@@ -180,12 +180,12 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.serve import Watchers
+from adaserve_jax.server.serve import Observability
 from tests.server.scripted import ScriptedEngine
 engine = ScriptedEngine(EngineConfig())
 engine.start()
 state = ServerState(engine, ServerSettings())
-Watchers(ServerSettings(records=sys.argv[1])).attach(state)
+Observability(ServerSettings(records=sys.argv[1])).attach(state)
 for number in range(1_000_000):
     now = time.time()
     state.ended(EndedChoice(f"{number}", 0, "stop", None, "", "chat", now, None, None, None))
