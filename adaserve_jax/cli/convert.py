@@ -1,4 +1,4 @@
-"""`adaserve convert`: a checkpoint in the layout that the engine loads without fusing and casting."""
+"""`adaserve convert`: writes a checkpoint in the layout that the engine loads without fusing and casting."""
 
 from __future__ import annotations
 

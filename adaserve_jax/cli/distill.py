@@ -1,4 +1,4 @@
-"""`adaserve distill`: a draft that agrees more with its target, from prompts alone or from what a server learned."""
+"""`adaserve distill`: trains a draft to agree with its target, or writes a draft that a server learned."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.cli.options import FormatOption, takes
-from adaserve_jax.cli.terminal import progress_bar, say
+from adaserve_jax.cli.terminal import progress_bar, say, table_console
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
@@ -117,7 +116,7 @@ def distill(
 
 
 def _given(context: typer.Context) -> dict[str, str]:
-    """Parameters that stand on the command line, not in the environment, and how their options are written."""
+    """Return parameters that stand on the command line, not in the environment, with the spelling of their options."""
     given = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name) if parameter.name else None
@@ -127,7 +126,7 @@ def _given(context: typer.Context) -> dict[str, str]:
 
 
 def _check_mode(given: dict[str, str], *, writes: bool) -> None:
-    """Raises ConfigError: an option would be without effect. writes: with --from-checkpoint, which trains nothing."""
+    """Raise ConfigError for an option without effect. writes: with --from-checkpoint, which trains nothing."""
     for name, option in given.items():
         if writes and name not in OF_WRITING:
             raise ConfigError(f"{option} has no effect with --from-checkpoint, which trains nothing; leave it out")
@@ -136,7 +135,7 @@ def _check_mode(given: dict[str, str], *, writes: bool) -> None:
 
 
 class _Interrupts:
-    """Counts Ctrl-C: the first asks for an end after the round, the second ends at once."""
+    """Counter of Ctrl-C: the first asks for an end after the round, the second ends at once."""
 
     count = 0
 
@@ -195,7 +194,7 @@ def _type(name: str) -> Any:
 
 
 def _read(prompts: str, format: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each prompt; of a conversation, ready for the answer."""
+    """Return the token ids of each prompt; a conversation ends where the answer begins."""
     if Path(prompts).suffix == ".txt" and format == AUTO:
         return [tokenizer.encode(line) for line in _lines(Path(prompts))]
     workload = load_workload(None if prompts == PACKAGED else Path(prompts), format=format)
@@ -224,7 +223,7 @@ def _write_learned(
     models: Models, folder: Path, name: str, out: Path, config: OfflineConfig, dtype: str, save_dtype: str,
     progress: Progress,
 ) -> str:  # fmt: skip
-    """What to say of its version."""
+    """Write a draft that a server learned; return its version as words for the note."""
     from adaserve_jax.distill.offline import learned_online, write_draft
 
     params, noted = learned_online(models, folder, name, config, _type(dtype), progress)
@@ -238,10 +237,7 @@ def _say_epoch(found: Evaluation) -> None:
 
 
 def _print(evaluations: Sequence[Evaluation]) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
+    """Print the table of evaluations to stdout."""
     table = Table()
     for header in ("draft", "held-out acceptance", "held-out loss", "training loss", "steps", "tokens", "seconds"):
         table.add_column(header, justify="left" if header == "draft" else "right")
@@ -252,7 +248,7 @@ def _print(evaluations: Sequence[Evaluation]) -> None:
             f"{each.seconds:.1f}",
         )  # fmt: skip
     if evaluations:
-        console.print(table)
+        table_console(TABLE_COLUMNS).print(table)
 
 
 def _say_what_came(run: Distillation, target: str, out: Path) -> None:

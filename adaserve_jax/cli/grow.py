@@ -1,4 +1,4 @@
-"""`adaserve grow`: a checkpoint of any size that computes the same function as a small one."""
+"""`adaserve grow`: writes a checkpoint of any size that computes the same function as a small one."""
 
 from __future__ import annotations
 

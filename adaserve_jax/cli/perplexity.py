@@ -1,4 +1,4 @@
-"""`adaserve perplexity`: what quantised weights cost on a text, beside the same weights as they are."""
+"""`adaserve perplexity`: compares the perplexity of quantised weights with that of the weights as they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.terminal import notes, progress_bar
+from adaserve_jax.cli.terminal import notes, progress_bar, table_console
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
@@ -83,10 +82,7 @@ def _row(score: Score) -> dict[str, Any]:
 
 
 def _print(scores: list[Score]) -> None:
-    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_COLUMNS))
+    """Print the table of scores to stdout."""
     headers = ("weights", "MiB", "tokens", "perplexity", "change", "bits/byte", "KL mean", "KL max", "same likeliest")
     table = Table()
     for header in headers:
@@ -98,4 +94,4 @@ def _print(scores: list[Score]) -> None:
             f"{change:+.3%}", f"{score.bits_per_byte:.4f}", f"{score.kl_mean:.2e}", f"{score.kl_max:.2e}",
             f"{score.same_likeliest:.2%}",
         )  # fmt: skip
-    console.print(table)
+    table_console(TABLE_COLUMNS).print(table)

@@ -30,8 +30,15 @@ def test_without_a_file_requests_keep_their_own_defaults(tmp_path: Path) -> None
     assert GenerationDefaults(0.6, top_k=20).sampling_params() == SamplingParams(temperature=0.6, top_k=20)
 
 
-@pytest.mark.parametrize("text", ['{"temperature": "warm"}', '{"top_p": 1.5}', '{"top_k": 2.5}'])
-def test_malformed_values_are_named(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"temperature": "warm"}', "temperature must be"),
+        ('{"top_p": 1.5}', "top_p must be"),
+        ('{"top_k": 2.5}', "top_k must be an integer, got 2.5"),
+    ],
+)
+def test_malformed_values_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: (temperature|top_p|top_k) must be"):
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {message}"):
         GenerationDefaults.from_folder(tmp_path)
