@@ -344,7 +344,7 @@ _DONE = b"[DONE]"
 
 
 class UrlProbe(Probe):
-    """One request and its answer; an `Answer` of its connection too.
+    """One request and its answer; also the `ResponseHandler` of its connection.
 
     on_end: called once, when the request ended, however that was. resend(probe): a connection that had been idle was
     gone before a byte came back, as happens when a server closes it just then; called once at most. keep_texts: whether

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaserve_jax.cluster.forwarding import EventBuffer, RouterMetrics
 from adaserve_jax.cluster.requests import MAX_BUFFERED_BYTES, SloClasses, TargetExchange, TargetLost, parse_request
 from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, TargetSet, guessed_machine
-from adaserve_jax.routing.routers import Assigned, Router, find_router
+from adaserve_jax.routing.routers import Assigned, RoutingPolicy, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import Machine
 from tests.conftest import ROOT
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_for_the_target_to_refuse(body):
     assert parse_request("/tokenize", b'{"prompt": "x"}', CLASSES, 0.0) is None
 
 
-def _router_over(machine: Machine, name: str) -> Router:
+def _router_over(machine: Machine, name: str) -> RoutingPolicy:
     limits = machine.limits()
     return find_router(name)(CostTable(machine.samples(limits), limits), limits)
 
