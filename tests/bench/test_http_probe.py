@@ -10,12 +10,12 @@ import pytest
 
 from adaserve_jax.bench import http_probe
 from adaserve_jax.bench import http_probe as http_sse
-from adaserve_jax.bench.http_probe import Prepared, UrlProbe
+from adaserve_jax.bench.http_probe import PreparedRequest, UrlProbe
 from adaserve_jax.http_client.connection import HttpConnection
 from adaserve_jax.types import SLO
 from tests.bench.fake_server import DONE, event, token
 
-PREPARED = Prepared("r", b"POST / HTTP/1.1\r\n\r\n", SLO(), "chat", 8)
+PREPARED = PreparedRequest("r", b"POST / HTTP/1.1\r\n\r\n", SLO(), "chat", 8)
 STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from adaserve_jax.bench.http_probe import Event, Seen, event_of, token_times, worst
+from adaserve_jax.bench.http_probe import CompletionEvent, SeenEvent, event_of, token_times, worst
 
 
-def seen(*events: tuple[float, int, int | None]) -> list[Seen]:
-    return [Seen(*each) for each in events]
+def seen(*events: tuple[float, int, int | None]) -> list[SeenEvent]:
+    return [SeenEvent(*each) for each in events]
 
 
 def test_counts_in_every_event_are_exact():
@@ -53,16 +53,16 @@ def test_any_total_is_kept_in_order(events, total):
 def test_events_of_the_servers_that_there_are():
     usage = {"prompt_tokens": 7, "completion_tokens": 2}
     completion = {"choices": [{"index": 0, "text": "ab", "finish_reason": None}], "usage": usage}
-    assert event_of(completion) == Event("ab", None, 2, 7, has_choice=True)
+    assert event_of(completion) == CompletionEvent("ab", None, 2, 7, has_choice=True)
     role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
-    assert event_of(role) == Event("", has_choice=True)
+    assert event_of(role) == CompletionEvent("", has_choice=True)
     thinking = {"choices": [{"index": 0, "delta": {"content": None, "reasoning_content": "so"}}]}
     assert event_of(thinking).text == "so"
     timings = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "timings": {"predicted_n": 9}}
-    assert event_of(timings) == Event("", "stop", 9, has_choice=True)
-    assert event_of({"choices": [], "usage": usage}) == Event(count=2, prompt_tokens=7)
+    assert event_of(timings) == CompletionEvent("", "stop", 9, has_choice=True)
+    assert event_of({"choices": [], "usage": usage}) == CompletionEvent(count=2, prompt_tokens=7)
     other = {"choices": [{"index": 1, "text": "of another choice"}]}
-    assert event_of(other) == Event()
+    assert event_of(other) == CompletionEvent()
     assert event_of({"error": {"message": "no"}}).error == {"message": "no"}
 
 
@@ -75,7 +75,7 @@ def test_events_of_the_servers_that_there_are():
     ],
 )
 def test_what_is_not_as_expected_says_nothing(body):
-    assert event_of(body) == Event()
+    assert event_of(body) == CompletionEvent()
 
 
 def test_the_least_sure_source_counts():
