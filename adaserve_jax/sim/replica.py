@@ -13,7 +13,7 @@ import numpy as np
 
 from adaserve_jax.results.records import Status
 from adaserve_jax.routing.fleet import Assigned, Fleet
-from adaserve_jax.routing.routers import Router
+from adaserve_jax.routing.routers import RoutingPolicy
 from adaserve_jax.scheduler.commit import StepUpdates
 from adaserve_jax.scheduler.elastic import expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -206,7 +206,7 @@ STEP_ENDS, STEP_BEGINS = 0, 2
 
 def run_cluster(
     replicas: abc.Sequence[Replica],
-    router: Router,
+    router: RoutingPolicy,
     fleet: Fleet,
     arrivals: abc.Sequence[Assigned],
     deliver: Callable[[int, Assigned, Replica], None],
