@@ -15,7 +15,7 @@ from adaserve_jax.star.client.answers import Answers, Asked
 from adaserve_jax.star.messages import Tree, along_paths, cells_hash, log_f_of
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.tree.beam import AcceptanceTable, beam_search
-from adaserve_jax.tree.sampling import Sampler
+from adaserve_jax.tree.sampling import DeviceSampling
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.star.scripted import DEPTHS, RANKS, VOCABULARY, Row, plan_of, table
 
@@ -37,7 +37,7 @@ def searched(plan: StepPlan, by: ChanceTable) -> CandidateTrees:
     draft, rows = plan.draft, plan.sampling
     assert draft is not None
     seed = np.stack([rows.seed & 0xFFFFFFFF, rows.seed >> np.uint64(32)], axis=1).astype(np.uint32)
-    sampler = Sampler(
+    sampler = DeviceSampling(
         jnp.asarray(seed), *map(jnp.asarray, (rows.choice, rows.temperature, rows.top_k, rows.top_p, rows.min_p))
     )
     beam = SEARCH(
