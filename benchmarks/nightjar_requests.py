@@ -14,7 +14,7 @@ from segments import at_once, poisson_arrivals, shortened, thinned, with_lengths
 from throughput_prompts import Prompts
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import Workload, WorkloadItem

@@ -11,7 +11,7 @@ from throughput_prompts import Prompts
 
 from adaserve_jax import LLM, SamplingParams
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.results.provenance import model_hash
 

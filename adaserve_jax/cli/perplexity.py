@@ -16,7 +16,7 @@ from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.perplexity import held_out_code
+from adaserve_jax.models.held_out import held_out_code
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def perplexity(
     with progress_bar() as progress:
         progress("loading", 0, 1)
         from adaserve_jax.models.perplexity import measure_perplexity
-        from adaserve_jax.models.writing import DTYPES as types  # imports jax
+        from adaserve_jax.models.writing import TYPES as types  # imports jax
 
         scores = measure_perplexity(
             folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=types[dtype], progress=progress
