@@ -137,8 +137,8 @@ def test_what_cannot_be_captured_is_refused(executor: ModelExecutor) -> None:
     for wrong in ([1], [-1], [0, 1]):
         with pytest.raises(IntegrityError, match="positions must be from 0 to 0, got"):
             executor.capture(np.array(wrong))
-    assert executor._capture is not None
-    executor._capture.forget()
+    assert executor.logit_capture is not None
+    executor.logit_capture.drop_logits()
     with pytest.raises(IntegrityError, match="logits are gone; capture between a verification and the next step"):
         executor.capture(np.array([0]))
 
@@ -161,7 +161,7 @@ def test_without_learning_nothing_is_there_to_capture(executor: ModelExecutor, c
 
 def test_one_step_at_most_leaves_its_logits(executor: ModelExecutor) -> None:
     """Also where no draft speculates between two verifications; what is planned for memory counts one."""
-    capture = executor._capture
+    capture = executor.logit_capture
     assert capture is not None
     executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
     first = capture._logits
