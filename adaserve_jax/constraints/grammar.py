@@ -309,6 +309,11 @@ class Grammars:
         self._cache = GrammarCache(self._vocabulary, max_schemas)
         self._texts: dict[str, _GrammarText] = {}
 
+    @property
+    def num_prepared(self) -> int:
+        """Prepared schemas in the cache."""
+        return len(self._cache)
+
     def prepare(self, schema: str) -> Future[PreparedSchema]:
         return self._cache.prepare(schema)
 

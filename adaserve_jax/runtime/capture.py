@@ -78,7 +78,8 @@ class LogitCapture:
         self._top_k = min(learn.learn_top_k, self._vocab_size)
         self._temperature = learn.learn_temperature
         self._sizes = sorted({bucket.sampled for bucket in target.buckets.all()})
-        self._logits: jax.Array | None = None
+        self.logits: jax.Array | None = None
+        """Logits of the last step, f32[N, V]; None once they are dropped."""
         self._num_sampled = 0
 
     def declare(self) -> list[Declared]:
@@ -102,31 +103,31 @@ class LogitCapture:
         self.drop_logits()
 
         def hold(result: VerifyResult, in_flight: InFlight) -> tuple[Any, InFlight]:
-            self._logits, self._num_sampled = result.logits, num_sampled
+            self.logits, self._num_sampled = result.logits, num_sampled
             return (result, in_flight) if after_forward is None else after_forward(result, in_flight)
 
         return hold
 
     def drop_logits(self) -> None:
         """Release the logits. Rows that are being gathered still arrive."""
-        self._logits = None
+        self.logits = None
 
     def gather(self, sampled: np.ndarray) -> Pending:
         """Begin to gather these positions of the last step, i32[M]; never waits.
 
         Raises IntegrityError: the next step has begun, or the step has no such position.
         """
-        if self._logits is None:
+        if self.logits is None:
             raise IntegrityError("the step's logits are gone; capture between a verification and the next step")
         if len(sampled) and not 0 <= int(sampled.min()) <= int(sampled.max()) < self._num_sampled:
             raise IntegrityError(f"positions must be from 0 to {self._num_sampled - 1}, got {sampled.tolist()}")
         if not len(sampled):
             return Pending(np.zeros((0, 2 * self._top_k), np.int32), 0)
-        size = self._logits.shape[0]
+        size = self.logits.shape[0]
         rows = next(edge for edge in row_edges(size) if edge >= len(sampled))
         at = np.zeros(rows, np.int32)
         at[: len(sampled)] = sampled
-        packed = self._target.compiled[self._key(size, rows)](self._logits, at)
+        packed = self._target.compiled[self._key(size, rows)](self.logits, at)
         packed.copy_to_host_async()
         return Pending(packed, len(sampled))
 

@@ -94,21 +94,26 @@ class LocalDrafter:
         return packed
 
     def _candidates(self, result: jax.Array | None, plan: StepPlan) -> CandidateTrees:
-        """Wait for a search and return the candidates of the decode rows, cut to the plan's depth and width."""
+        """Wait for a search and return its candidates."""
         if result is None:
             return CandidateTrees.empty(plan.num_decode)
-        assert plan.draft is not None
-        depth, width, rows = plan.draft.depth, plan.draft.width, plan.num_decode
         dispatched = time.perf_counter()
         host = np.asarray(result)
         self.wait_s += time.perf_counter() - dispatched
-        stride = host.shape[3]
-        token, parent, cell, *bits = host[:, :rows, :depth, :width].reshape(5, rows, depth * width)
-        level, rank = parent // stride, parent % stride
-        parent = np.where(parent < 0, -1, level * width + rank).astype(np.int32)
-        levels = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
-        log_f, log_q = (np.ascontiguousarray(part).view(np.float32) for part in bits)
-        return CandidateTrees(token, parent, log_f, levels, cell, log_q)
+        return unpack_candidates(host, plan)
+
+
+def unpack_candidates(result: np.ndarray, plan: StepPlan) -> CandidateTrees:
+    """Return the decode rows' candidates in a result of `ModelPrograms.search`, cut to the plan's depth and width."""
+    assert plan.draft is not None
+    depth, width, rows = plan.draft.depth, plan.draft.width, plan.num_decode
+    stride = result.shape[3]
+    token, parent, cell, *bits = result[:, :rows, :depth, :width].reshape(5, rows, depth * width)
+    level, rank = parent // stride, parent % stride
+    parent = np.where(parent < 0, -1, level * width + rank).astype(np.int32)
+    levels = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
+    log_f, log_q = (np.ascontiguousarray(part).view(np.float32) for part in bits)
+    return CandidateTrees(token, parent, log_f, levels, cell, log_q)
 
 
 def plan_for_rows(plan: StepPlan, rows: np.ndarray) -> StepPlan:

@@ -53,7 +53,7 @@ class Elastic:
         self._draft = draft
         self._extension_pages = extension_pages
         self._counter = counter
-        self._host_copies = [HostCopy(params) for params in draft.weights]
+        self.host_copies = [HostCopy(params) for params in draft.weights]
         self._loading: Future[tuple[list[Params], Pools]] | None = None
         self._newer_weights: dict[int, Params] = {}
         """Weights set while older ones are loading, by draft."""
@@ -71,11 +71,11 @@ class Elastic:
     @property
     def host_bytes(self) -> int:
         """Bytes of the drafts' copies on the host."""
-        return sum(copy.nbytes for copy in self._host_copies)
+        return sum(copy.nbytes for copy in self.host_copies)
 
     def set_weights(self, draft: int, params: Params) -> None:
         """Replace a draft's weights; takes ownership of `params`. While the draft is away, only the host copy stays."""
-        self._host_copies[draft] = HostCopy(params)
+        self.host_copies[draft] = HostCopy(params)
         if self._resident:
             self._draft.weights[draft] = params
         elif self._loading is not None:
@@ -209,7 +209,7 @@ class Elastic:
         return self._draft.compiled["draft", "pools"]()
 
     def _load_weights(self) -> list[Params]:
-        return [copy.load() for copy in self._host_copies]
+        return [copy.load() for copy in self.host_copies]
 
     def _copy_pages(self, base: Pools, extension: Pools, from_ids: np.ndarray, to_ids: np.ndarray) -> Pools:
         return jax.block_until_ready(self._target.compiled["target", "move"](base, extension, from_ids, to_ids))
@@ -230,15 +230,15 @@ class HostCopy:
         """Copy the weights. pinned: use pinned memory; None: where the device is not a CPU."""
         (self._device,) = next(iter(params.values())).devices()
         self._pinned = self._device.platform != "cpu" if pinned is None else pinned
-        self._held = {name: self._to_host(weight) for name, weight in params.items()}
+        self.arrays = {name: self._to_host(weight) for name, weight in params.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values())
+        return sum(held.nbytes for held in self.arrays.values())
 
     def load(self) -> Params:
         """Return new device arrays. Except on a CPU, their copies may still be running."""
-        return {name: self._to_device(held) for name, held in self._held.items()}
+        return {name: self._to_device(held) for name, held in self.arrays.items()}
 
     def _to_host(self, weight: jax.Array) -> np.ndarray | jax.Array:
         if not self._pinned:

@@ -164,15 +164,15 @@ def test_one_step_at_most_leaves_its_logits(executor: ModelExecutor) -> None:
     capture = executor.logit_capture
     assert capture is not None
     executor.verify(plan_of([0], [PROMPTS[0]], [True]), trees_of([]))
-    first = capture._logits
+    first = capture.logits
     assert first is not None
     run, seen = executor.target.run, []
     try:
-        executor.target.run = lambda *args: (seen.append(capture._logits), run(*args))[1]  # type: ignore[method-assign]
+        executor.target.run = lambda *args: (seen.append(capture.logits), run(*args))[1]  # type: ignore[method-assign]
         executor.verify(plan_of([5], [], []), trees_of(TREES[:1]))
     finally:
         executor.target.run = run  # type: ignore[method-assign]
-    assert seen == [None] and capture._logits is not None and capture._logits is not first
+    assert seen == [None] and capture.logits is not None and capture.logits is not first
 
 
 def test_what_is_planned_is_what_is_there(executor: ModelExecutor, config: EngineConfig) -> None:

@@ -30,6 +30,6 @@ def test_weights_come_back_as_they_were(pinned: bool) -> None:
             places.add(loaded[name].unsafe_buffer_pointer())
     assert len(places) == 4
     if not pinned:
-        kept = [array for array in held._held.values() if isinstance(array, np.ndarray)]
+        kept = [array for array in held.arrays.values() if isinstance(array, np.ndarray)]
         assert len(kept) == 2
         assert not places & {array.ctypes.data for array in kept}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adaserve_jax.runtime.drafter import LocalDrafter
+from adaserve_jax.runtime.drafter import unpack_candidates
 from adaserve_jax.star.client.answers import Answers, Asked
 from adaserve_jax.star.messages import Tree, along_paths, cells_hash, log_f_of
 from adaserve_jax.tree.acceptance_table import ChanceTable
@@ -47,7 +46,7 @@ def searched(plan: StepPlan, by: ChanceTable) -> CandidateTrees:
     )  # fmt: skip
     bits = [np.asarray(part) for part in (beam.token, beam.parent, beam.cell, beam.log_f, beam.log_q)]
     packed = np.stack([part.view(np.int32) for part in bits])
-    return LocalDrafter._unpack(SimpleNamespace(wait_s=0.0), packed, plan)  # type: ignore[arg-type]
+    return unpack_candidates(packed, plan)
 
 
 def sent(found: CandidateTrees, plan: StepPlan) -> list[tuple[Asked, Tree]]:

@@ -1,9 +1,9 @@
 """Interface of page moves, for every implementation: between two pools, or inside one.
 
 Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper GPUs and for
-TPUs); importing this module imports none of the kernels. All of them may do the moves in any order and side by side,
+TPUs); importing this module imports none of the kernels. All of them may do the moves in any order and in parallel,
 with no copy of what they overwrite. So no page is written twice, and inside one pool no page is both read and
-written: `moves.check_moves` says so on the host. What an implementation does to other moves is not defined.
+written: `moves.check_moves` checks this on the host. The result of other moves is undefined.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The XLA implementation, everywhere: page after page, a slice of all layers at a time.
 
-A loop and not one gather and scatter: it needs room for one page and not for N, it makes as many rounds as there are
-moves, whatever the padding, and XLA updates a donated pool in place that a loop only slices and updates, also where
-it is the pool that is read. A scatter would hold all N pages first.
+A loop instead of one gather and scatter: it needs memory for one page and not for N, it runs one iteration per move,
+whatever the padding, and XLA updates a donated pool in place that a loop only slices and updates, also if it is the
+pool that is read. A scatter would hold all N pages first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Interface of paged tree attention, for every implementation: packed tokens of a step, or the rows of a beam.
 
-Knows no model. Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
+Implementations: `xla` (reference.py, everywhere), `mosaic_gpu` and `mosaic_tpu` (kernels for Hopper
 GPUs and for TPUs), `plain` (the kernels' algorithm in Pallas' interpreter, for tests). All but `xla` are given
 `Operands`; importing this module imports none of them.
 """

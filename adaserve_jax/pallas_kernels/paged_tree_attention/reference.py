@@ -195,7 +195,7 @@ def canonical_attention(
     Every token gathers its own keys in position order, page by page, from the pool below ctx_len and from its
     ancestors above, and reduces them with the same operations. Slow (each token reads its own context); it serves
     the deterministic mode. q: [T, K, G, D], scaled; k, v: [T, K, D]; page_table: i32[T, pages]; ctx_len, position:
-    i32[T]; path: i32[T, T] from `tree.ancestors.ancestor_paths`. Returns f32[T, K, G, D].
+    i32[T]; path: i32[T, T] from `tree.verify.ancestor_paths`. Returns f32[T, K, G, D].
     """
     page_size = k_pool.shape[3]
     num_chunks = jnp.max(position) // page_size + 1

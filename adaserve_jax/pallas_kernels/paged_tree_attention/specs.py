@@ -1,6 +1,6 @@
 """Named shapes of paged tree attention and their inputs, shared by tests and benchmarks.
 
-`TINY` is for interpreters, `FULL` for devices. Knows no implementation.
+`TINY` is for interpreters, `FULL` for devices.
 """
 
 from __future__ import annotations
