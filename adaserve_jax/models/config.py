@@ -243,7 +243,7 @@ class GenerationDefaults:
             return cls(temperature=0.0)
         top_k = given.get("top_k")
         if top_k is not None and (not isinstance(top_k, int) or isinstance(top_k, bool)):
-            raise CheckpointError(f"{path}: top_k must be an integer, got {top_k!r}")
+            raise given.wrong("top_k", top_k, "an integer")
         return cls(
             temperature=_number(given, "temperature", 100.0),
             top_p=_number(given, "top_p", 1.0),

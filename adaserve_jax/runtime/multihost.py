@@ -175,7 +175,7 @@ class Leader:
 
     def config(self) -> EngineConfig:
         """Wait for process 0's configuration without "auto", and return it with this process's own options."""
-        return EngineConfig.from_dict(json.loads(_receive(self._connection)) | self._own)
+        return EngineConfig(**json.loads(_receive(self._connection)) | self._own)
 
     def next_step(self) -> PackedStep | None:
         """Wait for the next step; None once process 0 has stopped. Raises EngineDeadError: it is gone."""
