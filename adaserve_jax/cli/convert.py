@@ -20,7 +20,7 @@ def convert(
     folder = resolve_folder(source, "target")
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.models.writing import convert as convert_checkpoint  # imports jax
+        from adaserve_jax.models.export import convert as convert_checkpoint  # imports jax
 
         convert_checkpoint(folder, out, dtype=dtype, progress=progress)
     notes().print(f"{out}: converted from {folder}", style="dim", highlight=False, soft_wrap=True)

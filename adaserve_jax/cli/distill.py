@@ -21,6 +21,7 @@ from adaserve_jax.cli.terminal import progress_bar, say, table_console
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.writing import TYPES, check_new
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 from adaserve_jax.types import Progress
 from adaserve_jax.workloads.readers import AUTO
@@ -66,8 +67,6 @@ def distill(
     json_out: Annotated[Path | None, typer.Option("--json", help="also write the result to this file")] = None,
 ) -> None:
     """Train a draft to agree with its target, and write it as a checkpoint. Guide: docs/learning.md."""
-    from adaserve_jax.models.writing import TYPES, check_new  # imports jax
-
     for name, value, known in (("dtype", dtype, DTYPES), ("save-dtype", save_dtype, ("auto", *TYPES))):
         if value not in known:
             raise ConfigError(f"--{name} must be one of {', '.join(known)}, got {value!r}")

@@ -15,6 +15,8 @@ from adaserve_jax.cli.terminal import notes, progress_bar, table_console
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
+from adaserve_jax.models.held_out import held_out_code
+from adaserve_jax.models.writing import TYPES
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 
 if TYPE_CHECKING:
@@ -45,8 +47,7 @@ def perplexity(
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
-    from adaserve_jax.models.perplexity import held_out_code, measure_perplexity  # imports jax
-    from adaserve_jax.models.writing import DTYPES as types
+    from adaserve_jax.models.perplexity import measure_perplexity  # imports jax
 
     folder = resolve_folder(target, "target")
     texts = [_read(path) for path in text] if text else held_out_code()
@@ -55,7 +56,7 @@ def perplexity(
     with progress_bar() as progress:
         progress("loading", 0, 1)
         scores = measure_perplexity(
-            folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=types[dtype], progress=progress
+            folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=TYPES[dtype], progress=progress
         )
     _print(scores)
     if json_out is not None:

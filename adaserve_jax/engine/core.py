@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from adaserve_jax.constraints.constraints import Constraints, Shared, without_dead_ends
+from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
 from adaserve_jax.constraints.protocols import Spells
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
@@ -180,20 +180,20 @@ class EngineCore:
         """Choices that have not ended."""
         return len(self._tracker)
 
-    def check(self, request: GenerateRequest) -> Shared | None:
+    def check(self, request: GenerateRequest) -> RequestConstraints | None:
         """What `prepare` and `add` take. Raises RequestError when a request can never be served, whatever else runs, as
         far as that is soon known. Safe in any thread."""
         check_salt(request.cache_salt)
         self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
         return self._constraints.check(request.sampling, request.prompt_ids)
 
-    def prepare(self, request: GenerateRequest, shared: Shared | None, then: Callable[[], None]) -> None:
+    def prepare(self, request: GenerateRequest, shared: RequestConstraints | None, then: Callable[[], None]) -> None:
         """Begin what takes long before a request can be added; `then` is called once it is done, here or in another
         thread. Safe in any thread."""
         self._constraints.prepare(request.sampling, shared, then)
 
     def add(
-        self, request: GenerateRequest, arrival_s: float, shared: Shared | None = None, draft: int = 0
+        self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None = None, draft: int = 0
     ) -> None:  # fmt: skip
         """Queue every choice of a request, or none. shared: prepared, of `check`. draft: index of the one that
         speculates for it. Raises RequestError, QueueFullError, and AdaServeError: what the request asks of logits
@@ -261,7 +261,7 @@ class EngineCore:
             edits = self._constraints.edits(plan, trees, sequence_ids)
         outcome, stuck = executor.verify(plan, trees, edits), []
         if edits is not None:
-            outcome, stuck = without_dead_ends(outcome, edits, plan, trees, sequence_ids)
+            outcome, stuck = drop_disallowed(outcome, edits, plan, trees, sequence_ids)
         done_s = self.clock()
         committed = scheduler.commit(plan, trees, candidates, outcome, done_s, stop_check)
         if self._learner is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.constraints.constraints import Shared
+from adaserve_jax.constraints.constraints import RequestConstraints
 from adaserve_jax.distill.routing import MOST_CHARS
 from adaserve_jax.engine.build import Assembly, Observe
 from adaserve_jax.engine.client import (
@@ -128,7 +128,7 @@ class LocalEngine:
             self._preparing[request.request_id] = (request, arrival_s)
         self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
 
-    def _check(self, request: GenerateRequest) -> Shared | None:
+    def _check(self, request: GenerateRequest) -> RequestConstraints | None:
         """What the request's choices have in common. Raises at once what no waiting can change."""
         check_ids(request.prompt_ids, self.info.vocab_size)
         router = self._assembly.router
@@ -141,7 +141,7 @@ class LocalEngine:
             router.index(request.draft_tag)
         return self._core.check(request)
 
-    def _enqueue(self, request: GenerateRequest, shared: Shared | None) -> None:
+    def _enqueue(self, request: GenerateRequest, shared: RequestConstraints | None) -> None:
         """What takes long is done, or refused, which `_add` finds; unless nobody waits for it any more."""
         with self._lock:
             waiting, arrival_s = self._preparing.get(request.request_id, (None, 0.0))
@@ -226,7 +226,7 @@ class LocalEngine:
             action()
         return not stopping
 
-    def _add(self, request: GenerateRequest, arrival_s: float, shared: Shared | None) -> None:
+    def _add(self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None) -> None:
         with self._lock:
             self._queued -= request.sampling.n
         try:
