@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 GAUGES = frozenset({
     "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
-    "extension_total", "last_depth", "last_width", "last_verified_tree_tokens", "draft_resident", "calibration_error",
-    "arms",    "arm_regret_s",
+    "extension_total", "last_depth", "last_width", "last_tree_token_cap",
+    "last_verified_tree_tokens", "draft_resident", "calibration_error", "arms", "arm_regret_s",
 })  # fmt: skip
 """Fields that say how things are; the others count what has happened."""
 LEARNING_GAUGES = frozenset({"version", "held_out_acceptance", "loss", "records", "held_out"})
@@ -57,6 +57,7 @@ class StepStats:
     calibration_error: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     last_depth: int = 0
     last_width: int = 0
+    last_tree_token_cap: int = 0
     last_verified_tree_tokens: int = 0
     pages_cached: int = 0
     extension_used: int = 0

@@ -22,10 +22,18 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import ipc as sockets
 from adaserve_jax.engine import ipc as wire
 from adaserve_jax.engine.by_name import LOCAL_ENGINE
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, Sinks, check_room
+from adaserve_jax.engine.client import (
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    OutputChunk,
+    Sink,
+    Sinks,
+    check_prompt,
+    check_room,
+)
 from adaserve_jax.engine.supervisor import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
-from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
 

@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 
 from starlette.datastructures import Headers
 
-from adaserve_jax.engine.client import check_ids
+from adaserve_jax.engine.client import check_ids, check_prompt
 from adaserve_jax.errors import RequestError
-from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.schema import ChatBody, CompletionBody, GenerationBody, Message, ResponseFormat
 from adaserve_jax.server.settings import DEFAULT_CLASS, KeySettings, ServerSettings, SloClass
@@ -222,7 +221,7 @@ def within_context(
     as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
     is_chat = isinstance(body, ChatBody)
-    check_prompt(prompt_tokens, max_context, "messages" if is_chat else "prompt")
+    check_prompt(prompt_tokens, max_context, param="messages" if is_chat else "prompt")
     room = max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
