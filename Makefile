@@ -65,13 +65,13 @@ format: $(STAMP).test ## format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 bench-host: $(STAMP).serve ## host time of one step, with an executor that costs nothing
-	@$(BIN)/python benchmarks/host_step.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.host_step $(ARGS)
 
 bench-exactness: $(STAMP).serve ## same seed, same text: every policy and load, both modes (some minutes)
-	@$(BIN)/python benchmarks/exactness.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.exactness $(ARGS)
 
 bench-throughput: $(STAMP).test ## tokens per second of every policy, beside transformers (half an hour): ARGS="--out throughput.json"
-	@$(BIN)/python benchmarks/throughput.py $(ARGS)
+	@$(BIN)/python -m benchmarks.engine.throughput $(ARGS)
 
 dist: $(STAMP).test ## build wheel and source distribution, install each elsewhere and use it (some minutes)
 	@rm -rf dist
@@ -88,12 +88,9 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@for file in bench-110m-cpu-page.html bench-110m-cpu.md; do \
 		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
 		--title "Policies on a grown 110M target, on a CPU"; done
-	@$(BIN)/python scripts/options_table.py
+	@$(BIN)/python scripts/reference_docs.py
 	@$(BIN)/python scripts/policies_table.py
 	@$(BIN)/python scripts/grafana_dashboard.py
-	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
-	@$(BIN)/python -m adaserve_jax.cli.config_reference > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
-	@$(BIN)/python -m adaserve_jax.cli.http_reference > docs/http-fields.md.new && mv docs/http-fields.md.new docs/http-fields.md
 
 site: $(STAMP).docs ## build the documentation as pages that open from a disk: site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)

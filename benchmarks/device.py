@@ -1,6 +1,6 @@
 """What this device can do, and how near the kernels and the engine's programs come to it. For CPU, GPU and TPU.
 
-    python benchmarks/device.py --out device.json [--kernels full] [--grow 1B] [--policies ar,adaserve]
+    python -m benchmarks.device --out device.json [--kernels full] [--grow 1B] [--policies ar,adaserve]
 
 Measures the device's own ceilings (copy bandwidth, square matmul). Runs every kernel, compiled, against the float64
 oracle of the tests, and times it beside what its bytes and operations cost at those ceilings; on a large device
@@ -25,8 +25,6 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import typer
-from device_ceilings import Ceilings, measure_ceilings
-from elastic import as_result, config_of, run_swaps, show_swaps
 from rich.console import Console
 from rich.table import Table
 
@@ -35,7 +33,7 @@ from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
@@ -45,6 +43,8 @@ from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.runtime.executor import load_executor
 from adaserve_jax.types import CostSamples
 from adaserve_jax.workloads.workload import load_workload
+from benchmarks.kernels.ceilings import Ceilings, measure_ceilings
+from benchmarks.nightjar.elastic import as_result, config_of, run_swaps, show_swaps
 
 CONSOLE = Console(width=140)
 
@@ -175,9 +175,7 @@ def _device() -> str:
 
 
 def measure_kernels(ceilings: Ceilings, full: bool) -> dict[str, list[Any]]:
-    # The oracle lies with the tests, beside this folder.
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    import device_kernels
+    from benchmarks.kernels import kernels as device_kernels
 
     return {
         "conformance": device_kernels.conformance(full),
@@ -186,7 +184,7 @@ def measure_kernels(ceilings: Ceilings, full: bool) -> dict[str, list[Any]]:
     }
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("policy",))
+@takes("config", EngineConfig, without=("policy",))
 def device(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],

@@ -1,4 +1,4 @@
-"""The table of benchmarks/client_accuracy.py in docs/results.md."""
+"""The table of benchmarks/server/client_accuracy.py in docs/results.md."""
 
 from __future__ import annotations
 

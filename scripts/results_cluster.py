@@ -20,7 +20,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def cluster_tables(folder: Path) -> list[str]:
-    """Of the points that benchmarks/cluster_plan.py wrote to `folder`; nothing where it wrote none."""
+    """Of the points that benchmarks/cluster/plan.py wrote to `folder`; nothing where it wrote none."""
     path = folder / "points.jsonl"
     if not path.exists():
         return []
@@ -48,7 +48,7 @@ def cluster_tables(folder: Path) -> list[str]:
 
 
 def star_tables(path: Path) -> list[str]:
-    """Of what benchmarks/star_plan.py wrote; nothing where it did not."""
+    """Of what benchmarks/starsd/plan.py wrote; nothing where it did not."""
     if not path.exists():
         return []
     result = json.loads(path.read_text())

@@ -1,6 +1,6 @@
 """Tables of docs/results.md about drafts that learn: acceptance by requests, time per token, what learning costs.
 
-Of results that benchmarks/online_learning.py, learning_latency.py and learning_cost.py wrote. Imports no jax.
+Of results that benchmarks/osd/online_learning.py, learning_latency.py and learning_cost.py wrote. Imports no jax.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from results_policies import line
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # files are read as its readers do
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # files are read as its readers do
 
-from learning_views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
+from benchmarks.osd.views import OFFLINE, ONE, SHIPPED, START, TAG, TOPIC, last, once_served, phases, runs_by_way
 
 SERVED = (500, 1000, 2000)
 NARROW = (
@@ -54,7 +54,7 @@ def online_tables(folder: Path) -> list[str]:
 
 
 def latency_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/learning_latency.py."""
+    """One run of benchmarks/osd/latency.py."""
     first = {each["policy"]: each for each in reversed(result["rows"])}
     rows = [
         line(
@@ -75,7 +75,7 @@ def latency_table(result: dict[str, Any]) -> str:
 
 
 def cost_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/learning_cost.py. A load of which no pair of turns has ended is left out."""
+    """One run of benchmarks/osd/cost.py. A load of which no pair of turns has ended is left out."""
     rows = []
     for each in result["loads"]:
         if each["pairs"]:

@@ -1,7 +1,7 @@
 """Tables of docs/results.md and docs/reproduce.md: the papers' figures and where they stand. Imports no jax.
 
-Of benchmarks/results/reproduce.json, which `python benchmarks/reproduce.py status --out` wrote. No word here says
-that a figure is reproduced: a statement of a paper is true of what was measured, or it is not.
+Read from benchmarks/results/reproduce.json, which `python -m benchmarks.papers.reproduce status --out` wrote. No word
+here says that a figure is reproduced: a statement of a paper is true of what was measured, or it is not.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from results_policies import line
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # numbers are written as its pages do
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # numbers are written as its pages do
 
-from papers.pages import COLUMNS, claim_cells
+from benchmarks.papers.pages import COLUMNS, claim_cells
 
 STANDS = (
     "| figure | the paper shows | size | state | statements true here | one with the paper's number | the paper | here "

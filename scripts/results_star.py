@@ -23,7 +23,7 @@ def table1_tables(folder: Path) -> list[str]:
 
 
 def overhead_tables(folder: Path) -> list[str]:
-    """Of what benchmarks/star_overhead.py wrote."""
+    """Of what benchmarks/starsd/overhead.py wrote."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("overhead-*.json"))]
     rows = [
         (str(each["rows"]), str(each["nodes"]), *(f"{each[name]:.2f}" if name in each else "" for name in OVERHEADS),

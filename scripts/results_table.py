@@ -1,7 +1,7 @@
 """Writes the measured tables of docs/results.md, reproduce.md and cluster-plan.md, between their markers, from what is
 committed under benchmarks/results.
 
-benchmarks/results/throughput-*.json: each one run of benchmarks/throughput.py; load-*.json: of load_time.py;
+benchmarks/results/throughput-*.json: each one run of benchmarks/engine/throughput.py; load-*.json: of load_time.py;
 device-*.json: of device.py; validation-*, sweeps-*, calibration-* and off-path-*.json: of policy_validation.py,
 policy_sweeps.py (its verdict.json), calibration.py and off_path.py; nightjar-*.json: of nightjar_tables.py,
 nightjar_engine.py and nightjar_offload.py; reproduce.json: of reproduce.py; client-accuracy-*.json: of
@@ -29,9 +29,9 @@ from results_policies import calibration_table, sweeps_table, validation_tables
 from results_reproduce import claim_tables, stand_tables
 from results_star import overhead_tables, table1_tables
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from throughput_rows import REFERENCE, ThroughputRow, aims, read_rows
+from benchmarks.engine.throughput_rows import REFERENCE, ThroughputRow, aims, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -97,7 +97,7 @@ def command(rows: Sequence[ThroughputRow]) -> str:
     """The shell command whose rows these are."""
     first = rows[0]
     systems = dict.fromkeys(row.system for row in rows)
-    words = ["python", "benchmarks/throughput.py", "--out", "throughput.json"]
+    words = ["python", "-m", "benchmarks.engine.throughput", "--out", "throughput.json"]
     words += ["--requests", ",".join(dict.fromkeys(str(row.requests) for row in rows))]
     words += ["--temperatures", ",".join(dict.fromkeys(f"{row.temperature:g}" for row in rows))]
     words += ["--policies", ",".join(name for name in systems if not name.startswith("transformers"))]
@@ -146,7 +146,7 @@ def tables(rows: Sequence[ThroughputRow]) -> str:
 
 
 def load_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/load_time.py: medians of times, the largest of peaks."""
+    """One run of benchmarks/engine/load_time.py: medians of times, the largest of peaks."""
     loads = result["loads"]
     rows = []
     for layout in dict.fromkeys(load["layout"] for load in loads):
@@ -208,9 +208,9 @@ def device_tables(result: dict[str, Any]) -> str:
 
 
 def off_path_table(result: dict[str, Any]) -> str:
-    """One run of benchmarks/off_path.py."""
+    """One run of benchmarks/engine/off_path.py."""
     plan, config = result["plan"], result["config"]
-    words = ["python", "benchmarks/off_path.py", "--out", "off_path.json"]
+    words = ["python", "-m", "benchmarks.engine.off_path", "--out", "off_path.json"]
     words += ["--requests", ",".join(map(str, plan["requests"])), "--new-tokens", str(plan["new_tokens"])]
     words += ["--precision", f"{plan['precision']:g}", "--minutes", f"{plan['seconds'] / 60:g}"]
     rows = []

@@ -16,7 +16,6 @@ from adaserve_jax.cli.terminal import notes, progress_bar
 from adaserve_jax.config import QUANTIZE
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.models.perplexity import held_out_code
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
 
 if TYPE_CHECKING:
@@ -47,15 +46,15 @@ def perplexity(
         raise ConfigError(f"--quantize must be {' or '.join(QUANTIZE)}, separated by commas, got {given!r}")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+    from adaserve_jax.models.perplexity import held_out_code, measure_perplexity  # imports jax
+    from adaserve_jax.models.writing import DTYPES as types
+
     folder = resolve_folder(target, "target")
     texts = [_read(path) for path in text] if text else held_out_code()
     if not texts:
         raise ConfigError("this Python has no source files of its library to score; give --text FILE")
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        from adaserve_jax.models.perplexity import measure_perplexity
-        from adaserve_jax.models.writing import DTYPES as types  # imports jax
-
         scores = measure_perplexity(
             folder, texts, kinds, window=window, max_tokens=max_tokens, dtype=types[dtype], progress=progress
         )

@@ -85,8 +85,14 @@ class LLM:
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
-        engine = LocalEngine(EngineConfig.from_dict(values), progress)
+        values: dict[str, Any] = {
+            "target": target,
+            "draft": draft,
+            "policy": policy,
+            "deterministic": deterministic,
+            **options,
+        }
+        engine = LocalEngine(EngineConfig(**values), progress)
         engine.start()
         self._use(engine)
 

@@ -29,7 +29,6 @@ from adaserve_jax.engine.client import (
     OutputChunk,
     Sink,
     Sinks,
-    check_prompt,
     check_room,
 )
 from adaserve_jax.engine.supervisor import OnDeath
@@ -121,7 +120,7 @@ class ProcessEngine:
         return child
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        check_prompt(len(request.prompt_ids), self.info.max_context)  # at once, without asking the engine
+        self.info.check_prompt(len(request.prompt_ids))  # at once, without asking the engine
         choices = request.sampling.n
         with self._lock:
             if not self.is_alive():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from papers.bench_reading import bench_claims, bench_rows
-from papers.entry import Claim, Entry, Form, NotYet, Step
-from papers.share_reading import SHARE_CLAIMS, host_share
-from papers.sweep_reading import sweeps
-from papers.trace_reading import PEAK_CLAIMS, peaks
+from benchmarks.papers.bench_reading import bench_claims, bench_rows
+from benchmarks.papers.entry import Claim, Entry, Form, NotYet, Step
+from benchmarks.papers.share_reading import SHARE_CLAIMS, host_share
+from benchmarks.papers.sweep_reading import sweeps
+from benchmarks.papers.trace_reading import PEAK_CLAIMS, peaks
 
 PAPER = "AdaServe"
 MACHINES = ("llama-70b", "qwen-32b")
@@ -27,7 +27,7 @@ GPU_BENCH = ("adaserve,adaserve-paper,spec:2,spec:4,sarathi,ar", "8,16,24,32,40,
 
 def _sweep(sweep: str, minutes: float) -> Step:
     argv = (
-        "python", "benchmarks/policy_sweeps.py", "--traces", "{traces}", "--sweeps", sweep, "--targets", "tpot",
+        "python", "-m", "benchmarks.adaserve.sweeps", "--traces", "{traces}", "--sweeps", sweep, "--targets", "tpot",
         "--only", CONTENDERS, "--out", "{here}",
     )  # fmt: skip
     return Step(f"sweeps-{sweep}", argv, minutes)
@@ -203,14 +203,16 @@ ENTRIES = (
         {
             "cpu": Form(
                 (GROWN, Step("phases-110m", (
-                    "python", "benchmarks/host_share.py", "--target", "{grown-110m}/model", "--policies", "adaserve",
+                    "python", "-m", "benchmarks.engine.host_share", "--target", "{grown-110m}/model",
+                    "--policies", "adaserve",
                     "--tokens", "128", "--out", "{here}/share.json",
                 ), 2)),
                 host_share("phases-110m"), SHARE_CLAIMS, "one prompt, 16 at once", "share.json", IN_MINIATURE,
             ),
             "gpu": Form(
                 (GROWN_8B, Step("phases-8b", (
-                    "python", "benchmarks/host_share.py", "--target", "{grown-8b}/model", "--policies", "adaserve",
+                    "python", "-m", "benchmarks.engine.host_share", "--target", "{grown-8b}/model",
+                    "--policies", "adaserve",
                     "--requests", "64", "--out", "{here}/share.json",
                 ), 4, gpu=True)),
                 host_share("phases-8b"), SHARE_CLAIMS, "one prompt, 64 at once", "share.json", ON_GPU,

@@ -10,8 +10,8 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Table
 from adaserve_jax.results.jsonl import read_rows
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, largest, least, over, series, violation_times
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, largest, least, over, series, violation_times
 
 OURS, AUTHORS = "adaserve", ("adaserve-paper", "adaserve-code")
 ByValue = dict[float, dict[str, ResultRow]]

@@ -12,14 +12,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
-from segments import MINUTE_S, poisson_arrivals
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.workloads.readers.azure import CONTEXT, GENERATED, TIME
 from adaserve_jax.workloads.reshaping import with_mix, with_slo_scale
 from adaserve_jax.workloads.traces import Trace, fluctuating_trace, save_trace
-from papers.made_questions import write_questions
+from benchmarks.nightjar.segments import MINUTE_S, poisson_arrivals
+from benchmarks.papers.made_questions import write_questions
 
 RATES = (2.4, 2.8, 3.2, 3.6, 4.0, 4.6)
 URGENT = (0.3, 0.6, 0.9)

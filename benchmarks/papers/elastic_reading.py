@@ -1,4 +1,4 @@
-"""What Nightjar's table 6 states, read from benchmarks/elastic.py. Runs nothing."""
+"""What Nightjar's table 6 states, read from benchmarks/nightjar/elastic.py. Runs nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from statistics import median
 
 from adaserve_jax.report.document import Table
-from papers.entry import Claim, Folders, Found
-from papers.reading import read_json
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import read_json
 
 EXPANSION_S, CONTRACTION_S, DISPATCH_S = 0.1439, 0.0119, 21.9e-6
 """The paper's, of a 32B target on two L20 GPUs."""

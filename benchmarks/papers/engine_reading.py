@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nightjar_views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT
-
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, largest, least, over, read_json, series
+from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, largest, least, over, read_json, series
 
 ENGINE_CLAIMS = (
     Claim("low load: throughput while busy over plain decoding's", "low: busy times plain", "at least", 1.0),

@@ -1,5 +1,5 @@
-"""What OSD's tables 1 and 3 and figures 3 to 6 state, read from adaserve distill, benchmarks/online_learning.py and
-benchmarks/learning_latency.py. Runs nothing.
+"""What OSD's tables 1 and 3 and figures 3 to 6 state, read from adaserve distill, benchmarks/osd/online_learning.py and
+benchmarks/osd/latency.py. Runs nothing.
 
 Acceptance is the mean over positions of the sum of min(p, q), on texts of the target that nobody was served.
 """
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
-from learning_views import (
+from adaserve_jax.report.document import Figure, Series
+from benchmarks.osd.views import (
     OFFLINE,
     ONE,
     ONLINE,
@@ -25,10 +26,8 @@ from learning_views import (
     phases,
     runs_by_way,
 )
-
-from adaserve_jax.report.document import Figure, Series
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, largest, least, over, read_json, series
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, largest, least, over, read_json, series
 
 Read = Callable[[Folders], Found]
 TEACHER, STUDENT, MIXED, REVERSE, JSD = "teacher", "student", "mixed", "reverse_kl", "jsd"

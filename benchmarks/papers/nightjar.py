@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from nightjar_paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times
-
-from papers.elastic_reading import ELASTIC_CLAIMS, swaps
-from papers.engine_reading import ENGINE_CLAIMS, OFFLOAD_CLAIMS, engine_offload, engine_points
-from papers.entry import Claim, Entry, Form, Step
-from papers.nightjar_reading import BASELINES, bandits, lengths, methods, offload, thresholds
-from papers.over_time_reading import RATE_CLAIMS, TIME_CLAIMS, over_time, rate_trace
+from benchmarks.nightjar.paper import LATENCY_MS, NAMES, THROUGHPUT_TPS, times
+from benchmarks.papers.elastic_reading import ELASTIC_CLAIMS, swaps
+from benchmarks.papers.engine_reading import ENGINE_CLAIMS, OFFLOAD_CLAIMS, engine_offload, engine_points
+from benchmarks.papers.entry import Claim, Entry, Form, Step
+from benchmarks.papers.nightjar_reading import BASELINES, bandits, lengths, methods, offload, thresholds
+from benchmarks.papers.over_time_reading import RATE_CLAIMS, TIME_CLAIMS, over_time, rate_trace
 
 PAPER = "Nightjar"
 WORKLOAD = "lengths and swing of Azure's conversation trace, no targets"
@@ -19,8 +18,8 @@ REAL = "The demo pair, its target grown to {size}; rounds of one length."
 
 def _tables(setup: str, minutes: float) -> Step:
     argv = (
-        "python", "benchmarks/nightjar_tables.py", "--azure", "{azure}", "--setups", setup, "--seeds", "1", "--minutes",
-        "10", "--out", "{here}",
+        "python", "-m", "benchmarks.nightjar.tables", "--azure", "{azure}", "--setups", setup, "--seeds", "1",
+        "--minutes", "10", "--out", "{here}",
     )  # fmt: skip
     return Step(f"nightjar-{setup}", argv, minutes)
 
@@ -29,23 +28,23 @@ SMALL, LARGE = _tables("grown-110M", 6), _tables("qwen-32b", 6)
 ENGINE = Step(
     "nightjar-engine",
     (
-        "python", "benchmarks/nightjar_engine.py", "--azure", "{azure}", "--rounds", "1", "--span", "8", "--policies",
-        "ar,spec:3,dsd,tetris:3,nightjar", "--minutes", "9", "--out", "{here}",
+        "python", "-m", "benchmarks.nightjar.engine", "--azure", "{azure}", "--rounds", "1", "--span", "8",
+        "--policies", "ar,spec:3,dsd,tetris:3,nightjar", "--minutes", "9", "--out", "{here}",
     ),
     10,
 )  # fmt: skip
 ENGINE_8B = Step(
     "nightjar-engine-8b",
     (
-        "python", "benchmarks/nightjar_engine.py", "--azure", "{azure}", "--params", "8B", "--rounds", "3", "--minutes",
-        "60", "--out", "{here}",
+        "python", "-m", "benchmarks.nightjar.engine", "--azure", "{azure}", "--params", "8B", "--rounds", "3",
+        "--minutes", "60", "--out", "{here}",
     ),
     60, gpu=True,
 )  # fmt: skip
 OFFLOAD = Step(
     "nightjar-offload",
     (
-        "python", "benchmarks/nightjar_offload.py", "--azure", "{azure}", "--rounds", "2", "--minutes", "9", "--out",
+        "python", "-m", "benchmarks.nightjar.offload", "--azure", "{azure}", "--rounds", "2", "--minutes", "9", "--out",
         "{here}",
     ),
     10,
@@ -53,14 +52,14 @@ OFFLOAD = Step(
 OFFLOAD_8B = Step(
     "nightjar-offload-8b",
     (
-        "python", "benchmarks/nightjar_offload.py", "--azure", "{azure}", "--params", "8B", "--rounds", "3",
+        "python", "-m", "benchmarks.nightjar.offload", "--azure", "{azure}", "--params", "8B", "--rounds", "3",
         "--minutes", "40", "--out", "{here}",
     ),
     40, gpu=True,
 )  # fmt: skip
 OVER_TIME = Step(
     "nightjar-over-time",
-    ("python", "benchmarks/nightjar_over_time.py", "--azure", "{azure}", "--out", "{here}/over-time.json"), 1,
+    ("python", "-m", "benchmarks.nightjar.over_time", "--azure", "{azure}", "--out", "{here}/over-time.json"), 1,
 )  # fmt: skip
 
 
@@ -206,13 +205,19 @@ ENTRIES = (
         "The same operations of the real engine. A contraction includes moving the pages.",
         {
             "cpu": Form(
-                (Step("elastic-110m", ("python", "benchmarks/elastic.py", "--out", "{here}/elastic.json"), 2),),
+                (
+                    Step(
+                        "elastic-110m",
+                        ("python", "-m", "benchmarks.nightjar.elastic", "--out", "{here}/elastic.json"),
+                        2,
+                    ),
+                ),
                 swaps("elastic-110m"), ELASTIC_CLAIMS, "pages half in use", "elastic.json",
                 "A 110M target in f32 on a CPU, where host and device share one memory.",
             ),
             "gpu": Form(
                 (Step("elastic-8b", (
-                    "python", "benchmarks/elastic.py", "--params", "8B", "--dtype", "bf16", "--out",
+                    "python", "-m", "benchmarks.nightjar.elastic", "--params", "8B", "--dtype", "bf16", "--out",
                     "{here}/elastic.json",
                 ), 8, gpu=True),),
                 swaps("elastic-8b"), ELASTIC_CLAIMS, "pages half in use", "elastic.json",

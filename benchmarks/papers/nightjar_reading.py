@@ -1,18 +1,17 @@
-"""What Nightjar's figures state, read from the points of benchmarks/nightjar_tables.py. Runs nothing."""
+"""What Nightjar's figures state, read from the points of benchmarks/nightjar/tables.py. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
-from nightjar_paper import NAMES
-from nightjar_points import CLASSES, MAIN, METHODS, POISSON, THRESHOLD_SHARE
-from nightjar_summary import offload_pairs
-from nightjar_views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, ratio
-
 from adaserve_jax.report.document import Figure, Table
-from papers.entry import Folders, Found
-from papers.reading import figure, largest, least, read_json, series
+from benchmarks.nightjar.paper import NAMES
+from benchmarks.nightjar.points import CLASSES, MAIN, METHODS, POISSON, THRESHOLD_SHARE
+from benchmarks.nightjar.summary import offload_pairs
+from benchmarks.nightjar.views import BUSY, LATENCY, OURS, PLAIN, THROUGHPUT, Line, Tables, View, ratio
+from benchmarks.papers.entry import Folders, Found
+from benchmarks.papers.reading import figure, largest, least, read_json, series
 
 BANDITS = ("linucb", "lints", "bingreedy")
 OTHERS = tuple(policy for policy in METHODS if policy not in (OURS, MAIN, "nightjar-v1"))

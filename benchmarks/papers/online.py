@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
-from papers.learning_reading import (
+from benchmarks.papers.entry import Claim, Entry, Folders, Form, Found, NotYet, Step
+from benchmarks.papers.learning_reading import (
     JSD,
     MIXED,
     NARROW_CLAIMS,
@@ -24,7 +24,7 @@ from papers.learning_reading import (
     shift,
     topics,
 )
-from papers.reading import figure, read_json, series
+from benchmarks.papers.reading import figure, read_json, series
 
 PAPER = "OSD"
 SIMULATED = NotYet("training, which the simulator cannot do; --size engine trains the embedded draft on a CPU")
@@ -61,7 +61,9 @@ def _speedups(step: str) -> Callable[[Folders], Found]:
 
 
 SPEEDUP = Step(
-    "acceptance-speedup", ("python", "benchmarks/acceptance_speedup.py", "--out", "{here}/speedup.json"), 0.5
+    "acceptance-speedup",
+    ("python", "-m", "benchmarks.adaserve.acceptance_speedup", "--out", "{here}/speedup.json"),
+    0.5,
 )
 SPEEDUP_CLAIMS = tuple(
     Claim(f"speedup at an acceptance of {acceptance:g}", f"{MACHINE} at {acceptance:g}", "at least", 1.0, large)
@@ -70,8 +72,8 @@ SPEEDUP_CLAIMS = tuple(
 
 
 def _learning(name: str, minutes: float, *argv: str) -> Step:
-    """One command of benchmarks/online_learning.py; it keeps its drafts beside its results."""
-    command = ("python", "benchmarks/online_learning.py", *argv, "--work", "{here}/drafts", "--out", "{here}")
+    """One command of benchmarks/osd/online_learning.py; it keeps its drafts beside its results."""
+    command = ("python", "-m", "benchmarks.osd.online_learning", *argv, "--work", "{here}/drafts", "--out", "{here}")
     return Step(name, command, minutes, anew=True)
 
 
@@ -98,7 +100,7 @@ MIX = _learning(
 )  # fmt: skip
 PROMPTS = Step(
     "code-prompts",
-    ("python", "benchmarks/learning_prompts.py", "code", "--count", "256", "--out", "{here}/code.jsonl"), 0.1,
+    ("python", "-m", "benchmarks.osd.prompts", "code", "--count", "256", "--out", "{here}/code.jsonl"), 0.1,
 )  # fmt: skip
 DISTILLED = {
     TEACHER: _distilled(TEACHER),
@@ -109,7 +111,7 @@ DRAFTS = "{narrow-code}/drafts"
 LATENCY = Step(
     "learning-latency",
     (
-        "python", "benchmarks/learning_latency.py", "--drafts",
+        "python", "-m", "benchmarks.osd.latency", "--drafts",
         f"start={DRAFTS}/start,offline={DRAFTS}/offline-code-500,online={DRAFTS}/online-code", "--prompts", "12",
         "--out", "{here}/latency.json",
     ),

@@ -1,4 +1,4 @@
-"""What Nightjar's figures 10 and 11 state, read from benchmarks/nightjar_over_time.py. Runs nothing."""
+"""What Nightjar's figures 10 and 11 state, read from benchmarks/nightjar/over_time.py. Runs nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from nightjar_views import OURS, PLAIN
-
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, over, read_json, series
+from benchmarks.nightjar.views import OURS, PLAIN
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, over, read_json, series
 
 CHAIN = "spec:3"
 RATE_CLAIMS = (

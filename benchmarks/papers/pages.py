@@ -9,9 +9,9 @@ from typing import Any
 
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.report.document import Document, Section, Table, Text
-from papers.entry import Entry, Form, Found
-from papers.running import command
-from papers.status import RunRow, judged
+from benchmarks.papers.entry import Entry, Form, Found
+from benchmarks.papers.running import command
+from benchmarks.papers.status import RunRow, judged
 
 RENDERERS = {
     ".html": ("adaserve_jax.report.html", "render_html"),

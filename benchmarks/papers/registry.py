@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from adaserve_jax.errors import ConfigError
-from papers import adaserve, nightjar, online, star
-from papers.entry import SIZES, Entry, Form, NotYet
+from benchmarks.papers import adaserve, nightjar, online, star
+from benchmarks.papers.entry import SIZES, Entry, Form, NotYet
 
 ENTRIES: dict[str, Entry] = {
     entry.name: entry for module in (adaserve, nightjar, online, star) for entry in module.ENTRIES

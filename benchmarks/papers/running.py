@@ -19,8 +19,8 @@ from pathlib import Path
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.results.jsonl import make_folder
 from adaserve_jax.results.provenance import source_commit
-from papers.data import SOURCES, find_data, make_data
-from papers.entry import Form, Step
+from benchmarks.papers.data import SOURCES, find_data, make_data
+from benchmarks.papers.entry import Form, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 STAMP = "step.json"

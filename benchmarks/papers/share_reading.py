@@ -1,11 +1,11 @@
-"""What AdaServe's figure 15 states, read from benchmarks/host_share.py. Runs nothing."""
+"""What AdaServe's figure 15 states, read from benchmarks/engine/host_share.py. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, read_json, series
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, read_json, series
 
 POLICY = "adaserve"
 PHASES = ("plan", "draft", "select", "verify", "commit")

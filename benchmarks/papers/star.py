@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from papers import star_claims as claims
-from papers import star_reading as read
-from papers.entry import Entry, Form, NotYet, Step
+from benchmarks.papers import star_claims as claims
+from benchmarks.papers import star_reading as read
+from benchmarks.papers.entry import Entry, Form, NotYet, Step
 
 PAPER = "StarSD"
 GPUS = NotYet(
@@ -17,21 +17,21 @@ PACED = (
 )
 TABLE = Step(
     "star-table-1",
-    ("python", "benchmarks/star_table1.py", "--rounds", "3", "--seconds", "5", "--out", "{here}/table1.json"), 7,
+    ("python", "-m", "benchmarks.starsd.table1", "--rounds", "3", "--seconds", "5", "--out", "{here}/table1.json"), 7,
     anew=True,
 )  # fmt: skip
 ENGINES = Step(
     "star-engines",
     (
-        "python", "benchmarks/star_table1.py", "--rounds", "3", "--seconds", "10", "--targets", "1", "--engines", "2",
-        "--out", "{here}/table1.json",
+        "python", "-m", "benchmarks.starsd.table1", "--rounds", "3", "--seconds", "10", "--targets", "1",
+        "--engines", "2", "--out", "{here}/table1.json",
     ),
     10, anew=True,
 )  # fmt: skip
-APART = Step("star-apart", ("python", "benchmarks/star_apart.py", "--out", "{here}/apart.json"), 4, anew=True)
-IDLE = Step("star-idle", ("python", "benchmarks/star_idle.py", "--out", "{here}/idle.json"), 3, anew=True)
+APART = Step("star-apart", ("python", "-m", "benchmarks.starsd.apart", "--out", "{here}/apart.json"), 4, anew=True)
+IDLE = Step("star-idle", ("python", "-m", "benchmarks.starsd.idle", "--out", "{here}/idle.json"), 3, anew=True)
 IDLE_GPU = Step(
-    "star-idle-gpu", ("python", "benchmarks/star_idle.py", "--samples", "200", "--out", "{here}/idle.json"), 12,
+    "star-idle-gpu", ("python", "-m", "benchmarks.starsd.idle", "--samples", "200", "--out", "{here}/idle.json"), 12,
     gpu=True, anew=True,
 )  # fmt: skip
 TEXTS = "24 texts of the demo target, one request a target"

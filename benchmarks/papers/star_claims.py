@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import sqrt
 
-from star_paper import (
+from benchmarks.papers.entry import Claim
+from benchmarks.starsd.paper import (
     COLOCATED_ROUNDS_PER_S,
     COLOCATED_TPS,
     DRAFT_VARIANCE_MS2,
@@ -12,8 +13,6 @@ from star_paper import (
     TOKEN_MS,
     paper_rows,
 )
-
-from papers.entry import Claim
 
 PAPER = {row["n"]: row for row in paper_rows()}
 """Table 1 as printed, by targets."""

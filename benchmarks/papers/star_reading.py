@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
-from star_paper import TARGET_ROUNDS_PER_S
-
 from adaserve_jax.report.document import Figure, Table
-from papers.entry import Folders, Found
-from papers.reading import figure, over, read_json, series
-from papers.star_claims import FULL, MOST, ONE, PAPER
+from benchmarks.papers.entry import Folders, Found
+from benchmarks.papers.reading import figure, over, read_json, series
+from benchmarks.papers.star_claims import FULL, MOST, ONE, PAPER
+from benchmarks.starsd.paper import TARGET_ROUNDS_PER_S
 
 Read = Callable[[Folders], Found]
 ONE_BY_ONE, BATCHED = "one by one", "batched"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
-from papers.entry import Claim, Entry, Form, Found, NotYet
-from papers.running import command
+from benchmarks.papers.entry import Claim, Entry, Form, Found, NotYet
+from benchmarks.papers.running import command
 
 MEASURED, NOT_RUN, NOT_YET = "measured", "not run", "not there yet"
 

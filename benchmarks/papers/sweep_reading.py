@@ -1,16 +1,15 @@
-"""What AdaServe's figures state, read from the points of benchmarks/policy_sweeps.py. Runs nothing."""
+"""What AdaServe's figures state, read from the points of benchmarks/adaserve/sweeps.py. Runs nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from policy_sweeps_points import OURS, SWEEPS
-from policy_sweeps_tables import Line, best_baseline, grouped
-
 from adaserve_jax.report.document import Figure, Table
 from adaserve_jax.results.jsonl import read_rows
-from papers.entry import Folders, Found
-from papers.reading import figure, largest, least, over, series, violation_times
+from benchmarks.adaserve.sweeps_points import OURS, SWEEPS
+from benchmarks.adaserve.sweeps_tables import Line, best_baseline, grouped
+from benchmarks.papers.entry import Folders, Found
+from benchmarks.papers.reading import figure, largest, least, over, series, violation_times
 
 Points = dict[float, dict[str, Line]]
 """By value of the sweep: by contender."""

@@ -8,8 +8,8 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.traces import DURATION_S, PEAKS, Trace, load_trace
-from papers.entry import Claim, Folders, Found
-from papers.reading import figure, series
+from benchmarks.papers.entry import Claim, Folders, Found
+from benchmarks.papers.reading import figure, series
 
 BIN_S, WINDOW_S = 10.0, 60.0
 OFF_S = 20.0

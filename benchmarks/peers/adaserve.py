@@ -1,6 +1,6 @@
 """Measures this package's own server by its URL, beside its peers: the same client, processes apart.
 
-python benchmarks/peers/adaserve.py --out run-adaserve -- --rates 1,2
+python -m benchmarks.peers.adaserve --out run-adaserve -- --rates 1,2
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import argparse
 import shlex
 import sys
 
-import common
-
 from adaserve_jax import __version__
+from benchmarks.peers import common
 
 
 def command(options: argparse.Namespace) -> list[str]:

@@ -1,6 +1,6 @@
 """Measures llama.cpp's server, with or without a draft model, as `adaserve bench` measures this package.
 
-    python benchmarks/peers/llama_cpp.py --target target.gguf --draft draft.gguf --out run-llama -- --rates 1,2
+    python -m benchmarks.peers.llama_cpp --target target.gguf --draft draft.gguf --out run-llama -- --rates 1,2
 
 llama.cpp reads GGUF files. In a checkout of it, each Hugging Face checkpoint is converted by:
 
@@ -16,7 +16,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-import common
+from benchmarks.peers import common
 
 PROGRAM, HOW = (
     "llama-server",

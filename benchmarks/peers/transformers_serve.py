@@ -1,7 +1,7 @@
 """Measures transformers as `adaserve bench` measures this package: assisted generation with a draft, or its own server.
 
-    python benchmarks/peers/transformers_serve.py --out run-assisted -- --rates 1
-    python benchmarks/peers/transformers_serve.py --no-draft --out run-transformers -- --rates 1
+    python -m benchmarks.peers.transformers_serve --out run-assisted -- --rates 1
+    python -m benchmarks.peers.transformers_serve --no-draft --out run-transformers -- --rates 1
 
 `transformers serve` takes no draft model, so that one is measured by `generate(..., assistant_model=...)` behind
 assisted_server.py, which runs one request at a time as `generate` does with an assistant. Options: `transformers serve
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import common
+from benchmarks.peers import common
 
 PROGRAM, HOW = "transformers", 'pip install "transformers[serving]" torch accelerate'
 NEEDED, NEEDED_TO_SERVE = ("torch", "transformers"), ("accelerate", "fastapi", "uvicorn", "openai", "pydantic")

@@ -1,6 +1,6 @@
 """Measures vLLM, with or without a draft model, as `adaserve bench` measures this package.
 
-    python benchmarks/peers/vllm.py --target CHECKPOINT --draft CHECKPOINT --out run-vllm -- --rates 1,2
+    python -m benchmarks.peers.vllm --target CHECKPOINT --draft CHECKPOINT --out run-vllm -- --rates 1,2
 
 A draft model needs a vLLM that has the method `draft_model`: versions of 2025 refuse it.
 Options: `vllm serve --help=all`.
@@ -13,7 +13,7 @@ import json
 import shlex
 from pathlib import Path
 
-import common
+from benchmarks.peers import common
 
 PROGRAM, HOW = "vllm", "pip install vllm (into an environment of its own, named by PATH)"
 

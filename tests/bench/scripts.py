@@ -1,4 +1,4 @@
-"""Files of benchmarks/, imported as they are when one of them runs as a script, and forgotten afterwards."""
+"""Import modules of benchmarks/ or scripts/ for a test, and forget them afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ FOLDER = ROOT / "benchmarks"
 
 @contextmanager
 def imported(*names: str, folder: Path = FOLDER) -> Iterator[dict[str, ModuleType]]:
-    """The modules by name. Whatever of the folder, or of benchmarks, they import themselves is forgotten too."""
+    """Yield modules by the last part of their name: "starsd.table1" of benchmarks/, or a script of `folder`.
+
+    Everything that they import from these folders is forgotten too.
+    """
     before = list(sys.path)
-    sys.path.insert(0, str(folder))
+    package = "benchmarks." if folder == FOLDER else ""
+    if not package:
+        sys.path.insert(0, str(folder))
     try:
-        yield {name: importlib.import_module(name) for name in names}
+        yield {name.rpartition(".")[2]: importlib.import_module(package + name) for name in names}
     finally:
         sys.path[:] = before
         for name, module in list(sys.modules.items()):

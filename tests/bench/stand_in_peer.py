@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,8 @@ class PacedGenerator:
 
 
 def main(folder: str, port: int) -> None:
-    sys.path.insert(0, folder)
-    import assisted_server  # pyright: ignore[reportMissingImports]
+    sys.path.insert(0, str(Path(folder).parents[1]))
+    from benchmarks.peers import assisted_server  # pyright: ignore[reportMissingImports]
 
     assisted_server.serve(PacedGenerator(), "stand-in", "127.0.0.1", port).serve_forever()
 

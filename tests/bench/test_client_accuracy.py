@@ -1,4 +1,4 @@
-"""benchmarks/null_server.py, client_accuracy.py and cpu_time.py: a short run of each, and their arithmetic."""
+"""benchmarks/server/null_server.py, client_accuracy.py and cpu_time.py: a short run of each, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bench.scripts import imported
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("client_accuracy", "cpu_time") as found:
+    with imported("server.client_accuracy", "engine.cpu_time") as found:
         yield found
 
 

@@ -65,7 +65,7 @@ def plain_loop(policy: str, trace: Trace, seed: int, drain_s: float) -> tuple[li
         for update in scheduler.commit(plan, trees, candidates, outcome, clock.now()):
             if update.metrics is not None:
                 m = update.metrics
-                ended.append((update.request_id, m.ttft_s, m.tpot_s, m.output_tokens, m.accepted_tokens))
+                ended.append((update.sequence_id, m.ttft_s, m.tpot_s, m.output_tokens, m.accepted_tokens))
         if clock.now() > trace.duration_s + drain_s:
             break
     return ended, clock.now()

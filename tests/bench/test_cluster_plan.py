@@ -15,12 +15,16 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def scripts():
-    with imported("results_cluster", folder=ROOT / "scripts") as tables, imported("cluster_plan", "star_plan") as made:
-        yield {**tables, **made}
+    with (
+        imported("results_cluster", folder=ROOT / "scripts") as tables,
+        imported("cluster.plan") as made,
+        imported("starsd.plan") as star,
+    ):
+        yield {**tables, **made, "star_plan": star["plan"]}
 
 
 def test_requests_are_of_the_mix(scripts) -> None:
-    trace = scripts["cluster_plan"].requests_of("adaserve", 4000, 50.0, 0)
+    trace = scripts["plan"].requests_of("adaserve", 4000, 50.0, 0)
     assert trace.rate_rps == pytest.approx(50.0, rel=0.06)
     kinds = [request.slo_class for request in trace.requests]
     assert np.mean([kind == "code" for kind in kinds]) == pytest.approx(0.6, abs=0.03)
@@ -30,7 +34,7 @@ def test_requests_are_of_the_mix(scripts) -> None:
 
 
 def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, tables = scripts["cluster_plan"], scripts["results_cluster"]
+    plan, tables = scripts["plan"], scripts["results_cluster"]
     assert tables.cluster_tables(tmp_path) == []
     with (tmp_path / "points.jsonl").open("w") as file:
         for part, router, replicas in (
@@ -51,7 +55,7 @@ def test_a_point_is_simulated_once_and_shown(scripts, tmp_path: Path, monkeypatc
 
 
 def test_every_part_has_points_and_no_two_are_the_same(scripts) -> None:
-    plan = scripts["cluster_plan"]
+    plan = scripts["plan"]
     points = plan.points(plan.PARTS, quick=False)
     assert len(set(points)) == len(points)
     assert {point.part for point in points} == set(plan.PARTS)

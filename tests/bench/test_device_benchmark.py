@@ -9,7 +9,7 @@ from adaserve_jax.pallas_kernels.paged_tree_attention.specs import TINY
 from adaserve_jax.types import CostSamples
 from tests.bench.scripts import imported
 
-NAMES = ("device", "device_ceilings", "device_kernels", "elastic")
+NAMES = ("device", "kernels.ceilings", "kernels.kernels", "nightjar.elastic")
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def modules():
 
 @pytest.fixture
 def ceilings(modules):
-    return modules.device_ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
+    return modules.ceilings.Ceilings("float32", 0, 10e9, 0, 1e12)
 
 
 def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
@@ -32,7 +32,7 @@ def test_bounds_are_memory_below_the_knee_and_compute_above(modules, ceilings):
 
 
 def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
-    ceilings = modules.device_ceilings
+    ceilings = modules.ceilings
     monkeypatch.setattr(ceilings, "BATCH_S", 0.0)
     calls = []
 
@@ -46,7 +46,7 @@ def test_best_seconds_is_the_time_of_one_call(modules, monkeypatch):
 
 
 def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, monkeypatch):
-    kernels = modules.device_kernels
+    kernels = modules.kernels
     right = kernels.api.paged_tree_attention
     assert kernels.check_attention(TINY["tree"], "xla").ok
     monkeypatch.setattr(kernels.api, "paged_tree_attention", lambda *args, **options: right(*args, **options) * 1.001)
@@ -62,7 +62,7 @@ def test_conformance_tells_right_from_wrong_and_from_what_does_not_run(modules, 
 
 
 def test_the_naive_form_is_the_same_attention(modules, ceilings):
-    kernels = modules.device_kernels
+    kernels = modules.kernels
     spec = TINY["chain"]
     case = kernels.make_case(spec, seed=0)
     # The naive form reads whole pages: what is not of a context must be finite.
@@ -75,7 +75,7 @@ def test_the_naive_form_is_the_same_attention(modules, ceilings):
 
 @pytest.mark.slow
 def test_every_implementation_of_a_cpu_is_timed_beside_the_naive_form(modules, ceilings, monkeypatch):
-    kernels = modules.device_kernels
+    kernels = modules.kernels
     monkeypatch.setattr(kernels, "in_turns", lambda calls: {name: (call(), 0.12)[1] for name, call in calls.items()})
     times = kernels.time_attention(TINY["chain"], ceilings, naive=True)
     assert [(each.implementation, each.seconds) for each in times] == [("xla", 0.01), ("naive", 0.01)]

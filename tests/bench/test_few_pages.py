@@ -13,7 +13,8 @@ from adaserve_jax.sim.executor import ElasticTimes
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 MACHINE = replace(load_machine("llama-70b"), acceptance={"chat": 0.2})
 """With a draft that is hardly of use."""
@@ -41,21 +42,21 @@ def test_under_load_more_requests_run_at_once_and_more_tokens_come_than_where_th
     assert mean_running(on) > 1.1 * mean_running(off)
     tokens = 120 * 160
     assert tokens / on.wall_s > 1.08 * tokens / off.wall_s
-    assert on.stats[0].swaps["expand"] >= 1 and off.stats[0].swaps == {}
+    assert on.stats[0].elastic_moves["expand"] >= 1 and off.stats[0].elastic_moves == {}
     assert on.stats[0].generation_tokens == off.stats[0].generation_tokens == tokens
 
 
 def test_without_a_number_pages_never_run_out_and_nothing_swaps() -> None:
     plan = replace(FEW, num_pages=0, extension_pages=40, elastic="on")
     simulated = simulate("nightjar", plan, MACHINE, trace(count=30))
-    assert simulated.stats[0].swaps == {} and simulated.stats[0].preemptions == 0
+    assert simulated.stats[0].elastic_moves == {} and simulated.stats[0].preemptions == 0
     assert plan.limits(MACHINE).num_pages == 64 * 64, "64 requests of 4096 tokens"
 
 
 def test_the_rule_that_a_plan_carries_is_the_one_in_force() -> None:
     """A window that no run is long enough for."""
     plan = replace(FEW, elastic="on", elastic_rule=ElasticRule(persist_steps=10**6))
-    assert simulate("nightjar", plan, MACHINE, trace(count=60)).stats[0].swaps == {}
+    assert simulate("nightjar", plan, MACHINE, trace(count=60)).stats[0].elastic_moves == {}
 
 
 def test_a_pool_that_the_longest_request_does_not_fit_is_refused() -> None:

@@ -1,5 +1,5 @@
-"""benchmarks/http_load.py, front_end.py, overload.py and soak.py: their arithmetic and their client, on made answers
-and the scripted engine. The whole runs are benchmarks, and slow tests of the server."""
+"""Benchmarks of the server: their arithmetic and their client, on made answers and
+the scripted engine. The whole runs are benchmarks, and slow tests of the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.conftest import running
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("http_load", "front_end", "overload", "soak") as found:
+    with imported("server.http_load", "server.front_end", "adaserve.overload", "server.soak") as found:
         yield found
 
 

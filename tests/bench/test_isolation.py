@@ -23,7 +23,7 @@ def run(blocked: tuple[str, ...], imports: str) -> subprocess.CompletedProcess[s
 def test_bench_and_results_need_neither_jax_nor_the_servers_packages():
     imports = "\n".join(
         f"import adaserve_jax.{name}"
-        for name in ("bench.runner", "bench.console", "bench.workload", "results.aggregate", "results.jsonl")
+        for name in ("bench.runner", "bench.console", "workloads.workload", "results.aggregate", "results.jsonl")
     )
     done = run(BLOCKED, imports)
     assert done.returncode == 0, done.stderr

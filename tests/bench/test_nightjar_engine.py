@@ -1,4 +1,4 @@
-"""benchmarks/nightjar_engine.py and nightjar_offload.py: requests, rounds that go on, and how they are judged."""
+"""benchmarks/nightjar/engine.py and nightjar_offload.py: requests, rounds that go on, and how they are judged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaserve_jax.models.tokenizer import Tokenizer
 from tests.bench.scripts import imported
 from tests.conftest import ROOT
 
-NAMES = tuple(f"nightjar_{name}" for name in ("engine", "offload", "judged", "requests", "rounds", "points"))
+NAMES = tuple(f"nightjar.{name}" for name in ("engine", "offload", "judged", "requests", "rounds", "points"))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""benchmarks/nightjar_tables.py: which points there are, its arithmetic by hand, and that it goes on."""
+"""benchmarks/nightjar/tables.py: which points there are, its arithmetic by hand, and that it goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from tests.bench.scripts import imported
 
-NAMES = tuple(f"nightjar_{name}" for name in ("tables", "points", "paper", "views", "report", "summary"))
+NAMES = tuple(f"nightjar.{name}" for name in ("tables", "points", "paper", "views", "report", "summary"))
 
 
 @pytest.fixture(scope="module")

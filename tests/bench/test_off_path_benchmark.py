@@ -1,4 +1,4 @@
-"""benchmarks/off_path.py on the embedded pair, tiny; when it stops, and the table of what it writes."""
+"""benchmarks/engine/off_path.py on the embedded pair, tiny; when it stops, and the table of what it writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = EngineConfig(  # few and small programs
 
 @pytest.fixture(scope="module")
 def modules():
-    with imported("off_path", "off_path_turns", "throughput_systems") as found:
+    with imported("engine.off_path", "engine.off_path_turns", "engine.throughput_systems") as found:
         yield found
 
 
@@ -40,7 +40,7 @@ def test_pairs_of_the_same_tokens_with_and_without_a_draft(modules):
     assert written["config"]["policy"] == "off" and written["config"]["num_pages"] == 16
     assert (written["target"], written["draft"]) == ("target", "draft")
     table = results_table().off_path_table(written)
-    assert "| 3 | 2 |" in table and "benchmarks/off_path.py --out off_path.json --requests 3 " in table
+    assert "| 3 | 2 |" in table and "benchmarks/engine/off_path.py --out off_path.json --requests 3 " in table
 
 
 def results_table():

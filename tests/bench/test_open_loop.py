@@ -41,8 +41,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.now_s = 100.0
-        for module in ("open_loop", "client_probe"):
-            monkeypatch.setattr(f"adaserve_jax.bench.{module}.time", self)
+        monkeypatch.setattr("adaserve_jax.bench.engine.time", self)
 
     def monotonic(self) -> float:
         return self.now_s

@@ -1,4 +1,4 @@
-"""benchmarks/policy_sweeps.py: who runs where with which setting, its verdicts by hand, and that it goes on."""
+"""benchmarks/adaserve/sweeps.py: who runs where with which setting, its verdicts by hand, and that it goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaserve_jax.workloads.reshaping import with_requests
 from adaserve_jax.workloads.traces import fluctuating_trace, save_trace
 from tests.bench.scripts import imported
 
-NAMES = ("policy_sweeps", "policy_sweeps_points", "policy_sweeps_tables")
+NAMES = ("adaserve.sweeps", "adaserve.sweeps_points", "adaserve.sweeps_tables")
 FIGURES = "policy_sweeps_figures"
 
 
@@ -25,7 +25,7 @@ FIGURES = "policy_sweeps_figures"
 def modules():
     """The benchmark's files by name, its own left out."""
     with imported(*NAMES) as found:
-        yield {name.removeprefix("policy_sweeps").lstrip("_") or "main": module for name, module in found.items()}
+        yield {name.removeprefix("sweeps").lstrip("_") or "main": module for name, module in found.items()}
 
 
 def folder_of(tmp_path: Path, *names: str) -> Path:

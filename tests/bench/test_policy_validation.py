@@ -1,4 +1,4 @@
-"""benchmarks/policy_validation.py: the same requests as a workload and as a trace, and how its results are judged."""
+"""benchmarks/adaserve/validation.py: the same requests as a workload and as a trace, and how its results are judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from adaserve_jax.errors import ConfigError
 from tests.bench.scripts import imported
 
-NAMES = ("policy_validation", "validation_requests")
+NAMES = ("adaserve.validation", "adaserve.validation_requests")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""benchmarks/reproduce.py: every figure has a name, statements are judged by arithmetic, what has ended is not run."""
+"""Figures of the papers: every figure has a name, statements are judged by arithmetic, ended steps are not run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.traces import load_trace
-from benchmarks.segments import busiest_swing
-from tests.bench.scripts import FOLDER, imported
+from benchmarks.nightjar.segments import busiest_swing
+from tests.bench.scripts import imported
 from tests.conftest import ROOT
 
 NAMES = (
-    "reproduce",
-    "policy_sweeps_points",
+    "papers.reproduce",
+    "adaserve.sweeps_points",
     *(f"papers.{name}" for name in ("data", "entry", "pages", "registry", "running", "status")),
 )
 EXPECTED = {
@@ -98,7 +98,8 @@ def test_commands_are_of_scripts_and_options_that_there_are(modules) -> None:
             assert places <= known | earlier, step.argv
             earlier.add(step.name)
             if step.argv[0] == "python":
-                text = (FOLDER.parent / step.argv[1]).read_text()
+                assert step.argv[1] == "-m"
+                text = (ROOT / f"{step.argv[2].replace('.', '/')}.py").read_text()
                 options = [word for word in step.argv if word.startswith("--")]
                 assert all(f'"{word}"' in text or f"    {word[2:].replace('-', '_')}: " in text for word in options)
             seen.add((step.name, step.argv))
@@ -231,7 +232,7 @@ def test_data_is_looked_for_where_it_is_said_to_be_or_made(modules, tmp_path: Pa
 def test_made_workloads_are_what_the_benchmarks_take(modules, tmp_path: Path) -> None:
     for name in modules["data"].SOURCES:
         modules["data"].make_data(name, tmp_path, span_s=30.0)
-    points = modules["policy_sweeps_points"].points(tmp_path / "adaserve-traces", requests=0, seed=0)
+    points = modules["sweeps_points"].points(tmp_path / "adaserve-traces", requests=0, seed=0)
     by_sweep = {sweep: [p.value for p in points if (p.sweep, p.targets) == (sweep, "tpot")] for sweep in
                 ("rate", "urgent", "scale")}  # fmt: skip
     assert by_sweep["rate"] == pytest.approx([2.4, 2.8, 3.2, 3.6, 4.0, 4.6], rel=0.3)
@@ -274,4 +275,6 @@ def test_the_committed_status_is_of_the_figures_as_they_are_now(modules) -> None
     status = modules["status"]
     committed = status.read_status(STATUS)
     again = status.status_of(modules["registry"].ENTRIES.values(), status.rows_of(committed, str(STATUS)))
-    assert json.loads(json.dumps(again)) == committed, "run: python benchmarks/reproduce.py status --out " + STATUS.name
+    assert json.loads(json.dumps(again)) == committed, (
+        f"python -m benchmarks.papers.reproduce status --out {STATUS.name}"
+    )

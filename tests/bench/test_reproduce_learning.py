@@ -12,8 +12,8 @@ import pytest
 from tests.bench.scripts import imported
 from tests.conftest import ROOT
 
-NAMES = ("papers.learning_reading", "papers.data", "papers.entry", "papers.running", "papers.online", "learning_views",
-         "learning_prompts")  # fmt: skip
+NAMES = ("papers.learning_reading", "papers.data", "papers.entry", "papers.running", "papers.online", "osd.views",
+         "osd.prompts")  # fmt: skip
 WHERE = {"commit": "c0ffee", "machine": "m", "policy": "spec:4", "max_tokens": 64, "temperature": 1.0}
 
 
@@ -128,7 +128,7 @@ def test_learning_from_one_kind_is_judged_by_the_kind_that_gains_least(modules, 
 
 def test_a_dip_is_what_the_next_kind_has_less_at_the_change(modules, tmp_path: Path) -> None:
     shift_result(tmp_path)
-    first, second, third = modules["learning_views"].phases(json.loads((tmp_path / "shift.json").read_text()))
+    first, second, third = modules["views"].phases(json.loads((tmp_path / "shift.json").read_text()))
     assert (first.first, first.stop, first.before, first.after, first.last) == (0, 4, 0.2, 0.45, 0.55)
     assert (second.domain, second.first, second.stop, second.before, second.after) == ("maths", 4, 7, 0.33, 0.5)
     assert (third.before, third.after) == (0.44, 0.55)
@@ -191,7 +191,7 @@ def test_made_questions_are_what_learning_asks_and_their_answers_are_right(modul
     times = int(saved.split(" after ")[1].split()[0])
     assert int(numbers[saved]) == first + more * times
     assert all(int(answer) > 0 for answer in numbers.values())
-    (found,) = modules["learning_prompts"].domains(("maths",), path, 3, 64)
+    (found,) = modules["prompts"].domains(("maths",), path, 3, 64)
     assert len(found.served) == 3 and len(found.judged) == 64
     assert found.served[0].startswith("Question: ") and not set(found.served) & set(found.judged)
     again = tmp_path / "again"
@@ -201,9 +201,9 @@ def test_made_questions_are_what_learning_asks_and_their_answers_are_right(modul
 
 def test_prompts_are_written_as_distill_reads_them(modules, tmp_path: Path) -> None:
     path = tmp_path / "new" / "code.jsonl"
-    modules["learning_prompts"].write("code", 3, path)
+    modules["prompts"].write("code", 3, path)
     prompts = [json.loads(each)["prompt"] for each in path.read_text().splitlines()]
-    assert prompts == modules["learning_prompts"].domains(("code",), None, 3, 0)[0].served and len(prompts) == 3
+    assert prompts == modules["prompts"].domains(("code",), None, 3, 0)[0].served and len(prompts) == 3
 
 
 def test_tables_of_learning_show_what_there_is(tables, tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from tests.bench.scripts import imported
 
 READERS = ("bench", "elastic", "engine", "nightjar", "over_time", "share", "sweep", "trace")
 NAMES = (
-    *(f"papers.{name}_reading" for name in READERS), "papers.online", "policy_sweeps_tables", "nightjar_views",
-    "nightjar_points", "nightjar_over_time", "acceptance_speedup",
+    *(f"papers.{name}_reading" for name in READERS), "papers.online", "adaserve.sweeps_tables", "nightjar.views",
+    "nightjar.points", "nightjar.over_time", "adaserve.acceptance_speedup",
 )  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def line(
         "slo_class": "all", "attainment": attainment, "goodput_tps": goodput, "mean_accepted": accepted,
         "requests_with_slo": 200, "ttft_p99_s": 1.25, "commit": "c0ffee", "machine": "m", "device": "d", **row,
     }  # fmt: skip
-    return modules["policy_sweeps_tables"].Line(
+    return modules["sweeps_tables"].Line(
         f"{contender}{value}", "llama-70b", "rate", value, "tpot", contender, group, (values,)
     )
 
@@ -118,13 +119,13 @@ def test_rows_of_a_bench_are_judged_the_same_way(modules, tmp_path: Path) -> Non
 
 def nightjar_line(modules, policy: str, tps: float, latency: float, load: str, share: float, pool=None):
     figures = {"throughput_tps": tps, "busy_throughput_tps": 2 * tps, "e2e_mean_s": latency, "running_mean": 1.0}
-    return modules["nightjar_views"].Line(
+    return modules["views"].Line(
         f"{policy}{load}{share}{pool}", "grown-110M", load, share, policy, 0, pool, figures, {"rate_rps": 1.0}, None
     )
 
 
 def test_nightjars_numbers_are_ratios_at_its_loads(modules, tmp_path: Path) -> None:
-    at = modules["nightjar_points"].CLASSES
+    at = modules["points"].CLASSES
     lines = []
     for (load, share), factor in zip(at.values(), (1.2, 0.9, 1.0), strict=True):
         for policy, tps, latency in (
@@ -136,7 +137,7 @@ def test_nightjars_numbers_are_ratios_at_its_loads(modules, tmp_path: Path) -> N
         ):
             lines.append(nightjar_line(modules, policy, tps, latency, load, share))
         lines.append(nightjar_line(modules, "nightjar", 100 * factor, 4 / factor, load, share))
-    high = modules["nightjar_points"].THRESHOLD_SHARE
+    high = modules["points"].THRESHOLD_SHARE
     for elastic, tau, persist, tps in (
         ("off", 0.1, 16, 200),
         ("on", 0.1, 16, 210),
@@ -173,11 +174,11 @@ def test_a_dynamic_load_is_cut_into_intervals(modules) -> None:
         return RequestRecord(**values)
 
     records = [record(1.0, 2.0, 0.0, 8.0, 30.0), record(12.0, 1.0, 0.0, 1.0), record(3.0, None, status="unfinished")]
-    found = modules["nightjar_over_time"].by_interval(records, 3, 10.0)
+    found = modules["over_time"].by_interval(records, 3, 10.0)
     assert found["tokens_per_s"] == [0.1, 0.3, 0.0], "one token comes after the last interval"
     assert found["latency_s"] == [32.0, 2.0, None]
     trace = Trace("t", "h", tuple(TraceRequest(at, 1, 1, SLO(), "c") for at in (0.0, 1.0, 15.0, 30.0)))
-    assert modules["nightjar_over_time"].arrivals(trace, 3, 10.0) == [0.2, 0.1, 0.1]
+    assert modules["over_time"].arrivals(trace, 3, 10.0) == [0.2, 0.1, 0.1]
 
 
 def test_thirds_of_a_dynamic_load_are_by_its_arrivals(modules, tmp_path: Path) -> None:

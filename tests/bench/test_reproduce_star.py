@@ -23,8 +23,16 @@ from adaserve_jax.stats import DrafterStats, StepStats
 from tests.bench.scripts import imported
 from tests.waiting import PATIENCE_S, wait_until
 
-SCRIPTS = ("star_apart", "star_engines", "star_idle", "star_runs", "star_service", "star_targets", "star_table1")
-NAMES = ("reproduce", *(f"papers.{name}" for name in ("registry", "running", "star_claims", "star_reading")))
+SCRIPTS = (
+    "starsd.apart",
+    "starsd.engines",
+    "starsd.idle",
+    "starsd.runs",
+    "starsd.service",
+    "starsd.targets",
+    "starsd.table1",
+)
+NAMES = ("papers.reproduce", *(f"papers.{name}" for name in ("registry", "running", "star_claims", "star_reading")))
 ABOUT = {"commit": "c0ffee", "machine": machine_name(), "draft": "draft-10M", "target": "demo"}
 SHAPE = {"depth": 4, "width": 1, "verify_s": 0.015}
 
@@ -146,18 +154,18 @@ def test_the_paper_s_ratios_are_those_of_its_table(modules) -> None:
 def test_every_figure_is_run_judged_and_shown(modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With commands that only write what the scripts would; table 1 and figure 5 share theirs."""
     reproduce, running, ran = modules["reproduce"], modules["running"], []
-    results = {"star_table1": TABLE, "star_apart": APART, "star_idle": IDLE}
+    results = {f"benchmarks.starsd.{name}": r for name, r in (("table1", TABLE), ("apart", APART), ("idle", IDLE))}
 
     def write(argv: Sequence[str]) -> int:
-        ran.append(argv[1])
-        Path(argv[-1]).write_text(json.dumps(results[Path(argv[1]).stem]))
+        ran.append(argv[2])
+        Path(argv[-1]).write_text(json.dumps(results[argv[2]]))
         return 0
 
     monkeypatch.setattr(reproduce, "run_form", partial(running.run_form, run=write))
     monkeypatch.delitem(reproduce.pages.RENDERERS, ".html")
     done = CliRunner().invoke(reproduce.app, ["run", "starsd", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert ran == ["benchmarks/star_table1.py", "benchmarks/star_apart.py", "benchmarks/star_idle.py"]
+    assert ran == list(results)
     for name, held in (("starsd-table-1", 4), ("starsd-4", 3), ("starsd-5", 5), ("starsd-6", 3)):
         kept = json.loads((tmp_path / f"{name}-cpu.json").read_text())
         (entry,) = modules["registry"].find([name])
@@ -185,7 +193,7 @@ def test_an_idle_draft_is_timed_from_end_to_end(modules, tmp_path: Path, monkeyp
 
 def test_only_the_draft_after_sleep_and_warming_up_is_timed(modules) -> None:
     """A draft of 8 ms that takes 2 ms more for every chain less than two since it slept, and 1 s at its very first."""
-    idle = modules["star_idle"]
+    idle = modules["idle"]
     now, cold, drafts = 0.0, 2, 0
 
     def draft() -> None:
@@ -208,9 +216,9 @@ def test_only_the_draft_after_sleep_and_warming_up_is_timed(modules) -> None:
 
 
 def test_a_round_apart_is_draft_queue_and_messages(modules) -> None:
-    counts = modules["star_service"].Counts(5.0, 3.0, 2.0, 1.6, 160.0, 160.0, 0.32, 160.0)
-    tally = modules["star_targets"].Tally(160, 400, 240, 162, 2.4, 160, 2.4)
-    window = modules["star_apart"].window_of(modules["star_runs"].Run(1, False, 0, 5.0, counts, tally, None))
+    counts = modules["service"].Counts(5.0, 3.0, 2.0, 1.6, 160.0, 160.0, 0.32, 160.0)
+    tally = modules["targets"].Tally(160, 400, 240, 162, 2.4, 160, 2.4)
+    window = modules["apart"].window_of(modules["runs"].Run(1, False, 0, 5.0, counts, tally, None))
     assert window == pytest.approx({
         "throughput_tps": 80.0, "rounds_per_s": 32.0, "service_s": 0.010, "wait_s": 0.002, "message_s": 0.003
     })  # fmt: skip
@@ -238,11 +246,11 @@ class Writer:
 
 
 def test_a_whole_engine_goes_through_the_texts_until_it_is_told_to_pause(modules) -> None:
-    targets = modules["star_targets"]
+    targets = modules["targets"]
     texts = [targets.Text((1, 2), tuple(range(5, 5 + 4 * (1 + seed))), seed, 0.7) for seed in range(3)]
     llm = Writer(texts, wrong=1)
-    loop = modules["star_engines"]._Loop(llm, texts, 2)
-    assert loop.tally() == modules["star_engines"].Engines(drafted=7, round_s=0.7) and not llm.asked
+    loop = modules["engines"]._Loop(llm, texts, 2)
+    assert loop.tally() == modules["engines"].Engines(drafted=7, round_s=0.7) and not llm.asked
     loop.run(True)
     wait_until(lambda: loop.tally().texts >= 30)
     loop.run(False)
@@ -255,10 +263,10 @@ def test_a_whole_engine_goes_through_the_texts_until_it_is_told_to_pause(modules
 
 
 def test_a_request_that_fails_ends_the_measurement(modules) -> None:
-    text = modules["star_targets"].Text((1, 2), (3, 4, 5), 0, 0.7)
+    text = modules["targets"].Text((1, 2), (3, 4, 5), 0, 0.7)
     llm = Writer([text], wrong=1)
     llm.stream = lambda prompt, sampling: iter([SimpleNamespace(token_ids=[], error="out of pages")])
-    loop = modules["star_engines"]._Loop(llm, [text], 0)
+    loop = modules["engines"]._Loop(llm, [text], 0)
     loop.run(True)
     loop._thread.join(PATIENCE_S)
     for _ in range(2):
@@ -269,14 +277,14 @@ def test_a_request_that_fails_ends_the_measurement(modules) -> None:
 
 def test_an_engine_asks_the_service_or_has_a_draft_of_its_own(modules, monkeypatch: pytest.MonkeyPatch) -> None:
     """`EngineConfig` takes what is asked for; the process answers a tally and ends when it is told to."""
-    engines, built = modules["star_engines"], []
+    engines, built = modules["engines"], []
 
     @contextmanager
     def build(target: str, draft: str | None, policy: str, **options: Any) -> Iterator[Writer]:
-        built.append(EngineConfig.from_dict({"target": target, "draft": draft, "policy": policy, **options}))
+        built.append(EngineConfig(**{"target": target, "draft": draft, "policy": policy, **options}))
         yield Writer([text], wrong=1)
 
-    text = modules["star_targets"].Text((1, 2), (3, 4), 0, 0.7)
+    text = modules["targets"].Text((1, 2), (3, 4), 0, 0.7)
     monkeypatch.setattr("adaserve_jax.LLM", build)
     remote = engines.Engine("folder", None, 4)
     for engine, service in ((remote, 7070), (replace(remote, draft="beside"), 0)):
@@ -293,14 +301,14 @@ def test_an_engine_asks_the_service_or_has_a_draft_of_its_own(modules, monkeypat
 def test_the_spread_over_rounds_is_that_of_each_quantity(modules) -> None:
     runs = []
     for number, (rounds, wait_s) in enumerate(((100.0, 0.3), (120.0, 0.1), (90.0, 0.2))):
-        counts = modules["star_service"].Counts(10.0, 4.0, 6.0, 6.0, rounds, rounds, wait_s * rounds, rounds)
-        tally = modules["star_targets"].Tally(tokens=int(3 * rounds))
-        runs.append(modules["star_runs"].Run(2, True, number, 10.0, counts, tally, None))
-    ((middle,), (spread,)) = modules["star_runs"].medians(runs), modules["star_runs"].spread(runs)
+        counts = modules["service"].Counts(10.0, 4.0, 6.0, 6.0, rounds, rounds, wait_s * rounds, rounds)
+        tally = modules["targets"].Tally(tokens=int(3 * rounds))
+        runs.append(modules["runs"].Run(2, True, number, 10.0, counts, tally, None))
+    ((middle,), (spread,)) = modules["runs"].medians(runs), modules["runs"].spread(runs)
     assert (middle.rounds_per_s, middle.wait_s) == pytest.approx((10.0, 0.2))
     assert (spread["least"]["rounds_per_s"], spread["most"]["rounds_per_s"]) == (9.0, 12.0)
     assert (spread["least"]["wait_s"], spread["most"]["wait_s"]) == pytest.approx((0.1, 0.3))
     assert spread["least"]["n"] == spread["most"]["n"] == 2 and spread["most"]["kind"] == "measured"
-    refused = modules["star_service"].Counts(5.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    plain = modules["star_runs"].Run(1, False, 0, 5.0, refused, modules["star_targets"].Tally(tokens=50), None).row()
+    refused = modules["service"].Counts(5.0, 5.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    plain = modules["runs"].Run(1, False, 0, 5.0, refused, modules["targets"].Tally(tokens=50), None).row()
     assert (plain.throughput_tps, plain.rounds_per_s, plain.wait_s, plain.load) == (10.0, 0.0, 0.0, 0.0)

@@ -6,8 +6,9 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
-from benchmarks.segments import (
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
+from benchmarks.nightjar.segments import (
     at_once,
     busiest_swing,
     minute_counts,

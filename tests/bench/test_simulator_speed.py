@@ -9,7 +9,7 @@ import pytest
 
 from adaserve_jax.sim.machines import load_machine
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "simulator_speed.py"
+PATH = Path(__file__).parents[2] / "benchmarks" / "engine" / "simulator_speed.py"
 
 
 @pytest.fixture(scope="module")

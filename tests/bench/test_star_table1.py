@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.star.client.mirror import Mirror
-from adaserve_jax.star.service.admission import accepted as mean_accepted
+from adaserve_jax.star.client.sessions import SessionTable
+from adaserve_jax.star.service.admission import accepted_tokens as mean_accepted
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.bench.scripts import imported
 
@@ -22,7 +22,7 @@ VOCABULARY = 3
 def scripts():
     with (
         imported("results_star", folder=ROOT / "scripts") as tables,
-        imported("star_targets", "star_service", "star_table1", "star_figures") as made,
+        imported("starsd.targets", "starsd.service", "starsd.table1", "starsd.figures") as made,
     ):
         yield {**tables, **made}
 
@@ -64,10 +64,10 @@ def test_a_tree_is_accepted_as_far_as_it_has_the_text(scripts) -> None:
             text = rng.integers(0, VOCABULARY, 4)
             known = paths(trees, row)
             longest = max(n for n in range(5) if tuple(text[:n].tolist()) in known)
-            counts.append(scripts["star_targets"].accepted(trees, row, text))
+            counts.append(scripts["targets"].accepted(trees, row, text))
             assert counts[-1] == longest
     assert set(counts) == {0, 1, 2, 3, 4}
-    assert scripts["star_targets"].accepted(CandidateTrees.empty(1), 0, np.arange(3)) == 0
+    assert scripts["targets"].accepted(CandidateTrees.empty(1), 0, np.arange(3)) == 0
 
 
 class Guesser:
@@ -77,12 +77,12 @@ class Guesser:
 
     def __init__(self, texts, rows: int) -> None:
         self._texts = {text.seed: np.array(text.prompt + text.output) for text in texts}
-        self._mirror, self._rng = Mirror(rows), np.random.default_rng(1)
+        self._table, self._rng = SessionTable(rows), np.random.default_rng(1)
         self.right = 0
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         assert plan.draft is not None
-        sessions, _ = self._mirror.follow(plan)
+        sessions, _ = self._table.update(plan)
         depth = plan.draft.depth
         if not depth:
             return CandidateTrees.empty(plan.num_decode)
@@ -102,7 +102,7 @@ class Guesser:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_paced_target_follows_its_texts(scripts, rows: int) -> None:
-    targets, rng = scripts["star_targets"], np.random.default_rng(2)
+    targets, rng = scripts["targets"], np.random.default_rng(2)
     texts = [
         targets.Text(tuple(rng.integers(0, 99, 5).tolist()), tuple(rng.integers(0, 99, 30).tolist()), seed, 0.7)
         for seed in range(4)
@@ -120,12 +120,12 @@ def test_a_paced_target_follows_its_texts(scripts, rows: int) -> None:
 
 def test_the_chance_of_what_was_accepted(scripts) -> None:
     for chance in (0.0, 0.3, 0.77, 1.0):
-        assert scripts["star_table1"].chance_of(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
+        assert scripts["table1"].chance_of(mean_accepted(chance, 4), 4) == pytest.approx(chance, abs=1e-9)
 
 
 def made_runs(scripts, service_s: float, back_s: float) -> list:
     """Runs of a draft as the closed form has it: half of the text right, 10 s each."""
-    service, table1, targets = scripts["star_service"], scripts["star_table1"], scripts["star_targets"]
+    service, table1, targets = scripts["service"], scripts["table1"], scripts["targets"]
     found = []
     for number in range(3):
         for batched in (False, True):
@@ -149,12 +149,12 @@ def made_runs(scripts, service_s: float, back_s: float) -> list:
 
 
 def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table1 = scripts["star_table1"]
+    table1 = scripts["table1"]
     monkeypatch.setattr(table1, "COMPUTED", (*range(1, 7), 64))
     monkeypatch.setattr(table1, "SIMULATED_DRAFTS", 24)
     monkeypatch.setattr(table1, "LEAST_ROUNDS", 4)
     runs, times = made_runs(scripts, 0.015, 0.031), {n: 0.015 * (1 + 0.1 * (n - 1)) for n in range(1, 9)}
-    alone = [scripts["star_table1"].Alone(60.0, 20.0, 0.015)]
+    alone = [scripts["table1"].Alone(60.0, 20.0, 0.015)]
     result = table1.report(runs, alone, [times], table1.Shape(4, 1, 0.03))
     rows = {(row["kind"], row["batched"], row["n"]): row for row in result["rows"]}
     assert result["verify_s"] == pytest.approx(0.03) and result["tokens_per_round"] == pytest.approx(3.0)
@@ -188,12 +188,12 @@ def test_what_is_reported_is_what_was_counted(scripts, tmp_path: Path, monkeypat
     assert "(110M-f32, 31.2 ms a verification" in shown and "8 of 9 texts" in shown and "52.0 tokens/s" in shown
     assert shown.count("| N = 2 | ") == 3, "the head, and both ways of drafting"
     assert "over rounds" not in shown
-    scripts["star_figures"].draw(result["rows"], tmp_path / "a.png", paper=result["paper"])
+    scripts["figures"].draw(result["rows"], tmp_path / "a.png", paper=result["paper"])
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_a_service_is_read_by_its_metrics(scripts, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = scripts["star_service"]
+    service = scripts["service"]
     text = "".join(
         f"# TYPE x counter\nadaserve_draft_service_{name}_total {at + 0.5}\n" for at, name in enumerate(service.NAMES)
     )

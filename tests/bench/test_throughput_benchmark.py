@@ -1,13 +1,13 @@
-"""benchmarks/throughput.py on the embedded pair, tiny; and its prompts."""
+"""benchmarks/engine/throughput.py on the embedded pair, tiny; and its prompts."""
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from benchmarks.throughput_rows import read_rows
+from benchmarks.engine.throughput_rows import read_rows
 from tests.bench.scripts import imported
 
-NAMES = ("throughput", "throughput_figures", "throughput_prompts", "throughput_systems")
+NAMES = ("engine.throughput", "engine.throughput_figures", "engine.throughput_prompts", "engine.throughput_systems")
 POLICIES = ("ar", "spec:4", "adaserve")
 CONFIG = EngineConfig(  # the programs of the `demo_engine` fixture, so that they are compiled once
     max_requests=16, max_context=512, page_size=16, num_pages=64, max_depth=4, max_width=3, max_tree_tokens=64,

@@ -1,11 +1,11 @@
-"""Rows of benchmarks/throughput.py: ratios of the same rounds, the aims that they are held to, and their file."""
+"""Rows of the throughput benchmark: ratios of the same rounds, the aims they are held to, and their file."""
 
 from dataclasses import replace
 
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from benchmarks.throughput_rows import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
+from benchmarks.engine.throughput_rows import ASSISTED, Aim, ThroughputRow, aims, paired_ratio, read_rows, write_rows
 
 ROW = ThroughputRow(
     commit="0" * 40, machine="m", device="cpu", jax_version="0.9", torch_version=None, transformers_version=None,
@@ -101,5 +101,5 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
     path = tmp_path / "rows.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=r"rows\.json must be a file that benchmarks/throughput\.py wrote"):
+    with pytest.raises(ConfigError, match=r"rows\.json must be a file that benchmarks/engine/throughput\.py wrote"):
         read_rows(path)

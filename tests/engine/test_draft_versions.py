@@ -72,7 +72,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
     texts: Texts = {}
     for request in requests(routed):
         scheduler.add(request)
-        texts[request.request_id] = []
+        texts[request.sequence_id] = []
     done, pending = 0, Pending(np.zeros((0, 2 * TOP), np.int32), 0)
     while scheduler.has_work:
         plan = scheduler.plan(clock.now())
@@ -80,7 +80,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
         candidates = CandidateTrees.empty(plan.num_decode)
         if plan.draft is not None:
             assert plan.draft.drafts is not None
-            wanted = [int(request_id[1:]) // 2 % 2 * routed for request_id in scheduler.request_ids(plan)]
+            wanted = [int(request_id[1:]) // 2 % 2 * routed for request_id in scheduler.sequence_ids(plan)]
             assert plan.draft.drafts.tolist() == wanted
             candidates = executor.speculate(plan)
         trees = scheduler.select(plan, candidates, clock.now())
@@ -89,7 +89,7 @@ def serve(executor: ModelExecutor, *, routed: bool, swaps: int) -> tuple[Texts, 
         assert outcome.accepted[wrong].all() and (np.diff(trees.row[wrong]) > 0).all()
         assert not len(wrong) or trees.row[wrong[-1]] < plan.num_decode
         for update in scheduler.commit(plan, trees, candidates, outcome, clock.now()):
-            texts[update.request_id] += update.token_ids
+            texts[update.sequence_id] += update.token_ids
         rows = pending.collect()
         assert np.isfinite(rows.log_p).all() and (np.exp(rows.log_p).sum(axis=1) <= 1 + 1e-5).all()
         pending = executor.capture(np.flatnonzero(outcome.accepted))

@@ -150,5 +150,5 @@ def test_a_real_engine_swaps_under_load_and_every_text_is_what_it_is_without(tmp
     plain, _, _ = texts("off")
     swapped, stats, resident = texts("on")
     assert swapped == plain
-    assert stats.scheduler.swaps["expand"] >= 1 and stats.compiles_after_ready == 0
+    assert stats.scheduler.elastic_moves["expand"] >= 1 and stats.compiles_after_ready == 0
     assert resident

@@ -147,7 +147,7 @@ def test_host_memory_holds_one_weight_beside_the_model(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", **sizes, dtype="bf16", shards=2)
     convert(source, tmp_path / "converted", dtype="f32")
     for folder, weights in ((source, 1.2), (tmp_path / "converted", 2.5)):
-        command = [sys.executable, ROOT / "benchmarks" / "load_time.py", "one", folder]
+        command = [sys.executable, ROOT / "benchmarks" / "engine" / "load_time.py", "one", folder]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
         load = json.loads(done.stdout.splitlines()[-1])
         assert load["largest_bytes"] == 2 * 6144 * 1024 * 4

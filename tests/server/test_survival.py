@@ -19,10 +19,9 @@ from tests.bench.scripts import imported
 from tests.conftest import ROOT
 from tests.waiting import wait_until
 
-with imported("http_load") as modules:
+with imported("server.http_load") as modules:
     adaserve, sample, served = (getattr(modules["http_load"], name) for name in ("adaserve", "sample", "served"))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-BENCHMARKS = ROOT / "benchmarks"
 OPTIONS = {"max_requests": 8, "token_edges": (16, 64), "row_edges": (8,)}
 
 
@@ -62,21 +61,21 @@ def test_a_killed_engine_comes_back_and_a_stop_under_load_loses_nothing():
         assert server.process.wait(30) == 0
 
 
-def run(script: str, out: Path, *options: str) -> dict:
-    command = [sys.executable, str(BENCHMARKS / script), "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+def run(module: str, out: Path, *options: str) -> dict:
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert out.exists(), done.stderr
     return json.loads(out.read_text()) | {"stderr": done.stderr}
 
 
 def test_a_short_soak_loses_and_leaks_nothing(tmp_path):
-    report = run("soak.py", tmp_path / "soak.json", "--minutes", "0.7")
+    report = run("server.soak", tmp_path / "soak.json", "--minutes", "0.7")
     assert report["failures"] == [], report["stderr"]
     assert report["did"]["tokens compared"] > 1000 and report["did"]["leave_midway"] > 5
 
 
 def test_three_times_the_capacity_is_refused_politely(tmp_path):
     """Times are for the benchmark; here: everything is answered, and refusals say when to come again."""
-    overload = run("overload.py", tmp_path / "overload.json", "--seconds", "12")["overload"]
+    overload = run("adaserve.overload", tmp_path / "overload.json", "--seconds", "12")["overload"]
     assert overload["refused"] > 0 and overload["refused_without_retry_after"] == 0
     assert overload["others"] == {} and overload["admitted"] > 0

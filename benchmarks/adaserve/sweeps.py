@@ -1,0 +1,199 @@
+"""AdaServe's sweeps in simulation: rate, urgent share, SLO scale, and a load that fluctuates.
+
+    python -m benchmarks.adaserve.sweeps --traces adaserve-traces --out sweeps [--jobs 8]
+    python -m benchmarks.adaserve.sweeps --quick --out sweeps
+
+Every contender runs at every point twice: with TPOT targets only, as in the paper, and with a TTFT target of 4 s beside
+them. The contenders: `adaserve`, and the policies of its paper and of its authors' code, each with one setting for all
+points; every other policy at the setting that the paper gives its baselines (prefill chunk 128, at most 64 requests);
+and, where requests have both targets, the best fixed chain of each point (length, prefill chunk and most requests),
+found by search: with TPOT targets alone a search finds chunks so small that prompts wait for minutes.
+
+Points are written to sweeps.jsonl as they end, and those that it has of the same commit and settings are not run again.
+From all of them: README.md with tables and figures, verdict.json, and a figure for each machine and kind of targets.
+`--report-only` writes these of whatever is there. `--quick` takes short generated traces and few contenders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from adaserve_jax.bench.simulate import Grid, as_run, result_rows, tune_fixed
+from adaserve_jax.cli.options import comma_list
+from adaserve_jax.cli.terminal import notes
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.results.jsonl import append_rows, make_folder, read_rows
+from adaserve_jax.results.provenance import new_run_id, source_commit
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from benchmarks.adaserve.sweeps_points import SWEEPS, TARGETS, Contender, Point, contenders, points
+from benchmarks.adaserve.sweeps_tables import Line, tables, verdict
+
+QUICK_GRID = Grid((2, 4), (128, 512), (32, 64))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One contender at one point on one machine. commit: of the source, without which a result is not the same."""
+
+    commit: str
+    machine: Machine
+    point: Point
+    contender: Contender
+    seed: int
+    grid: Grid
+
+    @property
+    def key(self) -> str:
+        """The same for the same commit, machine, trace and setting: such a point need not be run again."""
+        parts = (self.commit, self.machine, self.point.trace.sha256, self.contender, self.seed)
+        parts += (self.point.sweep, self.point.value, self.point.targets)
+        parts += (self.grid,) if self.contender.policy is None else ()
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def run(job: Job) -> Line:
+    """Simulate one job."""
+    point, contender = job.point, job.contender
+    machine = contender.machine(job.machine)
+    plan = SimulationPlan(
+        (), job.seed, contender.max_requests, contender.max_prefill_tokens, keep_token_times=False
+    )  # fmt: skip
+    policy, label = contender.policy, None
+    if policy is None:
+        tuned = tune_fixed(plan, machine, point.trace, grid=job.grid)
+        policy, plan = as_run(tuned.setting, plan)
+        label = f"{contender.name}, best of {tuned.tried} tried"
+    run_id = new_run_id()
+    simulated = simulate(policy, plan, machine, point.trace, run_id=run_id)
+    rows = result_rows(
+        policy, plan, machine, point.trace, simulated.records, wall_s=simulated.wall_s, run_id=run_id, label=label
+    )
+    about = (job.key, job.machine.name, point.sweep, point.value, point.targets, contender.name, contender.group)
+    return Line(*about, rows=tuple(asdict(row) for row in rows))
+
+
+def run_all(jobs: Sequence[Job], out: Path, workers: int) -> list[Line]:
+    """Every job, those of `out` that have its key not again; lines in the order of `jobs`."""
+    path = out / "sweeps.jsonl"
+    known = {line.key: line for line in (read_rows(path, Line) if path.exists() else [])}
+    missing = [job for job in jobs if job.key not in known]
+    notes().print(f"{len(jobs)} points, {len(jobs) - len(missing)} of them in {path}", highlight=False)
+    missing.sort(key=lambda job: job.contender.policy is not None)  # the long ones first
+    for done, line in enumerate(_lines(missing, workers), 1):
+        append_rows(path, [line])
+        known[line.key] = line
+        attained, goodput = line.overall["attainment"], line.overall["goodput_tps"]
+        notes().print(
+            f"{done}/{len(missing)} {line.machine} {line.sweep} {line.value:g} {line.targets} {line.contender}: "
+            f"{attained:.3f} met, {goodput:.0f} tokens/s",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    return [known[job.key] for job in jobs]
+
+
+def _lines(jobs: Sequence[Job], workers: int) -> Iterator[Line]:
+    if workers == 1:
+        yield from map(run, jobs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run, job) for job in jobs]):
+            yield future.result()
+
+
+def write_report(lines: Sequence[Line], out: Path, commit: str) -> dict[str, Any]:
+    """README.md, verdict.json and, where matplotlib is installed, the figures; returns the verdict."""
+    judged = {"commit": commit, **verdict(lines)}
+    (out / "README.md").write_text(tables(lines))
+    (out / "verdict.json").write_text(json.dumps(judged, indent=1, allow_nan=False) + "\n")
+    try:
+        from benchmarks.adaserve.sweeps_figures import draw
+    except ModuleNotFoundError:
+        notes().print("no figures: install matplotlib and run the same command again")
+    else:
+        draw(lines, out)
+    return judged
+
+
+def policy_sweeps(
+    out: Annotated[Path, typer.Option(help="folder for sweeps.jsonl, README.md, verdict.json and figures")],
+    traces: Annotated[Path | None, typer.Option(help="folder of AdaServe's traces")] = None,
+    machines: Annotated[
+        str, typer.Option(help="machines, by name or file, separated by commas")
+    ] = "llama-70b,qwen-32b",
+    only: Annotated[str, typer.Option(help="contenders to run, separated by commas; none: all")] = "",
+    sweeps: Annotated[str, typer.Option(help=f"sweeps to run, of {', '.join(SWEEPS)}; none: all")] = "",
+    targets: Annotated[str, typer.Option(help="kinds of targets, of tpot, joint; none: both")] = "",
+    requests: Annotated[int, typer.Option(help="first requests of each trace to take; 0: all")] = 0,
+    jobs: Annotated[int, typer.Option(help="processes; 0: one per core")] = 0,
+    seed: Annotated[int, typer.Option(help="seeds what the draft gets right, and generated traces")] = 0,
+    report_only: Annotated[bool, typer.Option(help="run nothing: write the report of what sweeps.jsonl has")] = False,
+    quick: Annotated[bool, typer.Option(help="short generated traces and few contenders, to see it work")] = False,
+) -> None:
+    """Simulate the sweeps and write tables, verdicts and figures."""
+    if not quick and traces is None and not report_only:
+        raise ConfigError("--traces: give the folder of AdaServe's traces, or --quick for generated ones")
+    if min(requests, jobs, seed) < 0:
+        raise ConfigError("--requests, --jobs and --seed must not be below 0")
+    if report_only:
+        lines = read_rows(out / "sweeps.jsonl", Line)
+        commits = sorted({row["commit"] for line in lines for row in line.rows})
+        show(write_report(lines, out, ", ".join(commits)), out)
+        return
+    named = [load_machine(name) for name in comma_list("machines", machines, str)]
+    chosen = contenders(quick=quick)
+    wanted = comma_list("only", only, str)
+    unknown = sorted(set(wanted) - {contender.name for contender in chosen})
+    if unknown:
+        raise ConfigError(f"--only: no contender {unknown[0]!r}; there are {', '.join(c.name for c in chosen)}")
+    chosen = [contender for contender in chosen if not wanted or contender.name in wanted]
+    of_sweeps, of_targets = _among("sweeps", sweeps, SWEEPS), _among("targets", targets, TARGETS)
+    todo = [
+        point for point in points(None if quick else traces, requests=requests, seed=seed)
+        if point.sweep in of_sweeps and point.targets in of_targets
+    ]  # fmt: skip
+    if not todo:
+        raise ConfigError(
+            f"--sweeps: no trace of {traces or 'those that --quick generates'} is a point of {', '.join(of_sweeps)}"
+        )
+    make_folder(out)
+    grid = QUICK_GRID if quick else Grid()
+    commit = source_commit()
+    all_jobs = [
+        Job(commit, machine, point, contender, seed, grid)
+        for machine in named for point in todo for contender in chosen if contender.runs_at(point, machine)
+    ]  # fmt: skip
+    judged = write_report(run_all(all_jobs, out, jobs or os.cpu_count() or 1), out, commit)
+    show(judged, out)
+
+
+def _among(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """What an option names; all that is known where it names nothing."""
+    named = comma_list(option, text, str)
+    if set(named) - set(known):
+        raise ConfigError(f"--{option}: expected some of {', '.join(known)}, got {text!r}")
+    return named or tuple(known)
+
+
+def show(judged: dict[str, Any], out: Path) -> None:
+    """Tables and verdict, to stdout."""
+    typer.echo((out / "README.md").read_text())
+    typer.echo(json.dumps(judged["overall"], indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(policy_sweeps)
+    except AdaServeError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,131 @@
+"""What benchmarks/adaserve/sweeps.py compares: the points of the sweeps, and who runs at each with which setting."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from adaserve_jax.bench.simulate import TUNED
+from adaserve_jax.errors import ConfigError
+from adaserve_jax.scheduler.policies import POLICIES
+from adaserve_jax.sim.machines import Machine
+from adaserve_jax.workloads.reshaping import at_rate, with_requests
+from adaserve_jax.workloads.traces import DURATION_S, Trace, fluctuating_trace, load_trace
+
+OURS, PAPER = "adaserve", "adaserve-paper"
+OURS_GROUP, AUTHORS_GROUP, BASELINE_GROUP, TUNED_GROUP = "ours", "authors", "baseline", "tuned"
+BASELINE_CHUNK, BASELINE_RUNNING = 128, 64
+"""Prefill chunk and most running requests of the baselines in AdaServe's evaluation."""
+CHAINS = (4, 6, 8)
+DEEPEST = max(CHAINS)
+OTHER_K = 4
+"""k of a policy `<name>:<k>` that the paper gives no k for."""
+TTFT_SLO_S = 4.0
+TARGETS = {"tpot": None, "joint": TTFT_SLO_S}
+"""Kinds of runs: with TPOT targets only, as in the paper, and with a TTFT target beside them."""
+FLUCTUATING_RATES = (2.4, 3.0, 3.6)
+QUICK_RATES, QUICK_REQUESTS = (3.0, 8.0), 40
+"""Of the generated traces without a folder: rates, and about how many requests each has."""
+SWEEPS = {"rate": "requests per second", "urgent": "share of urgent requests", "scale": "SLO scale of the urgent",
+          "fluctuating": "mean requests per second, fluctuating"}  # fmt: skip
+_PATTERNS = {
+    "rate": r"rate_rps[\d.]+_ol\d+",
+    "urgent": r"urgent_prop([\d.]+)",
+    "scale": r"scale_slo([\d.]+)_ol\d+",
+}
+_PUBLISHED_SCALE = ("urgent_prop0.6", 1.2)
+"""The trace of the urgent sweep that is also a point of the scale sweep, and its scale."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of a comparison. policy: None for the best `spec:<k>` of each point. deep: whether the machine's limit
+    of depth, which is AdaServe's setting, is lifted to DEEPEST. 0: the machine's own, and what the policy finds room
+    for."""
+
+    name: str
+    group: str
+    policy: str | None
+    max_requests: int = 0
+    max_prefill_tokens: int = 0
+    deep: bool = False
+
+    def runs_at(self, point: Point, machine: Machine) -> bool:
+        """The tuned one only where a TTFT target counts too; a chain only where the machine can draft it."""
+        if self.policy is None:
+            return point.trace.requests[0].slo.ttft_s is not None
+        k = self.policy.partition(":")[2]
+        return not k or int(k) <= self.machine(machine).limits().max_depth
+
+    def machine(self, machine: Machine) -> Machine:
+        return replace(machine, max_depth=max(machine.max_depth, DEEPEST)) if self.deep else machine
+
+
+@dataclass(frozen=True)
+class Point:
+    """One trace under one kind of targets; value: where it stands in its sweep."""
+
+    sweep: str
+    value: float
+    targets: str
+    trace: Trace
+
+
+def contenders(*, quick: bool = False) -> list[Contender]:
+    """Ours and the authors' with one setting for all points, every baseline at the paper's setting, the tuned one.
+
+    quick: a few of them.
+    """
+    ours = [Contender(OURS, OURS_GROUP, OURS)]
+    authors = [Contender(name, AUTHORS_GROUP, name) for name in (PAPER, "adaserve-code")]
+    taken = {OURS, *(contender.name for contender in authors)}
+    baselines = [f"spec:{k}" for k in CHAINS]
+    for name in POLICIES:
+        family = name.partition(":")[0]
+        if name not in taken and family != "spec":
+            baselines.append(name if family == name else f"{family}:{OTHER_K}")
+    if quick:
+        authors, baselines = authors[:1], ["spec:4", "ar"]
+    setting = (BASELINE_RUNNING, BASELINE_CHUNK, True)
+    fixed = [Contender(name, BASELINE_GROUP, name, *setting) for name in baselines]
+    return [*ours, *authors, *fixed, Contender(TUNED, TUNED_GROUP, None, deep=True)]
+
+
+def points(folder: Path | None, *, requests: int, seed: int) -> list[Point]:
+    """Every trace of `folder` that belongs to a sweep, and fluctuating ones, under both kinds of targets.
+
+    folder: None for generated traces only, short ones in which the peaks follow each other quickly. requests: of each
+    trace the first so many; 0: all. Raises ConfigError for a folder without a trace of the sweeps.
+    """
+    of_targets = _quick_points if folder is None else partial(_points, folder)
+    found = [point for targets in TARGETS for point in of_targets(targets, seed)]
+    return [replace(p, trace=with_requests(p.trace, requests, seed)) for p in found] if requests else found
+
+
+def _quick_points(targets: str, seed: int) -> list[Point]:
+    slow = fluctuating_trace(seed=seed, rate_rps=QUICK_REQUESTS / DURATION_S, ttft_slo_s=TARGETS[targets])
+    return [Point("fluctuating", rate, targets, at_rate(slow, rate)) for rate in QUICK_RATES]
+
+
+def _points(folder: Path, targets: str, seed: int) -> list[Point]:
+    ttft_slo_s = TARGETS[targets]
+    found: list[Point] = []
+    for path in sorted(folder.glob("*.jsonl*")):
+        name = path.name.partition(".jsonl")[0]
+        for sweep, pattern in _PATTERNS.items():
+            match = re.fullmatch(pattern, name)
+            if match:
+                trace = load_trace(path, ttft_slo_s=ttft_slo_s)
+                value = float(match.group(1)) if match.groups() else round(trace.rate_rps, 3)
+                found.append(Point(sweep, value, targets, trace))
+                if name == _PUBLISHED_SCALE[0]:
+                    found.append(Point("scale", _PUBLISHED_SCALE[1], targets, trace))
+    if not found:
+        raise ConfigError(f"{folder} has no trace named as AdaServe's are, such as rate_rps3.6_ol256.jsonl.gz")
+    like = next((point.trace for point in found if point.sweep == "rate"), None)
+    for rate in FLUCTUATING_RATES:
+        trace = fluctuating_trace(seed=seed, rate_rps=rate, like=like, ttft_slo_s=ttft_slo_s)
+        found.append(Point("fluctuating", rate, targets, trace))
+    return sorted(found, key=lambda point: (list(SWEEPS).index(point.sweep), point.value))

@@ -1,0 +1,167 @@
+"""The lines of sweeps.jsonl and what follows: tables in Markdown, and how `adaserve` stands at each point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adaserve_jax.bench.simulate import TUNED
+from adaserve_jax.results.schema import ALL_CLASSES
+from benchmarks.adaserve.sweeps_points import BASELINE_GROUP, OURS, PAPER, SWEEPS, TARGETS
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender at one point. rows: result rows as in results.jsonl, over all classes first."""
+
+    key: str
+    machine: str
+    sweep: str
+    value: float
+    targets: str
+    contender: str
+    group: str
+    rows: tuple[dict[str, Any], ...]
+
+    @property
+    def overall(self) -> dict[str, Any]:
+        return next(row for row in self.rows if row["slo_class"] == ALL_CLASSES)
+
+    @property
+    def attainment(self) -> float:
+        return self.overall["attainment"]
+
+    @property
+    def goodput(self) -> float:
+        return self.overall["goodput_tps"]
+
+    @property
+    def setting(self) -> str:
+        row = self.overall
+        chunk = row["max_prefill_tokens"] or "any"
+        return f"{row['policy']}, chunk {chunk}, {row['max_requests']} running"
+
+
+Group = tuple[str, str, str]
+"""Machine, kind of targets, sweep."""
+
+
+def grouped(lines: Sequence[Line]) -> dict[Group, dict[float, dict[str, Line]]]:
+    """By machine, targets and sweep: by value: by contender; sweeps and values in order."""
+    order = sorted(lines, key=lambda line: (list(TARGETS).index(line.targets), list(SWEEPS).index(line.sweep)))
+    groups: dict[Group, dict[float, dict[str, Line]]] = {}
+    for line in sorted(order, key=lambda line: line.machine):
+        by_value = groups.setdefault((line.machine, line.targets, line.sweep), {})
+        by_value.setdefault(line.value, {})[line.contender] = line
+    return {group: dict(sorted(by_value.items())) for group, by_value in groups.items()}
+
+
+def best_baseline(at_point: dict[str, Line], judge: Callable[[Line], float]) -> Line | None:
+    """The baseline at the paper's setting with the highest figure; of equals the first."""
+    return max((line for line in at_point.values() if line.group == BASELINE_GROUP), key=judge, default=None)
+
+
+def tables(lines: Sequence[Line]) -> str:
+    """A table for each machine, kind of targets and sweep: attainment and goodput by contender and value."""
+    kinds = {"tpot": "TPOT targets only", "joint": "TPOT targets and TTFT within 4 s"}
+    commits = ", ".join(sorted({line.overall["commit"][:12] for line in lines}))
+    parts = ["# Policy sweeps", "", _about(commits), ""]
+    for machine, targets in dict.fromkeys((group[0], group[1]) for group in grouped(lines)):
+        parts += [f"![attainment and goodput: {machine}, {kinds[targets]}]({machine}-{targets}.png)", ""]
+    for (machine, targets, sweep), by_value in grouped(lines).items():
+        names = list(dict.fromkeys(name for at_point in by_value.values() for name in at_point))
+        parts += [
+            f"## {machine}, {kinds[targets]}: by {SWEEPS[sweep]}",
+            "",
+            "Each cell: share of requests met / goodput in tokens/s.",
+            "",
+        ]
+        parts += _table(["policy", *(f"{value:g}" for value in by_value)], [
+            [name, *(_cell(at_point.get(name)) for at_point in by_value.values())] for name in names
+        ])  # fmt: skip
+        tuned = [f"{value:g}: {at[TUNED].setting}" for value, at in by_value.items() if TUNED in at]
+        parts += [*([f"Tuned settings: {'; '.join(tuned)}.", ""] if tuned else [])]
+    return "\n".join(parts)
+
+
+def _about(commits: str) -> str:
+    return (
+        f"`benchmarks/adaserve/sweeps.py` simulated these sweeps at commit {commits}. They compare every policy on "
+        "AdaServe's traces, over rates, shares of urgent requests and SLO scales. The summary is in docs/results.md."
+    )
+
+
+def _cell(line: Line | None) -> str:
+    return "" if line is None else f"{line.attainment:.1%} / {line.goodput:.0f}"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    ruled = ["|" + "|".join("---" for _ in head) + "|"]
+    return [f"| {' | '.join(head)} |", *ruled, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def verdict(lines: Sequence[Line]) -> dict[str, Any]:
+    """points: how `adaserve` stands at each. overall: by machine and kind of targets, the extremes.
+
+    violation_ratio: violations of the best baseline at the paper's setting over ours; None where we have none. A figure
+    is None as well where the contender that it needs was not run.
+    """
+    judged = [
+        _judge(group, value, at_point)
+        for group, by_value in grouped(lines).items()
+        for value, at_point in by_value.items()
+        if OURS in at_point
+    ]
+    overall = {}
+    for machine, targets in dict.fromkeys((point["machine"], point["targets"]) for point in judged):
+        mine = [point for point in judged if (point["machine"], point["targets"]) == (machine, targets)]
+        rates = [point for point in mine if point["sweep"] == "rate"]
+        highest = max(rates, key=lambda point: point["value"], default=None)
+        overall[f"{machine} {targets}"] = {
+            "points": len(mine),
+            "points_without_violations": sum(point["attainment"] == 1 for point in mine),
+            "points_below_best_baseline": _below(mine, "minus_best_baseline"),
+            "points_below_tuned": _below(mine, "minus_tuned"),
+            "largest_violation_ratio": _extreme(max, mine, "violation_ratio"),
+            "least_violation_ratio": _extreme(min, mine, "violation_ratio"),
+            "goodput_ratio_at_highest_rate": None if highest is None else highest["goodput_ratio"],
+            "least_minus_tuned": _extreme(min, mine, "minus_tuned"),
+            "largest_minus_tuned": _extreme(max, mine, "minus_tuned"),
+            "least_minus_paper": _extreme(min, mine, "minus_paper"),
+        }
+    return {"overall": overall, "points": judged}
+
+
+def _judge(group: Group, value: float, at_point: dict[str, Line]) -> dict[str, Any]:
+    ours, tuned, paper = at_point[OURS], at_point.get(TUNED), at_point.get(PAPER)
+    best = best_baseline(at_point, lambda line: line.attainment)
+    richest = best_baseline(at_point, lambda line: line.goodput)
+    violations = 1 - ours.attainment
+    ratio = None if best is None or violations <= 0 else (1 - best.attainment) / violations
+    return {
+        "machine": group[0],
+        "targets": group[1],
+        "sweep": group[2],
+        "value": value,
+        "attainment": ours.attainment,
+        "goodput_tps": ours.goodput,
+        "best_baseline": None if best is None else best.contender,
+        "best_baseline_attainment": None if best is None else best.attainment,
+        "minus_best_baseline": None if best is None else ours.attainment - best.attainment,
+        "violation_ratio": ratio,
+        "best_goodput_baseline": None if richest is None else richest.contender,
+        "goodput_ratio": None if richest is None or not richest.goodput else ours.goodput / richest.goodput,
+        "tuned_setting": None if tuned is None else tuned.setting,
+        "minus_tuned": None if tuned is None else ours.attainment - tuned.attainment,
+        "goodput_ratio_to_tuned": None if tuned is None or not tuned.goodput else ours.goodput / tuned.goodput,
+        "minus_paper": None if paper is None else ours.attainment - paper.attainment,
+    }
+
+
+def _below(points: Sequence[dict[str, Any]], name: str) -> int:
+    return sum(point[name] is not None and point[name] < 0 for point in points)
+
+
+def _extreme(pick: Callable[..., Any], points: Sequence[dict[str, Any]], name: str) -> float | None:
+    return pick((point[name] for point in points if point[name] is not None), default=None)

@@ -1,0 +1,271 @@
+"""Does the simulator say what the engine does? The same requests through both, policy by policy.
+
+    python -m benchmarks.adaserve.validation --traces adaserve-traces --out validation
+
+The first requests of one of AdaServe's traces, their texts cut to a thirteenth of their tokens so that prefill has the
+share of a step that it has on the paper's machine, with its targets in multiples of the baseline latency, arrive at
+several rates at a real engine with a grown target: plain decoding, the chain that the simulator finds best, the paper's
+policy and ours, in interleaved rounds. The engine starts from a profile that is measured first, unless --out has one.
+Acceptance is recorded from the chain's runs. The latency that targets are scaled by, and the chain, are kept in
+chosen.json, so that a run that was stopped goes on with them, and so does one whose profile was removed to be measured
+again. Then the same prompts, output lengths, arrivals and targets are simulated
+on the profile with the recorded acceptance.
+
+Printed and written to validation.json: attainment (TPOT alone, and with TTFT) and goodput of both, their differences,
+and whether both put the policies in the same order. Rows and records of the real runs are beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from adaserve_jax.bench.local_client import LocalBenchEngine
+from adaserve_jax.bench.plan import BenchPlan
+from adaserve_jax.bench.profile import measure_profile
+from adaserve_jax.bench.runner import run_bench
+from adaserve_jax.cli.terminal import notes, open_bench_engine
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.errors import AdaServeError, ConfigError
+from adaserve_jax.results.aggregate import summarize
+from adaserve_jax.results.jsonl import make_folder, read_rows
+from adaserve_jax.results.profile import write_profile
+from adaserve_jax.results.provenance import source_commit
+from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
+from adaserve_jax.sim.acceptance import AcceptanceModel, AcceptanceRecord, fit_acceptance
+from adaserve_jax.sim.machines import Machine, load_machine
+from adaserve_jax.sim.simulation import SimulationPlan, simulate
+from adaserve_jax.workloads.traces import Trace
+from benchmarks.adaserve.validation_requests import PROMPT_PARTS, Asked, as_trace, as_workload, asked_requests
+from benchmarks.engine.throughput import grown_target
+
+COMPARED = ("attainment_tpot", "attainment", "goodput_tps")
+SIMULATIONS = 5
+"""Seeds that a simulated point is the mean of; the real one is the mean of its repeats."""
+CHECK_S = 45.0
+"""Of mixed load when a profile is measured."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One policy at one rate: means over repeats and over seeds, by measure."""
+
+    policy: str
+    rate_rps: float
+    real: dict[str, float]
+    simulated: dict[str, float]
+    real_repeats: list[dict[str, float]]
+
+    def difference(self, measure: str) -> float:
+        """Simulated minus real; of goodput as a share of the real one."""
+        difference = self.simulated[measure] - self.real[measure]
+        return difference / self.real[measure] if measure == "goodput_tps" and self.real[measure] else difference
+
+
+def best_chain(machine: Machine, trace: Trace, rates: Sequence[float]) -> int:
+    """k of the `spec:<k>` that attains most on average over the rates."""
+    attained = {}
+    for k in range(1, machine.max_depth + 1):
+        points = [_simulated(f"spec:{k}", machine, trace, rate, None, seeds=1) for rate in rates]
+        attained[k] = float(np.mean([point["attainment"] for point in points]))
+    return max(attained, key=attained.__getitem__)
+
+
+def _simulated(
+    policy: str, machine: Machine, trace: Trace, rate: float, acceptance: AcceptanceModel | None, *, seeds: int
+) -> dict[str, float]:
+    requests = tuple(replace(r, due_s=r.due_s * trace.rate_rps / rate) for r in trace.requests)
+    scaled = replace(trace, requests=requests)
+    found = []
+    for seed in range(seeds):
+        plan = SimulationPlan((), seed, acceptance=acceptance, keep_token_times=False)
+        done = simulate(policy, plan, machine, scaled)
+        found.append(_measures(done.records, done.wall_s))
+    return _mean(found)
+
+
+def _measures(records: list[RequestRecord], wall_s: float) -> dict[str, float]:
+    overall = summarize(records, wall_s=wall_s)[0]
+    return {name: float(getattr(overall, name) or 0.0) for name in COMPARED}
+
+
+def _mean(measures: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([each[name] for each in measures])) for name in COMPARED}
+
+
+def measure_real(
+    engine: LocalBenchEngine, asked: Sequence[Asked], policies: Sequence[str], rates: Sequence[float], repeats: int,
+    out: Path,
+) -> dict[tuple[str, float], list[dict[str, float]]]:  # fmt: skip
+    """Rounds over all rates and policies: measures of each point, one per round. What `out` has whole is not run again.
+    Raises ConfigError: a row is not valid."""
+    found: dict[tuple[str, float], list[dict[str, float]]] = {}
+    for repeat in range(repeats):
+        for index, rate in enumerate(rates):
+            shift = (index + repeat) % len(policies)
+            workload = as_workload(asked, rate)
+            duration_s = workload.items[-1].arrival_s or 0.0
+            rotated = (*policies[shift:], *policies[:shift])
+            plan = BenchPlan(rotated, (None,), duration_s + 1.0, seed=repeat, drain_s=120.0, record=True)
+            folder = out / f"real-{repeat}-{rate:g}"
+            written = folder / "results.jsonl"
+            ran = [row for row in read_rows(written, ResultRow) if row.valid] if written.exists() else []
+            if {row.policy for row in ran} != set(policies):
+                shutil.rmtree(folder, ignore_errors=True)
+                ran = []
+            for row in ran or run_bench(plan, workload, lambda _: engine, folder, close=False):
+                if row.slo_class != ALL_CLASSES:
+                    continue
+                if not row.valid:
+                    raise ConfigError(f"{row.policy} at {rate:g}/s is not valid: {row.invalid_reason}; run it again")
+                measures = {name: float(getattr(row, name) or 0.0) for name in COMPARED}
+                found.setdefault((row.policy, rate), []).append(measures)
+                notes().print(f"round {repeat + 1} {row.policy} at {rate:g}/s: {measures}", highlight=False)
+    return found
+
+
+def read_records(out: Path, rates: Sequence[float], repeats: int, policy: str) -> list[AcceptanceRecord]:
+    """What the real runs of one policy recorded."""
+    folders = [out / f"real-{repeat}-{rate:g}" for repeat in range(repeats) for rate in rates]
+    records = [each for folder in folders for each in read_rows(folder / "acceptance.jsonl", AcceptanceRecord)]
+    return [each for each in records if each.policy == policy]
+
+
+def order(points: Sequence[Compared], side: str) -> list[str]:
+    """Policies by attainment, best first."""
+    return [p.policy for p in sorted(points, key=lambda p: -getattr(p, side)["attainment"])]
+
+
+def same_order(points: Sequence[Compared], tolerance: float = 0.02) -> bool:
+    """Whether no two policies are the other way round, by more than `tolerance` of attainment on both sides."""
+    for one in points:
+        for two in points:
+            real = one.real["attainment"] - two.real["attainment"]
+            simulated = one.simulated["attainment"] - two.simulated["attainment"]
+            if real > tolerance and simulated < -tolerance:
+                return False
+    return True
+
+
+def show(points: Sequence[Compared]) -> None:
+    """The table, to stdout."""
+    table = Table(title="real / simulated", title_justify="left")
+    for header in ("rate", "policy", "TPOT met", "both met", "goodput, tokens/s", "points off", "goodput off"):
+        table.add_column(header, justify="right")
+    for point in points:
+        pairs = [(point.real[name], point.simulated[name]) for name in COMPARED]
+        table.add_row(
+            f"{point.rate_rps:g}", point.policy, *(f"{a:.1%} / {b:.1%}" for a, b in pairs[:2]),
+            "{:.0f} / {:.0f}".format(*pairs[2]), f"{100 * point.difference('attainment'):+.1f}",
+            f"{point.difference('goodput_tps'):+.1%}",
+        )  # fmt: skip
+    console = Console()
+    (console if console.is_terminal else Console(width=130)).print(table)
+
+
+def policy_validation(
+    traces: Annotated[Path, typer.Option(help="folder of AdaServe's traces")],
+    out: Annotated[Path, typer.Option(help="folder for the profile, rows and validation.json")],
+    trace: Annotated[str, typer.Option(help="trace whose first requests are taken")] = "rate_rps3.6_ol256",
+    requests: Annotated[int, typer.Option(help="how many")] = 120,
+    new_tokens: Annotated[int, typer.Option(help="most output tokens of each")] = 48,
+    rates: Annotated[str, typer.Option(help="requests per second, separated by commas")] = "3,4.5,6",
+    repeats: Annotated[int, typer.Option(help="rounds of the real engine")] = 2,
+    params: Annotated[str, typer.Option(help="size to grow the target to")] = "110M",
+    temperature: Annotated[float, typer.Option(help="of all requests")] = 0.0,
+    simulate_only: Annotated[bool, typer.Option(help="do not run the engine: to choose rates")] = False,
+) -> None:
+    """Run both and compare."""
+    make_folder(out)
+    config = EngineConfig(target=str(grown_target(params)), max_context=1024, prefix_cache=False)  # as simulated
+    path = out / "profile.json"
+    if not path.exists():
+        write_profile(path, measure_profile(config, name=f"grown-{params}", check_s=CHECK_S))
+    machine = load_machine(str(path))
+    chosen_rates = [float(rate) for rate in rates.split(",")]
+    chosen = out / "chosen.json"
+    known = json.loads(chosen.read_text()) if chosen.exists() else {"baseline_s": machine.baseline_s, "chain": None}
+    asked = asked_requests(
+        traces, trace, count=requests, new_tokens=new_tokens, baseline_s=known["baseline_s"], temperature=temperature
+    )
+    chain = known["chain"] or f"spec:{best_chain(machine, as_trace(asked), chosen_rates)}"
+    chosen.write_text(json.dumps(known | {"chain": chain}) + "\n")
+    policies = ("ar", chain, "adaserve-paper", "adaserve")
+    if simulate_only:
+        for rate in chosen_rates:
+            for policy in policies:
+                print(rate, policy, _simulated(policy, machine, as_trace(asked), rate, None, seeds=1))
+        return
+    engine = open_bench_engine(replace(config, profile=str(path)), record=True)
+    try:
+        info = engine.client.info
+        asked = [each.measured(engine.encode(each.item)) for each in asked]
+        real = measure_real(engine, asked, policies, chosen_rates, repeats, out)
+    finally:
+        engine.client.close()
+    emitted = _output_tokens(out / f"real-0-{chosen_rates[0]:g}" / "requests.jsonl", "ar", len(asked))
+    asked = [replace(each, output_tokens=tokens) for each, tokens in zip(asked, emitted, strict=True)]
+    acceptance = fit_acceptance(read_records(out, chosen_rates, repeats, chain))
+    points = [
+        Compared(
+            policy, rate, _mean(real[policy, rate]),
+            _simulated(policy, machine, as_trace(asked), rate, acceptance, seeds=SIMULATIONS), real[policy, rate],
+        )
+        for rate in chosen_rates for policy in policies
+    ]  # fmt: skip
+    show(points)
+    by_rate = {rate: [point for point in points if point.rate_rps == rate] for rate in chosen_rates}
+    result = {
+        "commit": source_commit(),
+        "device": info.device,
+        "jax_version": info.jax_version,
+        "target": f"grown-{params}",
+        "trace": trace,
+        "requests": requests,
+        "prompt_parts": PROMPT_PARTS,
+        "new_tokens": new_tokens,
+        "temperature": temperature,
+        "repeats": repeats,
+        "simulated_seeds": SIMULATIONS,
+        "baseline_s": known["baseline_s"],
+        "acceptance": asdict(acceptance),
+        "prediction_errors": json.loads(path.read_text())["errors"],
+        "serving": json.loads(path.read_text())["serving"],
+        "points": [
+            {**asdict(point), **{f"{name}_off": point.difference(name) for name in COMPARED}} for point in points
+        ],
+        "orders": {
+            f"{rate:g}": {"real": order(at, "real"), "simulated": order(at, "simulated"), "same": same_order(at)}
+            for rate, at in by_rate.items()
+        },
+        "largest_attainment_off": max(abs(point.difference("attainment")) for point in points),
+        "largest_goodput_off": max(abs(point.difference("goodput_tps")) for point in points),
+    }
+    (out / "validation.json").write_text(json.dumps(result, indent=1) + "\n")
+    for name in ("orders", "largest_attainment_off", "largest_goodput_off"):
+        print(name, json.dumps(result[name], indent=1))
+
+
+def _output_tokens(path: Path, policy: str, count: int) -> list[int]:
+    """Of every request in order; texts, and so their lengths, are the same under every policy."""
+    records = [each for each in read_rows(path, RequestRecord) if each.policy == policy]
+    by_number = {int(each.request_id.rpartition("-")[2]): each.output_tokens for each in records}
+    return [max(by_number[number], 1) for number in range(count)]
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(policy_validation)
+    except AdaServeError as error:
+        sys.exit(f"error: {error}")

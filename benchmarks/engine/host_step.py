@@ -1,0 +1,171 @@
+"""Host time of a step: plan + select + commit around an executor that costs nothing; and of its parts alone.
+
+    python -m benchmarks.engine.host_step [--out results.json]
+
+Prints medians in milliseconds; `half-model` is `adaserve` without its bandit. Targets: 1 ms at 16 requests, 2.5 ms at
+64; selector 0.15 ms at 64 x 24 candidates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.scheduler import selection
+from adaserve_jax.scheduler.controllers.base import Feedback, Load
+from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.sim.executor import SimExecutor, VirtualClock
+from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence
+
+TARGET_MS = {"step, 16 requests": 1.0, "step, 64 requests": 2.5, "selector, 64 x 24": 0.15}
+
+
+def limits_for(requests: int) -> Limits:
+    edges = tuple(2**power for power in range(10))
+    return Limits(requests, edges, 8 * requests, 2048, 64, 64 * requests, 6, 4)
+
+
+def simulated_costs(limits: Limits) -> CostSamples:
+    rows = sorted({1, 4, 16, limits.max_requests})
+    knee = 3 * limits.max_requests
+    verify = {(edge, r): 0.016 * (1 + max(0, edge - knee) / 96) for edge in limits.token_edges for r in rows}
+    levels = {(r, width): 0.0005 + 2e-6 * r * width for r in rows for width in (1, 2, 4)}
+    return CostSamples(verify, {size: 0.001 + 2e-6 * size for size in (16, 64, 256, 512)}, levels)
+
+
+def steady_step_ms(policy: str, requests: int, steps: int) -> dict[str, float]:
+    """Median milliseconds of plan, select, commit and their sum, all requests decoding, with mixed targets."""
+    limits, clock = limits_for(requests), VirtualClock()
+    costs = simulated_costs(limits)
+    executor = SimExecutor(limits, costs, 0.75, clock, strict=False)
+    scheduler = build_scheduler(EngineConfig(policy=policy), limits, costs)
+    rng = np.random.default_rng(0)
+    for index in range(requests):
+        slo_s = (0.02, 0.04, 0.08, None)[index % 4]
+        prompt = rng.integers(0, 1000, 40).astype(np.int32)
+        params = SamplingParams(max_tokens=1900, temperature=0.8)
+        scheduler.add(Sequence(f"r{index}", prompt, params, seed=index, arrival_s=0.0, tpot_slo_s=slo_s))
+    times: list[tuple[float, float, float]] = []
+    while len(times) < steps:
+        begin = time.perf_counter()
+        plan = scheduler.plan(clock.now())
+        planned = time.perf_counter()
+        if plan is None:
+            raise RuntimeError("the requests ended before the steps were timed")
+        candidates = CandidateTrees.empty(plan.num_decode)
+        if plan.draft is not None:
+            candidates = executor.speculate(plan)
+        drafted = time.perf_counter()
+        trees = scheduler.select(plan, candidates, clock.now())
+        selected = time.perf_counter()
+        outcome = executor.verify(plan, trees)
+        verified = time.perf_counter()
+        scheduler.commit(plan, trees, candidates, outcome, clock.now())
+        committed = time.perf_counter()
+        if plan.num_decode == requests:
+            times.append((planned - begin, selected - drafted, committed - verified))
+    phases = np.array(times) * 1e3
+    names = ("plan_ms", "select_ms", "commit_ms")
+    result = {name: float(np.median(phases[:, column])) for column, name in enumerate(names)}
+    return {**result, "step_ms": float(np.median(phases.sum(axis=1)))}
+
+
+def choice_ms(policy: str, requests: int, repeats: int) -> float:
+    """Median milliseconds in which the controller decides and learns, all requests decoding with a target."""
+    limits = limits_for(requests)
+    scheduler = build_scheduler(EngineConfig(policy=policy), limits, simulated_costs(limits))
+    controller, lag = scheduler.controller, np.full(requests, 2)
+    load = Load(np.full(requests, 40.0), lag, np.ones(requests, bool), 0, 0, 0.0, np.full(requests, 100))
+
+    def once() -> None:
+        decision = controller.decide(load)
+        drafted, accepted = requests * decision.depth, requests if decision.depth else 0
+        controller.learn(
+            Feedback(
+                accepted, drafted, accepted, 2 * accepted, decode_rows=requests, decoded=requests + accepted,
+                step_s=0.02, predicted_s=0.02, expected=float(accepted),
+            )
+        )  # fmt: skip
+
+    return median_ms(once, repeats)
+
+
+def selector_ms(requests: int, depth: int, width: int, repeats: int) -> float:
+    """Median milliseconds of ranking, Algorithm 2 and packing of requests x (depth * width) candidates."""
+    rng = np.random.default_rng(0)
+    size = depth * width
+    level = np.repeat(np.arange(1, depth + 1), width).astype(np.int32)
+    rank = np.tile(np.arange(width), depth)
+    parent = np.where(level == 1, -1, (level - 2) * width + rank).astype(np.int32)
+    step = np.log(rng.uniform(0.3, 1.0, (requests, depth, width)))
+    candidates = CandidateTrees(
+        rng.integers(0, 1000, (requests, size)).astype(np.int32),
+        np.broadcast_to(parent, (requests, size)),
+        np.cumsum(step, axis=1).reshape(requests, size).astype(np.float32),
+        level,
+    )
+    root, need = np.zeros(requests, np.int32), rng.uniform(0.5, 4, requests)
+
+    def once() -> None:
+        ranked = selection.rank(candidates)
+        selection.select_slo(candidates, root, ranked, need, budget=4 * requests)
+
+    return median_ms(once, repeats)
+
+
+def median_ms(call: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return float(np.median(times)) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--steps", type=int, default=150, help="steps timed for each row")
+    args = parser.parse_args()
+
+    rows: list[dict[str, str | float]] = []
+    for policy in ("ar", "spec:4", "half-model", "adaserve"):
+        for requests in (1, 16, 64):
+            figures = steady_step_ms(policy, requests, args.steps)
+            rows.append({"what": f"step, {requests} requests", "policy": policy, **figures})
+    for policy in ("half-model", "adaserve"):
+        choice = {"what": "choice alone, 64 requests", "policy": policy}
+        rows.append({**choice, "step_ms": choice_ms(policy, 64, 10 * args.steps)})
+    alone = selector_ms(64, 6, 4, 4 * args.steps)
+    rows.append({"what": "selector, 64 x 24", "policy": "adaserve", "step_ms": alone})
+
+    table = Table(title="host time, median ms")
+    for column in ("what", "policy", "plan", "select", "commit", "sum", "target"):
+        table.add_column(column)
+    for row in rows:
+        phases = [f"{row[name]:.3f}" if name in row else "" for name in ("plan_ms", "select_ms", "commit_ms")]
+        target = TARGET_MS.get(str(row["what"]))
+        table.add_row(
+            str(row["what"]),
+            str(row["policy"]),
+            *phases,
+            f"{row['step_ms']:.3f}",
+            "" if target is None else f"{target:g}",
+        )
+    Console().print(table)
+    if args.out:
+        machine = {"machine": platform.machine(), "processor": platform.processor(), "numpy": np.__version__}
+        args.out.write_text(json.dumps({**machine, "targets_ms": TARGET_MS, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What learning from the traffic makes of a draft that does not know it: acceptance by requests served.
+
+    python -m benchmarks.osd.online_learning narrow code --work FOLDER --out benchmarks/results/online-learning
+    python -m benchmarks.osd.online_learning narrow maths --gsm8k train.jsonl.gz ...
+    python -m benchmarks.osd.online_learning shift --gsm8k ...      # four kinds of traffic, one after another
+    python -m benchmarks.osd.online_learning mixed --gsm8k ...      # all at once: one draft, and one for each kind
+
+The draft begins with a top layer of random weights, for mixed traffic with no top layer at all. Each command writes
+NAME.json below --out: what it began with, what serving taught it, and what `adaserve distill` makes of the same prompts
+beforehand, in two epochs. Requests come in waves of eight, at temperature 1, 64 tokens each; the next wave comes when
+nothing is left to be learned from the last, so that training takes no time from serving. `learning_figures.py` draws
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import typer
+
+from adaserve_jax.cli.terminal import notes
+from adaserve_jax.distill.offline import reset_top_layer
+from adaserve_jax.learn_config import LearnConfig
+from adaserve_jax.models.config import ModelConfig, resolve_folder
+from adaserve_jax.models.decoder import init_params
+from adaserve_jax.models.loading import load_params
+from adaserve_jax.models.writing import export
+from adaserve_jax.results.provenance import machine_name, source_commit
+from benchmarks.osd.prompts import NAMES, Domain, domains, write_prompts
+from benchmarks.osd.runs import MAX_TOKENS, TEMPERATURE, Asked, Run, acceptance_of, judge_of, learning_config, run
+
+DEMO = "demo"
+RATE = 1e-3
+"""Learning rate of a draft of 0.6M parameters."""
+LEARN = LearnConfig(learn_rate=RATE)
+VARIANTS: dict[str, LearnConfig] = {
+    "online": LEARN,
+    "overruled": replace(LEARN, learn_positions="overruled"),
+    "reverse_kl": replace(LEARN, learn_loss="reverse_kl"),
+    "jsd": replace(LEARN, learn_loss="jsd"),
+    "lora": replace(LEARN, learn_lora_rank=16),
+}
+"""Ways to learn, by name; "online" is what all other runs use."""
+SHIPPED, START, OFFLINE = "shipped", "start", "offline"
+
+Work = Annotated[Path, typer.Option(help="folder for drafts that are made on the way; kept, and used again")]
+Out = Annotated[Path, typer.Option(help="folder of results")]
+Gsm8k = Annotated[Path | None, typer.Option(help="GSM8K's train.jsonl.gz, for maths prompts")]
+Requests = Annotated[int, typer.Option(help="requests to serve")]
+Judged = Annotated[int, typer.Option(help="prompts of each kind that acceptance is measured on")]
+Every = Annotated[int, typer.Option(help="requests between two measurements")]
+Policy = Annotated[str, typer.Option(help="policy that serves")]
+Steps = Annotated[
+    int,
+    typer.Option(
+        help="optimiser steps of an update: more than by default, so that what sets the drafts apart is what they can "
+        "hold, not how long they were taught"
+    ),
+]
+Which = Annotated[str, typer.Option(help="of one, tag, topic: the ways to serve it, comma-separated")]
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+
+
+def note(text: str) -> None:
+    notes().print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@app.command()
+def narrow(
+    domain: Annotated[str, typer.Argument(help=f"one of {', '.join(NAMES)}")],
+    work: Work,
+    out: Out,
+    gsm8k: Gsm8k = None,
+    requests: Requests = 2000,
+    judged: Judged = 64,
+    every: Every = 100,
+    policy: Policy = "spec:4",
+    variants: Annotated[str, typer.Option(help=f"comma-separated, of {', '.join(VARIANTS)}")] = "online",
+) -> None:
+    """One kind of traffic: online against the same prompts offline."""
+    (each,) = domains((domain,), gsm8k, requests, judged)
+    start = start_of(work)
+    judge = judge_of(DEMO, DEMO, {domain: each.judged})
+    offline = offline_of(work, start, each)
+    found = {name: acceptance_of(draft, judge) for name, draft in
+             {SHIPPED: DEMO, START: start, OFFLINE: offline}.items()}  # fmt: skip
+    note(f"{domain}: {found}")
+    stream = [Asked(domain, prompt) for prompt in each.served]
+    runs = []
+    for name in variants.split(","):
+        config = learning_config(start, VARIANTS[name], {}, "tag", policy)
+        keep = work / f"{name}-{domain}"
+        runs.append(run(f"{domain}/{name}", config, stream, judge, every=every, note=note, keep=keep))
+        write(out / f"narrow-{domain}.json", policy, found, runs)
+
+
+@app.command()
+def shift(
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 2000, judged: Judged = 48, every: Every = 50,
+    policy: Policy = "spec:4",
+) -> None:  # fmt: skip
+    """Four kinds of traffic, one after another."""
+    each = domains(NAMES, gsm8k, requests // len(NAMES), judged)
+    stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
+    _of_all("shift", each, [("one", stream, {}, "tag")], start_of(work), out, every, policy)
+
+
+@app.command()
+def mixed(
+    work: Work, out: Out, gsm8k: Gsm8k = None, requests: Requests = 3200, judged: Judged = 48, every: Every = 200,
+    policy: Policy = "spec:4",
+    steps: Steps = 8, which: Which = "one,tag,topic",
+    kinds: Annotated[str, typer.Option(help="kinds of traffic, comma-separated")] = "code,maths",
+) -> None:  # fmt: skip
+    """All kinds at once, in random order: one draft for all, and one for each, by tag and by topic. Drafts have one
+    layer here: the less a draft can hold, the more there is to gain by giving each kind its own."""
+    names = tuple(kinds.split(","))
+    each = domains(names, gsm8k, requests // len(names), judged)
+    stream = [Asked(domain.name, prompt) for domain in each for prompt in domain.served]
+    random.Random(0).shuffle(stream)
+    start = one_layer_of(work)
+    drafts = dict.fromkeys(names, start)
+    tagged = [replace(asked, tag=asked.domain) for asked in stream]
+    # By topic: a tenth of the clients say what they ask, and that is what the others are told apart by.
+    some = [replace(asked, tag=asked.domain if index % 10 == 0 else "") for index, asked in enumerate(stream)]
+    ways = [("one", stream, {}, "tag"), ("tag", tagged, drafts, "tag"), ("topic", some, drafts, "topic")]
+    chosen = [way for way in ways if way[0] in which.split(",")]
+    _of_all("mixed", each, chosen, start, out, every, policy, replace(LEARN, learn_steps=steps))
+
+
+def _of_all(
+    name: str, each: list[Domain], ways: list[tuple[str, list[Asked], dict[str, str], str]], start: str, out: Path,
+    every: int, policy: str, learn: LearnConfig = LEARN,
+) -> None:  # fmt: skip
+    judge = judge_of(DEMO, start, {domain.name: domain.judged for domain in each})
+    found = {START: acceptance_of(start, judge)}
+    folders = (resolve_folder(draft, "draft") for draft in (start, DEMO))
+    if len(set(map(ModelConfig.from_folder, folders))) == 1:
+        found[SHIPPED] = acceptance_of(DEMO, judge)
+    runs = []
+    for way, stream, drafts, route in ways:
+        config = learning_config(start, learn, drafts, route, policy)
+        runs.append(run(f"{name}/{way}", config, stream, judge, every=every, note=note))
+        write(out / f"{name}.json", policy, found, runs, [asked.domain for asked in ways[0][1]])
+
+
+def start_of(work: Path) -> str:
+    """The embedded draft with a top layer of random weights, as a folder."""
+    folder = work / "start"
+    if not (folder / "config.json").exists():
+        source = resolve_folder(DEMO, "draft")
+        config = ModelConfig.from_folder(source)
+        params = load_params(source, config, jnp.dtype(jnp.float32))
+        export(reset_top_layer(params, init_params(config, 0)), source, folder, dtype="f32")
+    return str(folder)
+
+
+def one_layer_of(work: Path) -> str:
+    """The embedded draft without the layers above its first, as a folder."""
+    folder, shape = work / "one-layer", work / "one-layer-shape"
+    if not (folder / "config.json").exists():
+        source = resolve_folder(DEMO, "draft")
+        shape.mkdir(parents=True, exist_ok=True)
+        for path in source.glob("*.json"):
+            shutil.copyfile(path, shape / path.name)
+        given = json.loads((source / "config.json").read_text())
+        (shape / "config.json").write_text(json.dumps(given | {"num_hidden_layers": 1}))
+        params = load_params(source, ModelConfig.from_folder(source), jnp.dtype(jnp.float32))
+        kept = {
+            name: weight for name, weight in params.items() if not name.startswith("layers.") or "layers.0." in name
+        }
+        export(kept, shape, folder, dtype="f32")
+    return str(folder)
+
+
+def offline_of(work: Path, start: str, domain: Domain) -> str:
+    """What `adaserve distill` makes of the prompts that are served, before any is."""
+    folder = work / f"offline-{domain.name}-{len(domain.served)}"
+    if not (folder / "config.json").exists():
+        prompts = work / f"{domain.name}.jsonl"
+        write_prompts(prompts, domain.served)
+        command = [
+            sys.executable, "-m", "adaserve_jax.cli", "distill", "--target", DEMO, "--draft", start,
+            "--prompts", str(prompts), "--out", str(folder), "--epochs", "2", "--max-tokens", str(MAX_TOKENS),
+            "--temperature", str(TEMPERATURE), "--rate", str(RATE), "--schedule", "cosine",
+        ]  # fmt: skip
+        note(" ".join(command[1:]))
+        subprocess.run(command, check=True)
+    return str(folder)
+
+
+def write(
+    path: Path, policy: str, found: dict[str, dict[str, float]], runs: list[Run],
+    domains_in_order: list[str] | None = None,
+) -> None:  # fmt: skip
+    """found: acceptance by domain of drafts that do not learn."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "commit": source_commit(), "machine": machine_name(), "policy": policy, "max_tokens": MAX_TOKENS,
+        "temperature": TEMPERATURE, "acceptance": found, "runs": [asdict(each) for each in runs],
+    }  # fmt: skip
+    if domains_in_order is not None:
+        result["order"] = domains_in_order
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,55 @@
+"""Chunks become deltas: what ends inside a character is held back, names spell nothing, -inf is JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from adaserve_jax.engine.client import OutputChunk
+from adaserve_jax.server.formatting import ChatFormatter, ChoiceDelta, CompletionFormatter, DeltaBuilder, to_json
+from adaserve_jax.types import TokenLogprob
+
+SPELLED: dict[int, bytes | str] = {0: "<|end|>", 1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b" b"}
+
+
+def chunk(text: str, ids: list[int], reason=None) -> OutputChunk:
+    found = [TokenLogprob(token, -0.25 * token, ((1, -0.5), (0, -math.inf))) for token in ids]
+    return OutputChunk("r", 0, text, ids, reason, logprobs=found)
+
+
+def taken(*chunks: OutputChunk, **asked) -> list[ChoiceDelta | None]:
+    deltas = DeltaBuilder(**asked)
+    assert deltas.is_new(0)
+    return [deltas.add(0, one) for one in chunks]
+
+
+def test_tokens_inside_a_character_wait_for_the_rest_of_it():
+    first, held, rest, last = taken(
+        chunk("a", [1]), chunk("", [2]), chunk("é b", [3, 4]), chunk("", [0], "stop"), spell=SPELLED.__getitem__
+    )
+    assert held is None
+    assert [[one.token for one in piece.logprobs] for piece in (first, rest, last)] == [
+        [b"a"], [b"\xc3", b"\xa9", b" b"], ["<|end|>"],
+    ]  # fmt: skip
+    assert [one.offset for piece in (first, rest, last) for one in piece.logprobs] == [0, 1, 1, 2, 4]
+    assert (rest.text, last.text, last.finish_reason) == ("é b", "", "stop")
+
+
+def test_a_name_in_the_middle_moves_no_offset():
+    (piece,) = taken(chunk("a b", [1, 0, 4], "length"), spell=SPELLED.__getitem__)
+    assert [one.offset for one in piece.logprobs] == [0, 1, 1]
+
+
+def test_an_echo_waits_for_the_first_piece():
+    held, shown, later = taken(chunk("", [2]), chunk("é", [3]), chunk("a", [1]), echo=("prompt ",))
+    assert (held, shown.text, later.text, shown.logprobs) == (None, "prompt é", "a", None)
+
+
+def test_names_and_minus_infinity_on_the_wire():
+    (piece,) = taken(chunk("\ufffd", [0, 2], "stop"), spell=SPELLED.__getitem__)
+    chat = json.loads(to_json(ChatFormatter("m").event([piece])))["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["bytes"]) for one in chat] == [("<|end|>", None), ("\\xc3", [195])]
+    assert chat[0]["top_logprobs"][1] == {"token": "<|end|>", "logprob": -9999.0, "bytes": None}
+    plain = json.loads(to_json(CompletionFormatter("m").event([piece])))["choices"][0]["logprobs"]
+    assert plain["tokens"] == ["<|end|>", "bytes:\\xc3"]
+    assert plain["top_logprobs"][1] == {"a": -0.5, "<|end|>": -9999.0, "bytes:\\xc3": -0.5}
