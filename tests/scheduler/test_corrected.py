@@ -21,9 +21,10 @@ from adaserve_jax.scheduler.controllers.nightjar import SwitchTable
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.scheduler.objective import Objective
 from adaserve_jax.scheduler.scheduler import build_scheduler
+from adaserve_jax.scheduler.step import run_step
 from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.types import CandidateTrees, CostSamples, Limits, SamplingParams, Sequence, scaled_samples
+from adaserve_jax.types import CostSamples, Limits, SamplingParams, Sequence, scaled_samples
 from tests.conftest import ROOT
 from tests.scheduler.harness import Run, limits_of, random_load
 from tests.scheduler.test_controllers import load_of
@@ -303,14 +304,10 @@ def tokens_per_s(policy: str, rows: int, tokens: int, wrong: int | None = None, 
             prompt = np.zeros(int(rng.integers(20, 90)), np.int32)
             scheduler.add(Sequence(str(added), prompt, length, seed=int(rng.integers(2**62)), arrival_s=clock.now()))
             added += 1
-        plan = scheduler.plan(clock.now())
-        assert plan is not None
-        candidates = CandidateTrees.empty(plan.num_decode) if plan.draft is None else executor.speculate(plan)
-        trees = scheduler.select(plan, candidates, clock.now())
-        outcome = executor.verify(plan, trees)
-        scheduler.commit(plan, trees, candidates, outcome, clock.now())
+        result = run_step(scheduler, executor, clock.now)
+        assert result is not None
         open_ = scheduler.stats.running + scheduler.stats.waiting
-        emitted += int(outcome.counts.sum())
+        emitted += int(result.step.outcome.counts.sum())
         if not before and emitted > tokens / 4:
             begin_s, before = clock.now(), emitted
     return (emitted - before) / (clock.now() - begin_s)
