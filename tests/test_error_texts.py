@@ -33,7 +33,7 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Vocabulary, refuse
 from adaserve_jax.distill.routing import Router
 from adaserve_jax.engine import process_main
-from adaserve_jax.engine.client import MAX_SALT_CHARS, GenerateRequest, check_salt
+from adaserve_jax.engine.client import MAX_SALT_CHARS, GenerateRequest, check_prompt, check_salt
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import (
     AdaServeError,
@@ -54,7 +54,6 @@ from adaserve_jax.runtime import loading as pair
 from adaserve_jax.runtime import multihost as hosts
 from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.scheduler.policies import find_policy
-from adaserve_jax.scheduler.slo import fit
 from adaserve_jax.server.settings import SloClass
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO, Limits, SamplingParams
@@ -76,7 +75,7 @@ def written(folder: Path, text: str) -> Path:
 
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a request larger than all pages": (
-        lambda _: fit(40, 60, LIMITS),
+        lambda _: check_prompt(40, LIMITS.max_context, max_tokens=60, kv_tokens=LIMITS.kv_tokens),
         "prompt and max_tokens must fit the KV cache of 64 tokens, got 40 + 60; shorten the prompt or lower max_tokens",
     ),
     "an unknown policy": (lambda _: find_policy("fast", 4), ", and those of files: FILE.py:NAME"),

@@ -15,7 +15,6 @@ from typing import Protocol
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
 from adaserve_jax.scheduler.queue import due_s
-from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.stats import DrafterStats, LearningStats, StepStats, counter, gauge
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
@@ -77,6 +76,37 @@ def check_salt(salt: object) -> None:
         )
 
 
+def check_prompt(
+    prompt_tokens: int, max_context: int, *, max_tokens: int = 1, kv_tokens: int | None = None, param: str = "prompt"
+) -> None:
+    """Raise RequestError unless a prompt can be served, whatever else runs.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        max_context: Most tokens of prompt and output together; the prompt must leave room for one token.
+        max_tokens: Most output tokens that the request asks for.
+        kv_tokens: Tokens that the KV pool holds; None where it is not known.
+        param: Request field that holds the prompt.
+    """
+    if prompt_tokens == 0:
+        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+    if prompt_tokens >= max_context:
+        raise RequestError(
+            f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "
+            "shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+    total = min(prompt_tokens + max_tokens, max_context)
+    if kv_tokens is not None and total > kv_tokens:
+        raise RequestError(
+            f"prompt and max_tokens must fit the KV cache of {kv_tokens} tokens, got {prompt_tokens} + "
+            f"{total - prompt_tokens}; shorten the prompt or lower max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
 @dataclass(frozen=True)
 class EngineInfo:
     """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
@@ -98,7 +128,7 @@ class EngineInfo:
 
     def check_prompt(self, prompt_tokens: int, param: str = "prompt") -> None:
         """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
-        check_prompt(prompt_tokens, self.max_context, param)
+        check_prompt(prompt_tokens, self.max_context, param=param)
 
     def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
         """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""

@@ -15,18 +15,20 @@ import numpy as np
 
 from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
 from adaserve_jax.constraints.protocols import Spells
-from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_salt
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_prompt, check_salt
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
+from adaserve_jax.scheduler.step import StepResult, begin_step, end_step
 from adaserve_jax.types import (
-    CandidateTrees,
+    DraftTrees,
     Executor,
     LogitEdits,
     RequestMetrics,
     Sequence,
     SequenceUpdate,
     StepLogprobs,
+    StepPlan,
     TokenLogprob,
 )
 
@@ -124,25 +126,12 @@ class Spelling(Decodes, Spells, Protocol):
     """What is needed of a tokenizer."""
 
 
-class RemoteRows(Protocol):
-    """What a drafter that is a service is asked and told beside its plans."""
-
-    @property
-    def available(self) -> bool:
-        """Whether it may be asked for trees now."""
-        ...
-
-    def ended(self, slots: np.ndarray) -> None:
-        """As `types.Drafter` has it."""
-        ...
-
-
 class EngineCore:
     """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
 
     eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
     drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
-    learns from the texts. remote: the drafter, where it is a service: it may be away, and keeps something for each row.
+    learns from the texts.
     """
 
     def __init__(
@@ -157,7 +146,6 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         constraints: Constraints | None = None,
         learner: Learner | None = None,
-        remote: RemoteRows | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -168,7 +156,6 @@ class EngineCore:
         self._tracker = OutputTracker(tokenizer)
         self._constraints = constraints or Constraints(0, tokenizer, refusal="this engine does not edit logits")
         self._learner = learner
-        self._remote = remote
         self._choice_ids: dict[str, list[str]] = {}
 
     @property
@@ -184,7 +171,11 @@ class EngineCore:
         """What `prepare` and `add` take. Raises RequestError when a request can never be served, whatever else runs, as
         far as that is soon known. Safe in any thread."""
         check_salt(request.cache_salt)
-        self.scheduler.fit(len(request.prompt_ids), request.sampling.max_tokens)
+        limits = self.scheduler.limits
+        check_prompt(
+            len(request.prompt_ids), limits.max_context, max_tokens=request.sampling.max_tokens,
+            kv_tokens=limits.kv_tokens,
+        )  # fmt: skip
         return self._constraints.check(request.sampling, request.prompt_ids)
 
     def prepare(self, request: GenerateRequest, shared: RequestConstraints | None, then: Callable[[], None]) -> None:
@@ -221,7 +212,6 @@ class EngineCore:
         """End all choices of a request that still run. Unknown ids are ignored."""
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
-        self._tell_ended()
         for choice in choices:
             self._constraints.discard(choice)
             if self._learner is not None:
@@ -239,50 +229,47 @@ class EngineCore:
         return [OutputChunk(request.request_id, choice, "", [], "abort", metrics) for choice in choices]
 
     def step(self) -> list[OutputChunk]:
-        """Plan, speculate, select, verify, commit; then the draft and pages change places, where that is due. Empty
-        when no token came."""
-        scheduler, executor = self.scheduler, self.executor
-        if self._remote is not None:
-            scheduler.draft_is_away = not self._remote.available
-        plan = scheduler.plan(self.clock())
-        if plan is None:
-            return []
-        self._tell_ended()  # whoever was preempted, before their slots' new requests are heard of
-        candidates = CandidateTrees.empty(plan.num_decode)
-        if plan.draft is not None:
-            candidates = executor.speculate(plan)
-        trees = scheduler.select(plan, candidates, self.clock())
+        """Run one step and return the chunks that it brought; none if nothing can run."""
         sequence_ids: list[str] = []
-        edits, stop_check = None, self._tracker.stop_check
-        if self._constraints.active or self._learner is not None:
-            sequence_ids = scheduler.sequence_ids(plan)
-        if self._constraints.active:
-            stop_check = self._stop_check
-            edits = self._constraints.edits(plan, trees, sequence_ids)
-        outcome, stuck = executor.verify(plan, trees, edits), []
-        if edits is not None:
-            outcome, stuck = drop_disallowed(outcome, edits, plan, trees, sequence_ids)
-        done_s = self.clock()
-        committed = scheduler.commit(plan, trees, candidates, outcome, done_s, stop_check)
+        constrained = self._constraints.active
+
+        def edit(plan: StepPlan, trees: DraftTrees) -> LogitEdits | None:
+            if constrained or self._learner is not None:
+                sequence_ids.extend(self.scheduler.sequence_ids(plan))
+            return self._constraints.edits(plan, trees, sequence_ids) if constrained else None
+
+        step = begin_step(self.scheduler, self.executor, self.clock, edit)
+        if step is None:
+            return []
+        stuck: list[str] = []
+        if step.edits is not None:
+            outcome, stuck = drop_disallowed(step.outcome, step.edits, step.plan, step.trees, sequence_ids)
+            step = replace(step, outcome=outcome)
+        chunks: list[OutputChunk] = []
+        stop_check = self._stop_check if constrained else self._tracker.stop_check
+        end_step(
+            self.scheduler, self.executor, self.clock, step, stop_check,
+            lambda result: chunks.extend(self._take(result, sequence_ids, stuck)),
+        )  # fmt: skip
+        return chunks
+
+    def _take(self, result: StepResult, sequence_ids: list[str], stuck: list[str]) -> list[OutputChunk]:
+        """Return the chunks of a committed step, after ending choices that cannot go on."""
+        step, updates = result.step, result.updates
         if self._learner is not None:
-            capture = not scheduler.is_loaded(done_s)
-            self._learner.stepped(plan, trees, candidates, outcome, sequence_ids, committed, capture=capture)
-        updates: Iterable[SequenceUpdate] = committed
-        if edits is not None and outcome.logprobs is not None:
-            updates = with_logprobs(updates, sequence_ids, edits, outcome.logprobs)
-        chunks = [self._tracker.chunk(update) for update in updates]
+            capture = not self.scheduler.is_loaded(result.ended_s)
+            self._learner.stepped(
+                step.plan, step.trees, step.candidates, step.outcome, sequence_ids, updates, capture=capture
+            )
+        found: Iterable[SequenceUpdate] = updates
+        if step.edits is not None and step.outcome.logprobs is not None:
+            found = with_logprobs(updates, sequence_ids, step.edits, step.outcome.logprobs)
+        chunks = [self._tracker.chunk(update) for update in found]
         if self._constraints.active:
             ending = dict.fromkeys([*stuck, *self._constraints.failed])
             chunks += [chunk for sequence_id in ending for chunk in self._end_stuck(sequence_id)]
         self._forget_finished(chunks)
-        self._tell_ended()
-        expand_or_contract(scheduler, executor, self.clock)
         return chunks
-
-    def _tell_ended(self) -> None:
-        """Tell a service that keeps something for each row which of them run no more."""
-        if self._remote is not None and len(slots := self.scheduler.take_released()):
-            self._remote.ended(slots)
 
     def _stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
         """`types.StopCheck`: where a grammar or a stop string ends a text."""
@@ -304,7 +291,7 @@ class EngineCore:
     def learn(self) -> None:
         """Between two steps: do a piece of training, where there is time for one."""
         if self._learner is not None and self.has_work:
-            self._learner.work(self.scheduler.spare_s(self.clock()))
+            self._learner.work(self.scheduler.slack_s(self.clock()))
 
     @property
     def rests(self) -> bool:
@@ -322,12 +309,13 @@ class EngineCore:
         for the draft; one may for the copy of cached pages. Returns whether there may be more to do at once."""
         if self.scheduler.draft_resident and self._learner is not None:
             return self._learner.work(None)
-        expand_or_contract(self.scheduler, self.executor, self.clock)
+        expand_or_contract(self.scheduler.elastic_memory, self.executor, self.clock)
         return False
 
     def settle(self) -> None:
         """Bring the draft back; only while idle, before another core takes over the executor. Raises ElasticError."""
-        bring_back_draft(self.scheduler, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
+        memory = self.scheduler.elastic_memory
+        bring_back_draft(memory, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
 
     def _choices(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Sequence]:
         sampling = request.sampling

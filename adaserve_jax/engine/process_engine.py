@@ -22,10 +22,17 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine import ipc as sockets
 from adaserve_jax.engine import ipc as wire
 from adaserve_jax.engine.by_name import LOCAL_ENGINE
-from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk, Sink, Sinks, check_room
+from adaserve_jax.engine.client import (
+    EngineInfo,
+    EngineStats,
+    GenerateRequest,
+    OutputChunk,
+    Sink,
+    Sinks,
+    check_room,
+)
 from adaserve_jax.engine.supervisor import OnDeath
 from adaserve_jax.errors import EngineDeadError, RequestError
-from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import Progress
 
@@ -113,7 +120,7 @@ class ProcessEngine:
         return child
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        check_prompt(len(request.prompt_ids), self.info.max_context)  # at once, without asking the engine
+        self.info.check_prompt(len(request.prompt_ids))  # at once, without asking the engine
         choices = request.sampling.n
         with self._lock:
             if not self.is_alive():
