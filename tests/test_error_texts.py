@@ -34,8 +34,7 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Vocabulary, refuse
 from adaserve_jax.distill.routing import Router
 from adaserve_jax.engine import process_main
-from adaserve_jax.engine.client import MAX_SALT_CHARS, GenerateRequest, check_salt
-from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.engine.client import MAX_SALT_CHARS, check_lengths, check_salt
 from adaserve_jax.errors import (
     AdaServeError,
     CheckpointError,
@@ -55,10 +54,9 @@ from adaserve_jax.runtime import loading as pair
 from adaserve_jax.runtime import multihost as hosts
 from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.scheduler.policies import find_policy
-from adaserve_jax.scheduler.slo import fit
 from adaserve_jax.server.settings import SloClass
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.types import SLO, Limits, SamplingParams
+from adaserve_jax.types import SLO, SamplingParams
 from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import trace_of
@@ -66,7 +64,6 @@ from benchmarks.nightjar.segments import shortened, with_lengths
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))
-LIMITS = Limits(8, (32,), 16, max_context=512, page_size=16, num_pages=4, max_depth=4, max_width=2)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -76,7 +73,7 @@ def written(folder: Path, text: str) -> Path:
 
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a request larger than all pages": (
-        lambda _: fit(40, 60, LIMITS),
+        lambda _: check_lengths(40, 60, max_context=512, kv_tokens=64),
         "prompt and max_tokens must fit the KV cache of 64 tokens, got 40 + 60; shorten the prompt or lower max_tokens",
     ),
     "an unknown policy": (lambda _: find_policy("fast", 4), ", and those of files: FILE.py:NAME"),
@@ -297,14 +294,3 @@ def test_structured_output_without_its_package_says_so(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match="structured output needs the package llguidance, which is not installed; in"):
         Vocabulary("{}", 16, frozenset())
-
-
-@pytest.mark.parametrize(("drafting", "has"), [
-    (None, "has no draft"), (object(), "asks a draft service, which has one draft"),
-])  # fmt: skip
-def test_a_draft_that_no_request_can_choose_is_refused(drafting: object, has: str):
-    made = SimpleNamespace(router=None, drafting=drafting)
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _assembly=made)
-    request = GenerateRequest("r", [1], SamplingParams(), SLO(), draft_tag="code")
-    with pytest.raises(RequestError, match=f"draft_tag must be absent: this engine {has}; got 'code'"):
-        LocalEngine._check(engine, request)

@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
-from adaserve_jax.engine.by_name import llm_class
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.types import Progress as ProgressCall
 
@@ -49,7 +48,9 @@ def open_llm(config: EngineConfig) -> LLM:
     """A ready engine with the Python API; loading and compiling are shown. Imports jax."""
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        return llm_class()(**{field.name: getattr(config, field.name) for field in fields(config)}, progress=progress)
+        from adaserve_jax.engine.llm import LLM
+
+        return LLM(**{field.name: getattr(config, field.name) for field in fields(config)}, progress=progress)
 
 
 def open_bench_engine(config: EngineConfig, *, record: bool = False) -> LocalBenchEngine:

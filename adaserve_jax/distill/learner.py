@@ -142,7 +142,7 @@ class Keeper:
         return self._is_writing and not self._copied.is_set()
 
     @property
-    def wakes_in_s(self) -> float | None:
+    def idle_for_s(self) -> float | None:
         """Seconds until `save_if_due` has confirmed versions to write, or to see that they were written; None: it never
         has."""
         if self._is_writing:
@@ -370,16 +370,16 @@ class Learner:
         return self._pieces.run(spare_s, self._clock)
 
     @property
-    def rests(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether there is nothing left to do while nothing runs."""
         if self.failed:
             return True
-        return not (self._watcher.is_waiting or self._pieces.is_due or self.wakes_in_s == 0)
+        return not (self._watcher.is_waiting or self._pieces.is_due or self.idle_for_s == 0)
 
     @property
-    def wakes_in_s(self) -> float | None:
+    def idle_for_s(self) -> float | None:
         """For how long that can be left so; None: until requests come."""
-        return None if self.failed or self._keeper is None else self._keeper.wakes_in_s
+        return None if self.failed or self._keeper is None else self._keeper.idle_for_s
 
     def _serve_as(self, draft: int) -> Callable[[Params], None]:
         def serve(params: Params) -> None:

@@ -128,18 +128,18 @@ def test_folders_that_cannot_be_used_or_hold_something_else_are_named(programs: 
 def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path: Path) -> None:
     served, clock = drafts_of(programs), Clock()
     keeper = keeper_of(tmp_path, served, clock)
-    assert keeper.wakes_in_s is None
+    assert keeper.idle_for_s is None
     served[0].take(Language(1).records(64))
     assert served[0].updates.good_version > 0
     clock.now = 20.0
-    assert keeper.wakes_in_s == SAVE_EVERY_S - 20.0
+    assert keeper.idle_for_s == SAVE_EVERY_S - 20.0
     keeper.save_if_due()
     assert keeper._writing is None
     clock.now = SAVE_EVERY_S
-    assert keeper.wakes_in_s == 0
+    assert keeper.idle_for_s == 0
     keeper.save_if_due()
     written(keeper)
-    assert keeper.wakes_in_s is None
+    assert keeper.idle_for_s is None
     keeper.close()
 
 
@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_is_asked_again_later(
         keeper.save_if_due()
         written(keeper)
     assert "no space left" in caplog.text
-    assert keeper.wakes_in_s == SAVE_EVERY_S and not keeper.is_copying
+    assert keeper.idle_for_s == SAVE_EVERY_S and not keeper.is_copying
     keeper.close()
     again = drafts_of(programs)
     keeper_of(tmp_path, again)

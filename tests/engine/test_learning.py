@@ -130,7 +130,7 @@ def rested(llm: LLM) -> LearningStats:
     pause, engine = threading.Event(), llm._engine
     while True:
         with engine._lock:
-            if engine._core.rests:
+            if engine._core.is_idle:
                 return llm.stats().learning
         pause.wait(0.002)
 
@@ -328,7 +328,7 @@ def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytes
         away.setattr(type(llm._engine.executor), "draft_resident", False)
         for _ in range(3):
             serve(llm)
-        assert not learner.work(None) and not learner.rests
+        assert not learner.work(None) and not learner.is_idle
         assert llm.stats().learning.micro_steps == 0
     assert rested(llm).version["default"] > 0
 
@@ -483,30 +483,30 @@ def test_what_is_new_is_written_while_requests_leave_no_time(llm: LLM, monkeypat
     """And while it is copied nothing is trained."""
     learner, saved = learner_of(llm), []
     with llm._engine._lock:
-        keeper = SimpleNamespace(save_if_due=lambda: saved.append(0), is_copying=True, wakes_in_s=None)
+        keeper = SimpleNamespace(save_if_due=lambda: saved.append(0), is_copying=True, idle_for_s=None)
         monkeypatch.setattr(learner, "_keeper", keeper)
         assert not learner.work(0.0) and saved == [0]
         monkeypatch.setattr(type(learner._drafts[0]), "due", True)
         assert not learner.work(None) and saved == [0, 0] and learner._pieces._next is None
 
 
-@pytest.mark.parametrize("wakes_in_s", [None, 7.0])
+@pytest.mark.parametrize("idle_for_s", [None, 7.0])
 def test_an_idle_engine_sleeps_until_something_is_to_be_written(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, wakes_in_s: float | None
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, idle_for_s: float | None
 ) -> None:
     rested(llm)
     engine, waited = llm._engine, []
-    keeper = SimpleNamespace(save_if_due=lambda: None, is_copying=False, wakes_in_s=wakes_in_s)
+    keeper = SimpleNamespace(save_if_due=lambda: None, is_copying=False, idle_for_s=idle_for_s)
     with engine._lock:
         monkeypatch.setattr(learner_of(llm), "_keeper", keeper)
         monkeypatch.setattr(
             engine._lock, "wait", lambda seconds=None: waited.append(seconds) or engine._inbox.append(lambda: None)
         )
-        assert engine._core.rests
+        assert engine._core.is_idle
         assert engine._take_inbox()
-        keeper.wakes_in_s = 0.0
-        assert not engine._core.rests
-    assert waited == [wakes_in_s]
+        keeper.idle_for_s = 0.0
+        assert not engine._core.is_idle
+    assert waited == [idle_for_s]
 
 
 def test_rows_that_are_no_distribution_teach_nothing(llm: LLM) -> None:
