@@ -88,12 +88,9 @@ docs: $(STAMP).test ## write what documents have from the code and from benchmar
 	@for file in bench-110m-cpu-page.html bench-110m-cpu.md; do \
 		$(BIN)/adaserve report benchmarks/results/bench-110m-cpu -o docs/results/$$file \
 		--title "Policies on a grown 110M target, on a CPU"; done
-	@$(BIN)/python scripts/options_table.py
+	@$(BIN)/python scripts/reference_docs.py
 	@$(BIN)/python scripts/policies_table.py
 	@$(BIN)/python scripts/grafana_dashboard.py
-	@$(BIN)/python -m adaserve_jax.cli.reference > docs/cli.md.new && mv docs/cli.md.new docs/cli.md
-	@$(BIN)/python -m adaserve_jax.cli.config_reference > docs/configuration.md.new && mv docs/configuration.md.new docs/configuration.md
-	@$(BIN)/python -m adaserve_jax.cli.http_reference > docs/http-fields.md.new && mv docs/http-fields.md.new docs/http-fields.md
 
 site: $(STAMP).docs ## build the documentation as pages that open from a disk: site/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)

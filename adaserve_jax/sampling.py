@@ -7,11 +7,11 @@ Plain data; knows neither logits nor requests. Imports no jax.
 # What users pass is looked at whatever its type says.
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from adaserve_jax.checked import is_integer, is_number
 from adaserve_jax.errors import RequestError
 
 MAX_CHOICES = 64
@@ -23,6 +23,21 @@ MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 128, 128
 MAX_LOGPROBS = 20
 MAX_SCHEMA_CHARS = 64 * 1024
+
+
+def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Return whether a value is an int within the bounds; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is an int or a float; True and False are neither."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    """Return whether a value is a number, and neither infinite nor NaN."""
+    return isinstance(value, (int, float)) and is_number(value) and math.isfinite(value)
 
 
 def require(ok: bool, param: str, expected: str, value: object, code: str = "invalid_value") -> None:

@@ -1,89 +1,95 @@
-"""What an engine has done so far, as the scheduler counts it and as metrics and benchmarks read it. Imports no jax."""
+"""Statistics of an engine: each field declares its kind and the Prometheus metric that exports it."""
+
+# ruff: noqa: RUF009  # counter() and gauge() return dataclass fields
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
-GAUGES = frozenset({
-    "running", "waiting", "pages_used", "pages_total", "pages_cached", "extension_used", "extension_cached",
-    "extension_total", "last_depth", "last_width", "last_verified_tree_tokens", "draft_resident", "calibration_error",
-    "arms",    "arm_regret_s",
-})  # fmt: skip
-"""Fields that say how things are; the others count what has happened."""
-LEARNING_GAUGES = frozenset({"version", "held_out_acceptance", "loss", "records", "held_out"})
-"""The same of LearningStats."""
-DRAFTER_GAUGES = frozenset({"services"})
-"""The same of DrafterStats."""
 BREAKER_STATES = ("closed", "half_open", "open")
-"""Of a link to a draft service: it is asked, it is tried, it is left alone for a while."""
+"""States of the link to a draft service: asked, tried, left alone for a while."""
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """Kind and Prometheus metric of one statistic; the exporter adds the prefix `adaserve_`.
+
+    Fields with one name are one metric, told apart by `row`.
+
+    Args:
+        kind: counter (since the start), gauge (now), or peak (largest since the start, exported as a gauge).
+        name: Name of the metric; empty: not exported by itself.
+        text: Help text.
+        labels: Label names, one for each level of a nested dict, then one for a list index or a str value.
+        row: Value of the first label, for a field that is one row of its metric.
+        values: Label values that are exported before they are counted.
+    """
+
+    kind: Literal["counter", "gauge", "peak"]
+    name: str = ""
+    text: str = ""
+    labels: tuple[str, ...] = ()
+    row: str = ""
+    values: tuple[str, ...] = ()
+
+
+def metric_field(metric: MetricSpec, default: object) -> Any:
+    """Return a dataclass field that declares `metric`; a callable default is a factory."""
+    metadata = {"metric": metric}
+    if callable(default):
+        return field(default_factory=cast("Callable[[], Any]", default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def counter(
+    name: str, text: str, *labels: str, default: object = 0, row: str = "", values: tuple[str, ...] = ()
+) -> Any:
+    """Declare a count since the start; see `MetricSpec`."""
+    return metric_field(MetricSpec("counter", name, text, labels, row, values), default)
+
+
+def gauge(name: str = "", text: str = "", *labels: str, default: object = 0, values: tuple[str, ...] = ()) -> Any:
+    """Declare a value that holds now; see `MetricSpec`."""
+    return metric_field(MetricSpec("gauge", name, text, labels, values=values), default)
+
+
+def peak(name: str, text: str, *, default: object = 0.0) -> Any:
+    """Declare the largest value since the start; see `MetricSpec`."""
+    return metric_field(MetricSpec("peak", name, text), default)
+
+
+def _phase(name: str) -> Any:
+    text = "Seconds in each phase of the step loop; wait is the part spent on the device, or on draft services."
+    return counter("step_seconds", text, "phase", default=0.0, row=name)
+
+
+def metrics_of(stats: object) -> dict[str, MetricSpec]:
+    """Return the metric of every declared statistic by field name, for a dataclass or an instance of one."""
+    return {one.name: one.metadata["metric"] for one in fields(cast("Any", stats)) if "metric" in one.metadata}
 
 
 @dataclass
-class StepStats:
-    """Running totals of the scheduler, read for metrics. All counts since start; gauges as of now.
+class Statistics:
+    """Base of the statistics of one engine, which go on counting when the engine is replaced."""
 
-    calibration_outcomes, calibration_error: by kind of rows (greedy, coupled); errors then by prediction (raw, loaded,
-    online). pages_used, pages_total: of the base pool; extension_*: of the extension slab, 0 while there is none.
-    pages_cached: of both, held by no request but kept for prompts that begin alike; they count as free;
-    extension_cached: those of the extension.
-    cache_queried_tokens, cache_hit_tokens: of the prompts admitted, and those of them whose KV was there.
-    elastic_moves, elastic_s: expansions and contractions, and the seconds of the step loop they took, by kind. arms:
-    the arm thought best, by bucket of batch sizes. arm_regret_s: seconds that the arms
-    played are estimated to have cost beyond the best ones.
-    """
+    def ended(self) -> Self:
+        """Return the statistics of an engine that is gone: gauges go back to their defaults."""
+        empty = type(self)()
+        return replace(self, **{
+            name: getattr(empty, name) for name, metric in metrics_of(self).items() if metric.kind == "gauge"
+        })  # fmt: skip
 
-    steps: int = 0
-    running: int = 0
-    waiting: int = 0
-    pages_used: int = 0
-    pages_total: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    spec_steps: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    accepted_per_position: list[int] = field(default_factory=list[int])
-    finished: dict[str, int] = field(default_factory=dict[str, int])
-    plan_s: float = 0.0
-    draft_s: float = 0.0
-    select_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-    wait_s: float = 0.0
-    calibration_outcomes: dict[str, int] = field(default_factory=dict[str, int])
-    calibration_error: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    last_depth: int = 0
-    last_width: int = 0
-    last_verified_tree_tokens: int = 0
-    pages_cached: int = 0
-    extension_used: int = 0
-    extension_cached: int = 0
-    extension_total: int = 0
-    draft_resident: bool = False
-    cache_queried_tokens: int = 0
-    cache_hit_tokens: int = 0
-    elastic_moves: dict[str, int] = field(default_factory=dict[str, int])
-    elastic_s: dict[str, float] = field(default_factory=dict[str, float])
-    arms: dict[str, str] = field(default_factory=dict[str, str])
-    arm_regret_s: float = 0.0
-
-    def ended(self) -> StepStats:
-        """The counts of an engine that is gone: nothing runs on it, and it has no pages."""
-        empty = StepStats()
-        return replace(self, **{name: getattr(empty, name) for name in GAUGES})
-
-    def after(self, earlier: StepStats) -> StepStats:
-        """The counts of this engine and of those before it; gauges are this engine's."""
-        return replace(self, **_sums(earlier, self, GAUGES))
-
-
-def _sums(one: Any, other: Any, without: frozenset[str]) -> dict[str, Any]:
-    """The sums of the fields of two totals, by name."""
-    names = [f.name for f in fields(one) if f.name not in without]
-    return {name: _sum(getattr(one, name), getattr(other, name)) for name in names}
+    def after(self, earlier: Self) -> Self:
+        """Return the counts of this engine and of those before it; gauges are this engine's."""
+        merged: dict[str, Any] = {}
+        for name, metric in metrics_of(self).items():
+            before, own = getattr(earlier, name), getattr(self, name)
+            if metric.kind != "gauge":
+                merged[name] = _sum(before, own) if metric.kind == "counter" else max(before, own)
+        return replace(self, **merged)
 
 
 def _sum(one: Any, other: Any) -> Any:
@@ -96,95 +102,168 @@ def _sum(one: Any, other: Any) -> Any:
 
 
 @dataclass
-class LearningStats:
-    """How drafts learn from what is served, by name of the draft; empty where none does. Counts since the start but for
-    what is said to be as of now.
+class StepStats(Statistics):
+    """Statistics of the scheduler and its step loop.
 
-    version: of the draft in force, counted from 0, what it was loaded with; as of now. drafted_tokens, accepted_tokens:
-    of requests that the draft speculated for. held_out_acceptance: mean over held-out positions of sum min(p, q), of
-    the version in force; loss: of the latest update; as of now. updates: that serve or served; refused: that the
-    held-out check, or a gradient that was no number, kept from serving; rolled_back: versions taken back because
-    acceptance fell once they served. records: finished requests in the buffer, as of now; held_out: those of them that
-    are held out. left_out: requests that were not learned from, by reason. micro_steps: pieces of training; train_s:
-    seconds they took. delay_s: those of them in which requests ran and waited, and delay_max_s the longest piece then.
-    target_tokens: positions whose target scores were kept; lost: those whose scores were fetched and not kept, by
-    reason: no_room (running texts had all of it), not_finite (they were no distribution).
+    pages_used and pages_total are of the base pool, extension_* of the extension slab (0 while there is none).
+    pages_cached counts pages of both that no request holds and that are kept for prompts which begin alike;
+    extension_cached counts those of the extension. calibration_error is keyed by kind of rows (greedy, coupled), then
+    by prediction (raw, loaded, online). arms maps a bucket of batch sizes to the best arm.
     """
 
-    version: dict[str, int] = field(default_factory=dict[str, int])
-    drafted_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    accepted_tokens: dict[str, int] = field(default_factory=dict[str, int])
-    held_out_acceptance: dict[str, float] = field(default_factory=dict[str, float])
-    loss: dict[str, float] = field(default_factory=dict[str, float])
-    updates: dict[str, int] = field(default_factory=dict[str, int])
-    refused: dict[str, int] = field(default_factory=dict[str, int])
-    rolled_back: dict[str, int] = field(default_factory=dict[str, int])
-    records: dict[str, int] = field(default_factory=dict[str, int])
-    held_out: dict[str, int] = field(default_factory=dict[str, int])
-    left_out: dict[str, int] = field(default_factory=dict[str, int])
-    micro_steps: int = 0
-    train_s: float = 0.0
-    delay_s: float = 0.0
-    delay_max_s: float = 0.0
-    target_tokens: int = 0
-    lost: dict[str, int] = field(default_factory=dict[str, int])
+    steps: int = counter("steps", "Engine steps.")
+    running: int = gauge("requests_running", "Choices that hold a slot of the engine.")
+    waiting: int = gauge("requests_waiting", "Choices in the engine's queue.")
+    pages_used: int = gauge()
+    pages_total: int = gauge()
+    prompt_tokens: int = counter("prompt_tokens", "Prompt tokens taken in.")
+    generation_tokens: int = counter("generation_tokens", "Output tokens.")
+    preemptions: int = counter("preemptions", "Requests that lost their pages and were computed again.")
+    spec_steps: int = counter("spec_drafts", "Steps that speculated.")
+    draft_tokens: int = counter("spec_draft_tokens", "Draft tokens verified.")
+    accepted_tokens: int = counter("spec_accepted_tokens", "Draft tokens accepted.")
+    accepted_per_position: list[int] = counter(
+        "spec_accepted_tokens_per_position", "Draft tokens accepted, by depth in the tree from 1.", "position",
+        default=list[int],
+    )  # fmt: skip
+    finished: dict[str, int] = counter(
+        "requests_finished", "Choices that ended, by finish_reason.", "reason", default=dict[str, int]
+    )
+    plan_s: float = _phase("plan")
+    draft_s: float = _phase("draft")
+    select_s: float = _phase("select")
+    verify_s: float = _phase("verify")
+    commit_s: float = _phase("commit")
+    wait_s: float = _phase("wait")
+    calibration_outcomes: dict[str, int] = counter(
+        "calibration_outcomes", "Verified nodes behind an accepted parent.", "rows", default=dict[str, int]
+    )
+    calibration_error: dict[str, dict[str, float]] = gauge(
+        "calibration_error", "Expected calibration error of acceptance since start.", "rows", "prediction",
+        default=dict[str, dict[str, float]],
+    )  # fmt: skip
+    last_depth: int = gauge("step_depth", "Depth of the last step's beam search.")
+    last_width: int = gauge("step_width", "Width of the last step's beam search.")
+    last_verified_tree_tokens: int = gauge("step_budget", "Tree tokens that the last step could verify.")
+    pages_cached: int = gauge()
+    extension_used: int = gauge()
+    extension_cached: int = gauge()
+    extension_total: int = gauge()
+    draft_resident: bool = gauge("draft_resident", "1 while the draft is on the device.", default=False)
+    cache_queried_tokens: int = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+    cache_hit_tokens: int = counter("prefix_cache_hits", "Prompt tokens found there.")
+    elastic_moves: dict[str, int] = counter(
+        "swaps", "Exchanges of the draft and KV pages, by kind.", "kind", default=dict[str, int]
+    )
+    elastic_s: dict[str, float] = counter(
+        "swap_seconds", "Seconds of the step loop that exchanges of the draft and KV pages took.", "kind",
+        default=dict[str, float],
+    )  # fmt: skip
+    arms: dict[str, str] = gauge(
+        "arm", "1 for the arm in force at sizes of batch up to the bucket.", "bucket", "arm", default=dict[str, str]
+    )
+    arm_regret_s: float = gauge(
+        "arm_regret_seconds", "Seconds that the arms played are estimated to have cost beyond the best ones.",
+        default=0.0,
+    )  # fmt: skip
 
-    def ended(self) -> LearningStats:
-        """The counts of an engine that is gone, with its drafts and what was kept for them."""
-        return replace(self, **{name: {} for name in LEARNING_GAUGES})
 
-    def after(self, earlier: LearningStats) -> LearningStats:
-        """The counts of this engine and of those before it, and the longest delay of them all; what is as of now is
-        this engine's."""
-        sums = _sums(earlier, self, LEARNING_GAUGES)
-        return replace(self, **sums | {"delay_max_s": max(earlier.delay_max_s, self.delay_max_s)})
+@dataclass
+class LearningStats(Statistics):
+    """Statistics of drafts that learn from served requests; dicts are by draft, or by reason. Empty without learning.
+
+    A draft's version counts from 0, the draft that was loaded. Its tokens are those of the requests that it speculated
+    for. left_out counts requests that were not learned from; lost counts positions: no_room (running texts had all
+    rows), not_finite (the scores were no distribution).
+    """
+
+    version: dict[str, int] = gauge(
+        "draft_version", "Version of the draft in force; 0: as it was loaded.", "draft", default=dict[str, int]
+    )
+    drafted_tokens: dict[str, int] = counter(
+        "draft_drafted_tokens", "Draft tokens verified, by the draft that made them.", "draft", default=dict[str, int]
+    )
+    accepted_tokens: dict[str, int] = counter(
+        "draft_accepted_tokens", "Draft tokens accepted, by the draft that made them.", "draft", default=dict[str, int]
+    )
+    held_out_acceptance: dict[str, float] = gauge(
+        "learning_held_out_acceptance", "Mean over held-out positions of sum min(p, q), of the version in force.",
+        "draft", default=dict[str, float],
+    )  # fmt: skip
+    loss: dict[str, float] = gauge("learning_loss", "Loss of the latest update.", "draft", default=dict[str, float])
+    updates: dict[str, int] = counter(
+        "learning_updates", "Updates that came to serve.", "draft", default=dict[str, int]
+    )
+    refused: dict[str, int] = counter(
+        "learning_refused", "Updates that a check kept from serving.", "draft", default=dict[str, int]
+    )
+    rolled_back: dict[str, int] = counter(
+        "learning_rolled_back", "Versions taken back once they served.", "draft", default=dict[str, int]
+    )
+    records: dict[str, int] = gauge(
+        "learning_records", "Finished choices that are kept to learn from.", "draft", default=dict[str, int]
+    )
+    held_out: dict[str, int] = gauge(
+        "learning_held_out_records", "Those of them that only check updates.", "draft", default=dict[str, int]
+    )
+    left_out: dict[str, int] = counter(
+        "learning_left_out", "Choices that were not learned from, by reason.", "reason", default=dict[str, int],
+        values=("opt_out", "abort", "error", "no_positions", "failed"),
+    )  # fmt: skip
+    micro_steps: int = counter("learning_micro_steps", "Pieces of training between steps.")
+    train_s: float = counter("learning_train_seconds", "Seconds of the step loop that training took.", default=0.0)
+    delay_s: float = counter(
+        "learning_delay_seconds", "Those of them in which requests ran and waited for it.", default=0.0
+    )
+    delay_max_s: float = peak(
+        "learning_delay_max_seconds", "Longest piece of training that requests which ran waited for."
+    )
+    target_tokens: int = counter("learning_target_tokens", "Positions whose target scores were kept.")
+    lost: dict[str, int] = counter(
+        "learning_lost", "Positions whose target scores were fetched and not kept, by reason.", "reason",
+        default=dict[str, int], values=("no_room", "not_finite"),
+    )  # fmt: skip
 
 
 @dataclass
 class ServiceState:
-    """A draft service as a target sees it now. breaker: one of BREAKER_STATES; version: of its draft, "": not known;
-    sessions: of this target there; busy: share of the last seconds that it worked, and queue_s: seconds of work that
-    wait there, both as it said last; reason: why it is not asked, "" where it is."""
+    """State of one draft service as its target sees it.
 
-    breaker: Literal["closed", "half_open", "open"] = "closed"
+    version is that of its draft, empty while unknown; reason says why it is not asked, empty where it is.
+    """
+
+    breaker: Literal["closed", "half_open", "open"] = gauge(
+        "drafter_breaker", "1 for the state that the service's breaker is in (closed, half_open, open).",
+        "service", "state", default="closed", values=BREAKER_STATES,
+    )  # fmt: skip
     version: str = ""
-    sessions: int = 0
-    busy: float = 0.0
-    queue_s: float = 0.0
+    sessions: int = gauge("drafter_sessions", "Sessions of this engine at the service.", "service")
+    busy: float = gauge(
+        "drafter_busy", "Share of the last seconds that the service worked, as it said last.", "service", default=0.0
+    )
+    queue_s: float = gauge(
+        "drafter_queue_seconds", "Seconds of work that wait at the service, as it said last.", "service", default=0.0
+    )
     reason: str = ""
 
 
 @dataclass
-class DrafterStats:
-    """What became of asking draft services. Counts since the start; services: by address, as of now.
+class DrafterStats(Statistics):
+    """Statistics of asking draft services; services is keyed by address."""
 
-    rounds: steps that asked for trees; trees: those that came in time; late: those that did not, or came empty; stale:
-    answers to what was asked no more; resyncs: sessions that were sent anew because a service asked for it; refused:
-    sessions and targets that got nothing; invalid: answers that make no sense; lost: streams that ended; breaker_opens;
-    moved: sessions that went to another service; errors: steps whose drafting failed on this side, of which the first
-    is logged.
-    wait_s: seconds of the step loop spent waiting; round_s: sum over rounds of the time until the last tree was there.
-    """
-
-    rounds: int = 0
-    trees: int = 0
-    late: int = 0
-    stale: int = 0
-    resyncs: int = 0
-    refused: int = 0
-    invalid: int = 0
-    lost: int = 0
-    breaker_opens: int = 0
-    moved: int = 0
-    errors: int = 0
-    wait_s: float = 0.0
-    round_s: float = 0.0
-    services: dict[str, ServiceState] = field(default_factory=dict[str, ServiceState])
-
-    def ended(self) -> DrafterStats:
-        """The counts of an engine that is gone, and with it its links."""
-        return replace(self, services={})
-
-    def after(self, earlier: DrafterStats) -> DrafterStats:
-        """The counts of this engine and of those before it; the services are this engine's."""
-        return replace(self, **_sums(earlier, self, DRAFTER_GAUGES))
+    rounds: int = counter("drafter_rounds", "Steps that asked draft services for trees.")
+    trees: int = counter("drafter_trees", "Trees that came in time.")
+    late: int = counter("drafter_late", "Trees that did not: their rows were decoded without.")
+    stale: int = counter("drafter_stale", "Answers to what was no longer asked.")
+    resyncs: int = counter("drafter_resyncs", "Sessions sent anew because the service asked for it.")
+    refused: int = counter("drafter_refused", "Refusals, of sessions and of this engine.")
+    invalid: int = counter("drafter_invalid", "Answers that make no sense.")
+    lost: int = counter("drafter_lost", "Streams to services that ended.")
+    breaker_opens: int = counter("drafter_breaker_opens", "Times that a service was left alone for a while.")
+    moved: int = counter("drafter_moved", "Sessions that went to another service.")
+    errors: int = counter("drafter_errors", "Steps whose drafting failed on this side; the log has the first.")
+    wait_s: float = counter("drafter_wait_seconds", "Seconds of the step loop spent waiting for services.", default=0.0)
+    round_s: float = counter(
+        "drafter_round_seconds", "Seconds until the last tree of each round was there.", default=0.0
+    )
+    services: dict[str, ServiceState] = gauge(default=dict)

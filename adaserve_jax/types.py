@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from adaserve_jax.checked import is_finite
-from adaserve_jax.sampling import SamplingParams, require
+from adaserve_jax.sampling import SamplingParams, is_finite, require
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -33,7 +33,7 @@ from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import open_bench_engine, progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
@@ -184,7 +184,7 @@ def measure_kernels(ceilings: Ceilings, full: bool) -> dict[str, list[Any]]:
     }
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("policy",))
+@takes("config", EngineConfig, without=("policy",))
 def device(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],

@@ -74,7 +74,7 @@ def capture() -> tuple[Step, Ledger]:
     """Serve PROMPTS together; of the steps, the one in which all drafts say something; and the engine's ledger, as if
     the draft's memory could become pages."""
     seen: list[tuple[StepPlan, CandidateTrees]] = []
-    engine = LocalEngine(EngineConfig.from_dict(OPTIONS), observe=lambda executor: Watch(executor, seen))
+    engine = LocalEngine(EngineConfig(**OPTIONS), observe=lambda executor: Watch(executor, seen))
     engine.start()
     with LLM.over(engine) as llm:
         sampling = [

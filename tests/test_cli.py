@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +13,25 @@ from typer.testing import CliRunner
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import generate as generate_module
 from adaserve_jax.cli.options import comma_list, takes
-from adaserve_jax.cli.reference import render
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.cluster.settings import RouterSettings
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.distill.offline_config import OfflineConfig
+from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.errors import AdaServeError, CheckpointError, ConfigError, RequestError
-from adaserve_jax.learn_config import OPTION_HELP as LEARN_HELP
 from adaserve_jax.learn_config import LearnOptions
-from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
+from adaserve_jax.settings import Settings as SettingsBase
+from adaserve_jax.settings import options_of, setting, settings, settings_of
+from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from scripts import reference_docs
 
 ROOT = Path(__file__).parents[1]
 
 
-def options_of(command: str) -> set[str]:
+def options(command: str) -> set[str]:
     group = typer.main.get_command(cli_app.app)
     return {name for p in group.commands[command].params for name in p.opts}  # type: ignore[attr-defined]
 
@@ -40,40 +43,43 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ended.value.code if isinstance(ended.value.code, int) else 0
 
 
+def spellings(kind: type[SettingsBase]) -> set[str]:
+    return {f"--{name.replace('_', '-')}" for name in options_of(kind)}
+
+
 def test_every_engine_field_is_an_option():
-    taken = [f for f in dataclasses.fields(EngineConfig) if not f.metadata.get("file_only")]
-    fields = {f"--{f.name.replace('_', '-')}" for f in taken}
-    assert fields <= options_of("serve")
-    assert fields - {"--seed"} <= options_of("generate")
-    assert fields - {"--policy"} <= options_of("bench")
+    fields = spellings(EngineConfig)
+    assert "--max-depth" in fields and "--learning" not in fields
+    assert fields <= set(options("serve"))
+    assert fields - {"--seed"} <= set(options("generate"))
+    assert fields - {"--policy"} <= set(options("bench"))
 
 
 def test_every_server_setting_is_an_option():
-    options = [f for f in dataclasses.fields(ServerSettings) if not f.metadata.get("file_only")]
-    assert {f"--{f.name.replace('_', '-')}" for f in options} <= options_of("serve")
-    assert "--in-process" in options_of("serve")
+    assert spellings(ServerSettings) | {"--in-process"} <= options("serve")
+    assert "--keys" not in options("serve")
 
 
 def test_every_field_of_learning_is_an_option_of_what_serves_and_measures():
-    fields = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(LearnOptions)}
+    fields = spellings(LearnOptions)
     assert "--learn" in fields and "--learn-every" in fields
     for command in ("serve", "bench"):
-        assert fields <= options_of(command)
-        assert "--learning" not in options_of(command)
-    assert not fields & options_of("generate")
+        assert fields <= options(command)
+        assert "--learning" not in options(command)
+    assert not fields & options("generate")
 
 
-KINDS = [(EngineConfig, FIELD_HELP), (ServerSettings, SERVER_HELP), (LearnOptions, LEARN_HELP)]
-
-
-@pytest.mark.parametrize(("kind", "texts"), KINDS)
-def test_every_field_has_help(kind: type, texts: dict[str, str]):
-    assert set(texts) == {f.name for f in dataclasses.fields(kind)}
+@pytest.mark.parametrize(
+    "kind",
+    [EngineConfig, ServerSettings, LearnOptions, DrafterOptions, DraftServiceSettings, RouterSettings, OfflineConfig],
+)
+def test_every_field_has_help(kind: type[SettingsBase]):
+    assert [each.name for each in settings_of(kind) if not each.help.strip() or not each.expected] == []
 
 
 def test_the_reference_is_what_the_commands_say():
-    message = "docs/cli.md is out of date; run: python -m adaserve_jax.cli.reference > docs/cli.md"
-    assert (ROOT / "docs" / "cli.md").read_text() == render(), message
+    message = "docs/cli.md is out of date; run: python scripts/reference_docs.py"
+    assert (ROOT / "docs" / "cli.md").read_text() == reference_docs.cli_page(), message
 
 
 def test_help_needs_neither_jax_nor_the_servers_packages():
@@ -90,14 +96,14 @@ def test_help_needs_neither_jax_nor_the_servers_packages():
     assert "serve" in done.stdout and "bench" in done.stdout
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    name: str | None = None
-    size: int = 3
-    fast: bool = False
-    edges: tuple[int, ...] = (1, 2)
-    words: tuple[str, ...] = ()
-    share: float = 0.5
+@settings
+class Settings(SettingsBase):
+    name: str | None = setting(None, "name")
+    size: int = setting(3, "size")
+    fast: bool = setting(False, "fast")
+    edges: tuple[int, ...] = setting((1, 2), "edges")
+    words: tuple[str, ...] = setting((), "words")
+    share: float = setting(0.5, "share")
 
 
 def settings_from(*arguments: str, env: dict[str, str] | None = None) -> tuple[Settings, str]:
@@ -105,7 +111,7 @@ def settings_from(*arguments: str, env: dict[str, str] | None = None) -> tuple[S
     app = typer.Typer()
 
     @app.command()
-    @takes("settings", Settings, {f.name: f.name for f in dataclasses.fields(Settings)})
+    @takes("settings", Settings)
     def command(settings: Settings, extra: str = "none given") -> None:
         got.append((settings, extra))
 

@@ -11,20 +11,18 @@ import pytest
 
 import adaserve_jax
 from adaserve_jax import errors
-from adaserve_jax.cli import http_reference
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
-from adaserve_jax.server import schema as protocol
-from adaserve_jax.server import schema as responses
+from adaserve_jax.server import schema
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
+from scripts import reference_docs
 from tests.conftest import ROOT
 from tests.documents import Row, names, rows, section
 
 PYTHON_API = (ROOT / "docs" / "python-api.md").read_text()
-MODELS = [model for module in (protocol, responses) for model in http_reference.models_of(module)]
 NOT_SERVED = {"best_of", "suffix", "tools", "tool_choice", "functions", "function_call", "modalities", "audio"}
 
 
@@ -37,38 +35,39 @@ def properties_of(kind: type) -> set[str]:
 
 
 def test_the_page_of_http_fields_is_what_the_models_say():
-    message = "run: python -m adaserve_jax.cli.http_reference > docs/http-fields.md"
-    assert (ROOT / "docs" / "http-fields.md").read_text() == http_reference.render(), message
+    message = "run: python scripts/reference_docs.py"
+    assert (ROOT / "docs" / "http-fields.md").read_text() == reference_docs.http_page(), message
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", reference_docs.bodies(), ids=lambda model: model.__name__)
 def test_every_field_of_a_body_says_what_it_means(model):
-    silent = [name for name, schema in http_reference.fields_of(model).items() if not schema.get("description")]
+    fields = reference_docs.fields_of(model).items()
+    silent = [name for name, each in fields if not each.get("description")]
     assert silent == []
 
 
 def test_types_are_said_in_words():
-    schema = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Message"}}, {"type": "null"}]}
-    assert http_reference.type_words(schema) == "list of [Message](#message) or null"
-    assert http_reference.type_words({"enum": ["stop", "length"]}) == "`stop` or `length`"
-    assert http_reference.type_words({"const": "model"}) == "`model`"
+    either = {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/Message"}}, {"type": "null"}]}
+    assert reference_docs.type_words(either) == "list of [Message](#message) or null"
+    assert reference_docs.type_words({"enum": ["stop", "length"]}) == "`stop` or `length`"
+    assert reference_docs.type_words({"const": "model"}) == "`model`"
     limits = {"type": "object", "additionalProperties": {"type": "number"}}
-    assert http_reference.type_words(limits) == "object of number"
-    assert http_reference.type_words({}) == "any"
+    assert reference_docs.type_words(limits) == "object of number"
+    assert reference_docs.type_words({}) == "any"
 
 
 def test_the_guide_has_a_row_for_every_field_of_a_request():
     shown = names(section("http.md", "## Request body"))
-    taken = set(protocol.CompletionBody.model_fields) | set(protocol.ChatBody.model_fields)
+    taken = set(schema.CompletionBody.model_fields) | set(schema.ChatBody.model_fields)
     assert sorted(shown) == sorted(taken - NOT_SERVED)
     assert all(f"`{name}`" in section("http.md", "## Request body") for name in NOT_SERVED)
 
 
 def test_the_example_of_metrics_in_the_guide_has_their_fields():
     example = json.loads(re.search(r"```json\n(.*?)```", section("http.md", "## Response"), re.DOTALL)[1])
-    assert set(example) == set(responses.ResponseMetrics.model_fields)
-    assert set(example["slo"]) == set(responses.SloMetrics.model_fields)
-    assert set(example["speculative"]) == set(responses.SpeculativeMetrics.model_fields)
+    assert set(example) == set(schema.ResponseMetrics.model_fields)
+    assert set(example["slo"]) == set(schema.SloMetrics.model_fields)
+    assert set(example["speculative"]) == set(schema.SpeculativeMetrics.model_fields)
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,15 @@ import pytest
 
 from adaserve_jax.bench import profile_plot
 from adaserve_jax.cli.app import app
-from adaserve_jax.cli.bench_url import UrlOptions, _header
+from adaserve_jax.cli.bench import UrlOptions, _header
 from adaserve_jax.cli.cluster import restart
 from adaserve_jax.cli.distill import _check_mode
 from adaserve_jax.cli.grow import _shape
 from adaserve_jax.cli.report import report
-from adaserve_jax.cluster import rolling
-from adaserve_jax.cluster.keeper import NoAnswer
+from adaserve_jax.cluster.orchestrator import replace_targets, rolling_restart
 from adaserve_jax.cluster.plan import ClusterPlan
-from adaserve_jax.cluster.rolling import replace_in_turn
-from adaserve_jax.cluster.run_folder import MOST_SOCKET_PATH, RunFolder
+from adaserve_jax.cluster.router_client import NoAnswer, RouterClient
+from adaserve_jax.cluster.run_folder import MAX_SOCKET_PATH, ClusterFolder
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
@@ -61,6 +60,7 @@ from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import trace_of
 from benchmarks.nightjar.segments import shortened, with_lengths
+from tests.bench.fake_server import FakeServer, answer
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))
@@ -122,8 +122,8 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "what no cluster has": (lambda _: restart("rooms"), "what is replaced must be one of targets, drafts, all, got"),
     "a folder too deep for a socket": (
-        lambda folder: RunFolder(folder / ("x" * MOST_SOCKET_PATH)).socket,
-        f"run_folder must have a path of less than {MOST_SOCKET_PATH - 8} characters, which a socket in it needs, got",
+        lambda folder: ClusterFolder(folder / ("x" * MAX_SOCKET_PATH)).socket,
+        f"run_folder must have a path of less than {MAX_SOCKET_PATH - 8} characters, which a socket in it needs, got",
     ),
     "an endless wait": (
         lambda _: RouterSettings(most_wait=float("inf")),
@@ -163,7 +163,7 @@ class StillRouter:
 
     async def resume(self, url: str) -> None: ...
 
-    async def find(self, url: str) -> dict:
+    async def target_status(self, url: str) -> dict:
         return {"in_flight": 0, "state": "down"}
 
 
@@ -171,25 +171,23 @@ def test_a_target_that_the_router_does_not_use_again_ends_the_replacement():
     async def replaced() -> None: ...
 
     async def all_of_them() -> list[str]:
-        return [each async for each in replace_in_turn({NOWHERE: replaced}, cast(Any, StillRouter()), drain_s=0.0)]
+        return [each async for each in replace_targets({NOWHERE: replaced}, cast(Any, StillRouter()), drain_s=0.0)]
 
     expected = re.escape(f"the router does not use {NOWHERE} again after 0 s; see 'adaserve cluster status'")
     with pytest.raises(AdaServeError, match=expected):
         asyncio.run(all_of_them())
 
 
-def test_a_router_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch):
-    async def refuses(*_: object, **__: object) -> tuple[int, dict]:
-        return 409, {"error": "no such target"}
-
-    monkeypatch.setattr(rolling, "ask", refuses)
-    with pytest.raises(NoAnswer, match="the router refused /cluster/drain with status 409: no such target"):
-        asyncio.run(rolling.RouterOrders(NOWHERE, "token", None).drain(NOWHERE))
+def test_a_router_that_refuses_is_quoted():
+    refusal = answer("409 Conflict", b'{"error":"no such target"}')
+    expected = "the router refused /cluster/drain with status 409: no such target"
+    with FakeServer(lambda _: refusal) as router, pytest.raises(NoAnswer, match=expected):
+        asyncio.run(RouterClient(router.url, "token", None).drain(NOWHERE))
 
 
 def test_a_cluster_that_starts_takes_no_orders():
     starting, unused = cast(Any, SimpleNamespace(phase="starting")), cast(Any, None)
-    order = rolling.restart_members(starting, "all", unused, unused, drafts={}, targets=unused)
+    order = rolling_restart(starting, "all", unused, unused, drafts={}, targets=unused)
     with pytest.raises(AdaServeError, match="the cluster is starting; order this once it is ready"):
         asyncio.run(anext(aiter(order)))
 
@@ -199,14 +197,14 @@ def test_clusters_on_ray_say_what_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_
     ray_cluster: Any = pytest.importorskip(
         "adaserve_jax.cluster.ray_cluster", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'"
     )
-    plan, folder = ClusterPlan(2, 1, RouterSettings()), RunFolder(tmp_path)
+    plan, folder = ClusterPlan(2, 1, RouterSettings()), ClusterFolder(tmp_path)
     with pytest.raises(ConfigError, match="placement must be one of SPREAD, PACK, STRICT_SPREAD, STRICT_PACK, got 'X'"):
         ray_cluster.RayCluster(plan, folder, own_address=False, placement="X")
     monkeypatch.setattr(ray_cluster, "find_actor", lambda name: object() if name == "target-1" else None)
     with pytest.raises(ConfigError, match=r"this Ray cluster already \(actor 'target-1'\); end it with"):
         ray_cluster.RayCluster(plan, folder, own_address=False, placement="PACK").start()
     monkeypatch.setattr(ray_cluster, "find_actor", lambda name: None)
-    monkeypatch.setattr(ray_cluster, "PLACE_LIMIT_S", -1.0)
+    monkeypatch.setattr(ray_cluster, "PLACEMENT_TIMEOUT_S", -1.0)
     full = SimpleNamespace(wait=lambda _: False)
     monkeypatch.setattr(ray_cluster, "placement_group", lambda *_, **__: full)
     cluster = ray_cluster.RayCluster(plan, folder, own_address=False, placement="STRICT_SPREAD")

@@ -21,8 +21,8 @@ import pytest
 from adaserve_jax import errors
 from adaserve_jax.cli.cluster import _detach, route
 from adaserve_jax.cli.grow import _shape
-from adaserve_jax.cluster.keeper import NoAnswer, ask_now
-from adaserve_jax.cluster.run_folder import RunFolder, give_order
+from adaserve_jax.cluster.router_client import NoAnswer, request_json
+from adaserve_jax.cluster.run_folder import ClusterFolder, give_order
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.sandbox import BoundedWork
 from adaserve_jax.engine.process_engine import ProcessEngine
@@ -188,9 +188,9 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path: Path):
         list(give_order(tmp_path / "socket", "stop"))
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.ConfigError, match=r"run_folder .*file/x cannot be used: Not a directory"):
-        RunFolder(tmp_path / "file" / "x").make()
+        ClusterFolder(tmp_path / "file" / "x").make()
     with pytest.raises(NoAnswer, match=r"http://127.0.0.1:1/health does not answer: "):
-        ask_now("http://127.0.0.1:1/health")
+        request_json("http://127.0.0.1:1/health")
 
 
 def test_a_cluster_that_is_killed_carries_no_order_out(tmp_path: Path):
@@ -215,7 +215,7 @@ def test_a_cluster_that_is_killed_carries_no_order_out(tmp_path: Path):
 def test_a_cluster_in_the_background_that_ends_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["adaserve", "cluster", "up", "--detach", "--targets", "0"])
     with pytest.raises(errors.AdaServeError, match=r"the cluster ended with status 2: adaserve: error: .*targets"):
-        _detach(RunFolder(tmp_path / "run"))
+        _detach(ClusterFolder(tmp_path / "run"))
 
 
 def test_a_cluster_without_its_packages_names_the_first_one(monkeypatch: pytest.MonkeyPatch):
@@ -247,7 +247,7 @@ def test_targets_of_a_class_are_said_once():
 def test_the_folder_of_a_cluster_is_its_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.getuid", lambda: -1)
     with pytest.raises(errors.ConfigError, match=r"run_folder must be your own, got .*, which is another user's"):
-        RunFolder(tmp_path / "run").make()
+        ClusterFolder(tmp_path / "run").make()
 
 
 def test_a_router_alone_has_targets_or_will_be_given_them():

@@ -37,7 +37,7 @@ MANIFESTS = {
 }
 POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
-AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + SAVE_LIMIT_S + records.CLOSE_S + traces.CLOSE_S
+AFTER_DRAIN_S = 2 * ABORT_GRACE_S + CLOSE_LIMIT_S + SAVE_LIMIT_S + records.CLOSE_TIMEOUT_S + traces.CLOSE_TIMEOUT_S
 """What is cut off is told, connections end, then the engine, the records, the traces: each as long as it may take."""
 OWN_VARIABLES = {"ADASERVE_PROBE_KEY", "ADASERVE_CONFIG"}
 

@@ -7,13 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import adaserve_jax
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from scripts import reference_docs
 from tests.conftest import LONGEST, OPTIMISED, ROOT
 
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".yml", ".yaml", ".json", ".jsonl", ".txt", ".cfg", ".jinja", ".html", ""}
@@ -52,15 +51,9 @@ def test_what_is_compiled_as_users_run_it_is_there():
     assert "--no-loadscope-reorder" in MAKEFILE  # else xdist puts files of few tests last
 
 
-def test_every_config_field_has_help_and_no_help_is_left_over():
-    assert set(FIELD_HELP) == {field.name for field in fields(EngineConfig)}
-    assert all(text.strip() for text in FIELD_HELP.values())
-
-
 def test_the_python_guide_lists_every_option_as_the_code_has_it():
     guide = (ROOT / "docs" / "python-api.md").read_text()
-    rows = [f"| `{field.name}` | `{field.default!r}` | {FIELD_HELP[field.name]} |" for field in fields(EngineConfig)]
-    assert [row for row in rows if row not in guide] == [], "run `make docs`"
+    assert reference_docs.options_table() in guide, "run `make docs`"
 
 
 def test_version_is_the_same_everywhere():
@@ -124,6 +117,12 @@ def test_documents_that_the_code_names_exist():
     code = [path for path in repository_files() if path.suffix == ".py" and path != Path(__file__)]
     named = {name for path in code for name in re.findall(r"docs/[\w./-]*\.md", path.read_text())}
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_files_of_the_life_of_a_request_exist():
+    page = (ROOT / "docs" / "architecture" / "life-of-a-request.md").read_text()
+    named = set(re.findall(r"`([a-z_]+/[\w/]+\.py|types\.py)`", page))
+    assert len(named) > 20 and sorted(name for name in named if not (PACKAGE / name).is_file()) == []
 
 
 def test_every_document_is_in_the_index():

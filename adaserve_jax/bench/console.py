@@ -48,7 +48,7 @@ def result_table(rows: Sequence[ResultRow]) -> Table:
 
 
 def refused(rows: Sequence[ResultRow]) -> list[str]:
-    """The points that are not reported, each with the reason."""
+    """Return the points that are not reported, each with the reason."""
     invalid = [row for row in rows if not row.valid and row.slo_class == ALL_CLASSES]
     return [f"{point_of(row)}: {row.invalid_reason}" for row in invalid]
 

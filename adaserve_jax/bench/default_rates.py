@@ -10,8 +10,8 @@ LOADS = (0.5, 1.5)
 
 
 def default_rates(workload: Workload, baseline_s: float) -> tuple[float, ...]:
-    """Requests per second at each of LOADS, with two digits. baseline_s: seconds of one token, alone. Raises
-    ConfigError where it is not known."""
+    """Return requests per second at each of LOADS, with two digits. baseline_s: seconds of one token, alone. Raises
+    ConfigError when it is not known."""
     if baseline_s <= 0:
         raise ConfigError("the time of one token alone is not known, and so no rate that fits; give --rates")
     mean_tokens = sum(item.max_tokens for item in workload.items) / len(workload.items)

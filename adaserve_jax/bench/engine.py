@@ -1,6 +1,6 @@
-"""What a bench run needs of an engine: open-loop runs, a change of policy, and what to say of it in the rows.
+"""The interface between a bench run and an engine: open-loop runs, changes of policy, and facts for the rows.
 
-An engine is in this process (`client_engine.py`, `local.py`) or behind a URL; the runner cannot tell which.
+An engine is in this process (`local_client.py`) or behind a URL (`http_load.py`); the runner cannot tell which.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO, RequestMetrics
 from adaserve_jax.workloads.workload import WorkloadItem
 
-# What a client notes of one request, whoever it asks, and the record that comes of it.
-
 
 @dataclass(frozen=True)
 class AtPoint:
-    """What the records of a point have in common. start_s: time.monotonic at the loop's start. baseline_s: what
-    relative targets multiply."""
+    """The values that all records of a point share. start_s: time.monotonic at the loop's start. baseline_s: factor of
+    relative targets."""
 
     run_id: str
     point: str
@@ -48,7 +46,7 @@ class Probe(ABC):
 
     @property
     def late_s(self) -> float:
-        """How much later than due it was submitted."""
+        """Seconds between due and submitted."""
         return max(0.0, self.submitted_at_s - self.due_at_s)
 
     @property
@@ -76,9 +74,6 @@ class Probe(ABC):
             late_s=round(self.late_s, 6),
             token_offsets_s=tuple(round(t - times[0], 6) for t in times),
         )
-
-
-# Watches one request from the client's side: when it was due, submitted, when each token came, how it ended.
 
 
 class RequestProbe(Probe):
@@ -122,7 +117,7 @@ class RequestProbe(Probe):
         client.abort(self.request.request_id)
 
     def record(self, at: AtPoint) -> RequestRecord:
-        """The request's record; times by the engine's metrics where it gave them, else as seen here."""
+        """Return the request's record, with the engine's times if it gave them, else those seen here."""
         status, code = self._status()
         metrics = self._last.metrics if self._last is not None and self._last.metrics is not None else None
         return self._record_of(metrics or self._observed(at.baseline_s), at, self.request.request_id, status, code)
@@ -160,9 +155,6 @@ class RequestProbe(Probe):
             slo_class=self.request.slo_class,
             slo_feasible=False if self._status()[1] == SLO_INFEASIBLE else None,
         )
-
-
-# Submits requests at their due times whatever the engine does, and waits a bounded time for the rest.
 
 
 @dataclass(frozen=True)
@@ -274,8 +266,8 @@ OnFlight = Callable[[int], None]
 
 @dataclass(frozen=True)
 class EngineAbout:
-    """What a ready engine is, for the rows. system: this package, or the name that was given to a URL. policies: those
-    that it can serve by; None: any of this package's. baseline_s: seconds of one token, alone, without speculation."""
+    """Facts about a ready engine, for the rows. system: this package, or the name given to a URL. policies: those that
+    it can serve; None: any of this package. baseline_s: seconds of one token, alone, without speculation."""
 
     system: str
     device: str
@@ -292,7 +284,7 @@ class EngineAbout:
     policies: tuple[str, ...] | None = None
 
     def columns(self) -> dict[str, Any]:
-        """What all rows of a run have of it, and agree in, by column."""
+        """Return the columns that are the same in all rows of a run."""
         return {name: value for name, value in vars(self).items() if name not in ("system", "baseline_s", "policies")}
 
 
@@ -330,12 +322,12 @@ class BenchEngine(Protocol):
         ...
 
     def stats(self) -> StepStats | None:
-        """What its scheduler counts; None where that cannot be seen from here."""
+        """Return the scheduler's statistics, or None if they cannot be seen from here."""
         ...
 
     @property
     def token_source(self) -> str:
-        """How the tokens of the last `drive` were counted: see the column."""
+        """Source of the token counts of the last `drive` (column `token_source`)."""
         ...
 
     @property
@@ -355,7 +347,7 @@ class RecordingEngine(BenchEngine, Protocol):
 
     @property
     def recorder(self) -> AcceptanceRecorder:
-        """What verifications revealed since it was last taken."""
+        """Return what verifications revealed since the last call."""
         ...
 
 

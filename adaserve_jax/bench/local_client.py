@@ -20,8 +20,6 @@ from adaserve_jax.types import Executor, Progress
 from adaserve_jax.workloads.prompt_text import PromptWriter
 from adaserve_jax.workloads.workload import WorkloadItem
 
-# An engine in this process as a bench run sees it: the client of an engine, driven in open loop.
-
 
 class ClientEngine:
     """Implements `BenchEngine` by a started client. encode: token ids of an item's prompt; the seed is for items whose
@@ -65,7 +63,7 @@ class ClientEngine:
         self._set_policy(name)
 
     def prepare(self, ask: Ask) -> GenerateRequest:
-        """The request, tokenised."""
+        """Return the request with its prompt tokenised."""
         sampling = replace(ask.item.sampling(ask.seed), seed=ask.seed, max_tokens=ask.max_tokens)
         return GenerateRequest(
             request_id=ask.request_id,

@@ -1,4 +1,4 @@
-"""What a bench run measures: policies x loads x repeats, in an order that is fair on a machine that drifts."""
+"""The plan of a bench run: policies x loads x repeats, in an order that is fair on a machine that drifts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Load:
     repeat: int
 
     def seed(self, plan_seed: int) -> int:
-        """Of arrivals and of sampling: the plan's own for the first repeat, so that one repeat is as none."""
+        """Seed of arrivals and sampling; the first repeat has the plan's own, so one repeat equals none."""
         if not self.repeat:
             return plan_seed
         return int(np.random.SeedSequence((plan_seed, self.repeat)).generate_state(1, np.uint64)[0] >> np.uint64(1))
@@ -47,13 +47,13 @@ class Point:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What to measure. rates: requests per second, None for the workload's own times. urgent_shares, slo_scales: None
-    for the workload as it is. arrivals: processes, as `--arrivals` has them.
+    """The points to measure.
 
-    drain_s: longest wait after the last arrival. max_late_s: a point whose client submits later than this at the 99th
-    percentile is marked invalid. warmup_requests: sent before each point and left out of its result. record: whether
-    acceptance is noted, by an engine that was opened to do so; every request then has a seed of its own, whatever the
-    workload says, to be told apart by.
+    rates: requests per second, None for the workload's own times. urgent_shares, slo_scales: None for the workload as
+    it is. arrivals: processes, written as for `--arrivals`. drain_s: longest wait after the last arrival. max_late_s: a
+    point whose client submits later than this at the 99th percentile is marked invalid. warmup_requests: sent before
+    each point and left out of its result. record: record acceptance, with an engine that was opened for it; every
+    request then has its own seed, whatever the workload says, which tells requests apart.
     """
 
     policies: tuple[str, ...]
@@ -84,7 +84,7 @@ class BenchPlan:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> BenchPlan:
-        """The plan whose `settings` these are, as JSON keeps them; what is beside them is passed over."""
+        """Rebuild a plan from its `settings` in JSON; other keys are ignored."""
         own: dict[str, Any] = {f.name: settings[f.name] for f in fields(cls) if f.name in settings}
         for name, value in own.items():
             own[name] = tuple(value) if isinstance(value, list) else value
@@ -141,8 +141,6 @@ def _number(value: float | None) -> str:
     return "as-is" if value is None else f"{value:g}"
 
 
-# The requests of each load: a workload, changed as the load says, and when which of its items arrives.
-
 STEADY = ("poisson", "gamma")
 """Processes whose gaps follow one law throughout."""
 
@@ -158,8 +156,8 @@ class Loaded:
 
 
 def load_all(plan: BenchPlan, workload: Workload) -> dict[Load, Loaded]:
-    """Of every load of the plan. Raises ConfigError: a load cannot be made of this workload, or two would be the
-    same."""
+    """Make the requests of every load of the plan. Raises ConfigError when a load cannot be made of this workload, or
+    two would be the same."""
     check_classes(workload.name, (item.slo_class for item in workload.items))
     shaped = {
         (share, scale): _shaped(workload, share, scale) for share in plan.urgent_shares for scale in plan.slo_scales
@@ -178,7 +176,7 @@ def check_classes(workload: str, classes: Iterable[str]) -> None:
 
 
 def _check_apart(loads: Mapping[Load, Loaded]) -> None:
-    """A workload's own times may be the same whatever rate or process is asked for."""
+    """Refuse loads that are the same because a workload's own times ignore rate and process."""
     seen: dict[object, Load] = {}
     for load, loaded in loads.items():
         times = tuple((arrival.due_s, arrival.seed) for arrival in loaded.schedule.arrivals)

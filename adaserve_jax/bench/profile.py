@@ -33,19 +33,15 @@ from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.sim.machines import CLASS, ProfiledMachine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO, CostSamples, Limits, Progress, RequestMetrics, SamplingParams
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import load_workload
-
-# What measured times suggest: where tokens stop being nearly free, and the budgets, depths and widths that emit
-# most.
-#
-# Imports no jax.
 
 
 @dataclass(frozen=True)
 class ForRows:
-    """For so many decoding requests. knee: see `knee`. budget, depth, width: of most expected tokens per second, which
-    is tokens_per_s; plain_tokens_per_s: without speculation."""
+    """The proposal for a number of decoding requests. knee: see `knee`. budget, depth, width: those with the most
+    expected tokens per second, tokens_per_s; plain_tokens_per_s: without speculation."""
 
     rows: int
     knee: float
@@ -67,8 +63,8 @@ class Proposal:
 
 
 def propose(samples: CostSamples, limits: Limits, acceptance: float | None) -> Proposal:
-    """For every number of rows that was timed, at the typical context. acceptance: of the draft's first choice; None:
-    nothing is drafted."""
+    """Propose settings for every number of rows that was timed, at the typical context. acceptance: of the draft's
+    first choice; None: nothing is drafted."""
     cost = CostTable(samples, limits)
     rows = [count for count in cost.grid.row_buckets if count <= limits.max_tree_tokens]
     found = tuple(_for_rows(cost, limits, count, acceptance) for count in rows)
@@ -117,9 +113,6 @@ def _for_rows(cost: CostTable, limits: Limits, rows: int, acceptance: float | No
     return best
 
 
-# A short mixed load on a warmed-up executor, in the caller's thread: how well its steps are predicted, and how
-# often the target agrees with the draft.
-
 RELATIVE_TARGETS = (None, 1.5, 3.0, 8.0)
 """TPOT targets of the trial's requests, over the baseline; one in four has none."""
 LEAST_PROMPT, MOST_NEW_TOKENS = 16, 96
@@ -156,7 +149,7 @@ def run_trial(
         scheduler = build_scheduler(as_tried, executor.limits, samples)
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
-        core.settle()  # the next part's scheduler expects the draft where it was
+        core.bring_back_draft()  # the next part's scheduler expects the draft where it was
         predicted.append(scheduler.predictions.seconds())
         served += scheduler.served
         if policy == chains:
@@ -167,7 +160,7 @@ def run_trial(
 
 
 def acceptance_of_chains(ended: list[RequestMetrics], depth: int) -> float | None:
-    """a with a + a^2 + ... + a^depth accepted tokens per verification, as there were on average, by bisection."""
+    """Find a such that a + a^2 + ... + a^depth is the mean number of accepted tokens per verification, by bisection."""
     verifications = sum(metrics.verify_steps for metrics in ended)
     if not verifications:
         return None
@@ -222,14 +215,12 @@ def _requests(tokenizer: Tokenizer, config: EngineConfig, seed: int) -> Iterator
         number += 1
 
 
-# c1 and c2 of AdaServe's eq. 8 and 9 by grid search: `adaserve-paper` simulated with each pair. Imports no jax.
-
 C1, C2 = (0, 2, 4, 8, 16), (-1, 0, 1, 2)
 POLICY = "adaserve-paper"
 LOADS = (0.6, 0.9)
 """Rates of the generated workloads, as shares of the most requests per second that the machine is expected to emit."""
 REQUESTS, MOST_TOKENS, TARGETS = 32, 64, (1.5, 3.0, 6.0)
-"""Of a generated workload: requests, most output tokens, and TPOT targets over the baseline, in turn."""
+"""The generated workloads: requests, most output tokens, and TPOT targets over the baseline, in turn."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +237,7 @@ def search_offsets(
     machine: ProfiledMachine, traces: Sequence[Trace], progress: Progress | None = None,
     *, c1: tuple[int, ...] = C1, c2: tuple[int, ...] = C2,
 ) -> Found:  # fmt: skip
-    """The pair of best mean attainment; of equals the one with most goodput, then the first."""
+    """Return the pair with the best mean attainment; among equals the one with the most goodput, then the first."""
     found: list[Found] = []
     pairs = list(itertools.product(c1, c2))
     for pair in pairs:
@@ -290,9 +281,9 @@ def measure_profile(
     config: EngineConfig, *, name: str = "", check_s: float = 0.0, acceptance: float | None = None,
     effort: Effort = THOROUGH, progress: Progress | None = None,
 ) -> Profile:  # fmt: skip
-    """The profile of this machine with the models of `config`. name: "" for the target's. check_s: seconds of a mixed
-    load that the predictions are held against; 0: none. acceptance: of the draft's first choice; None: as the mixed
-    load shows. Raises CheckpointError, ConfigError."""
+    """Measure the profile of this machine with the models of `config`. name: "" for the target's. check_s: seconds of a
+    mixed load that predictions are compared with; 0: none. acceptance: of the draft's first choice; None: measure it on
+    the mixed load. Raises CheckpointError, ConfigError."""
     policy_of(config)  # an unknown one is refused before anything is measured
     executor = load_executor(replace(config, profile=None))
     try:
@@ -326,7 +317,8 @@ def measure_profile(
 
 
 def with_offsets(profile: Profile, where: Path, traces: list[Trace], progress: Progress | None = None) -> Profile:
-    """The profile with the c1 and c2 that serve the traces best; none: workloads that are generated for it."""
+    """Return the profile with the c1 and c2 of AdaServe's eq. 8 and 9 that serve the traces best, by grid search over
+    simulations of `adaserve-paper`. No traces: generate workloads for it."""
     machine = ProfiledMachine.of(profile, str(where))
     assert profile.proposal is not None
     best = max(each["tokens_per_s"] for each in profile.proposal["by_rows"])

@@ -46,7 +46,7 @@ def plot_profile(profile: Profile, path: Path) -> None:
 
 
 def _plot_verify(profile: Profile, whole: Any, each: Any) -> None:
-    """With the most rows that were timed at each size, a line per context."""
+    """Plot a line per context, with the most rows that were timed at each size."""
     from matplotlib.ticker import FormatStrFormatter, LogLocator
 
     timed = profile.timings.verify

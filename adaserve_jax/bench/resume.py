@@ -44,7 +44,7 @@ class Begun:
 
     @property
     def started_at(self) -> str | None:
-        """When the run began, as its rows have it; None without rows."""
+        """Start of the run by its rows; None without rows."""
         return self.rows[0].started_at if self.rows else None
 
     @property
@@ -95,7 +95,7 @@ def check_folder(out: Path, use: FolderUse) -> None:
 
 
 def planned(out: Path) -> dict[str, Any] | None:
-    """The settings of the run in a folder; None where there is no plan. Raises ConfigError: the file is not one."""
+    """Return the settings of the run in a folder, or None if there is no plan. Raises ConfigError for another file."""
     return _read_plan(out / PLAN)["plan"] if (out / PLAN).exists() else None
 
 
@@ -175,7 +175,7 @@ def _keep(path: Path, begun: Begun) -> None:
 
 
 def _stays(line: bytes, where: str, begun: Begun) -> bool:
-    """Of a line of any of the files; those of acceptance.jsonl name the point in the request's id."""
+    """Return whether a line of any of the files stays; those of acceptance.jsonl name the point in the request's id."""
     try:
         values = json.loads(line)
         run_id = values["run_id"]

@@ -39,14 +39,12 @@ from adaserve_jax.types import SLO
 from adaserve_jax.workloads.arrivals import Arrival
 from adaserve_jax.workloads.workload import Workload
 
-# What a bench run tells while it runs.
-
 
 class Watch:
     """Notified of a run's progress; this one ignores it."""
 
     def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
-        """What will be measured; rows of what already was."""
+        """Receives the points to measure, and the rows of those already measured."""
 
     def begins(self, point: Point) -> None:
         """Its warm-up begins."""
@@ -56,9 +54,6 @@ class Watch:
 
     def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
         """Its rows are written. notes: sentences of the engine."""
-
-
-# Samples an engine while a point is measured, from a thread of its own: what becomes samples.jsonl.
 
 
 class Sampler:
@@ -97,7 +92,7 @@ class Sampler:
             raise self._error
 
     def samples(self, *, run_id: str, point: str, start_s: float) -> list[Sample]:
-        """What was taken since start_s, by time.monotonic."""
+        """Return the samples taken since start_s (time.monotonic)."""
         if self._since is None:
             return []
         return [
@@ -182,7 +177,7 @@ def run_bench(
 
 
 def _check_policies(policies: Sequence[str], engine: BenchEngine) -> None:
-    """An unknown name is refused before anything is measured."""
+    """Refuse an unknown name before anything is measured."""
     known = engine.about.policies
     unknown = [name for name in policies if known is not None and name not in known]
     if unknown:
@@ -216,7 +211,7 @@ class _Bench:
     provenance: Provenance
     watch: Watch
     held_baseline_s: float | None
-    """Of a resumed run: what its relative targets are multiples of, whatever the engine measured now."""
+    """Baseline latency of a resumed run, which its relative targets multiply, whatever the engine measured now."""
     policy_files: Mapping[str, str]
 
     def measure(self, point: Point) -> _Measured:
@@ -243,7 +238,7 @@ class _Bench:
         return _Measured(loop, rows, records, samples, acceptance)
 
     def _check_file(self, policy: str) -> None:
-        """A file is read anew for each point: rows of one run are of one version of it."""
+        """Refuse a policy file that changed: it is read again for each point, and all rows must be of one version."""
         if policy in self.policy_files and file_hashes([policy])[policy] != self.policy_files[policy]:
             raise ConfigError(
                 f"the file of policy {policy} is not the one that the run began with; put that back and --resume, or "
@@ -251,7 +246,7 @@ class _Bench:
             )
 
     def _recorded(self, point: Point, loaded: Loaded) -> list[AcceptanceRecord]:
-        """What was noted since the last call; only while the engine is idle."""
+        """Return the acceptance recorded since the last call; call it only while the engine is idle."""
         names = {
             arrival.seed: (_request_id(point, number), arrival.item.slo_class)
             for number, arrival in enumerate(loaded.schedule.arrivals)
@@ -334,7 +329,7 @@ def _invalid_reason(loop: LoopResult, max_late_s: float) -> str | None:
 
 
 def _here() -> dict[str, Any]:
-    """What runs this and where, by column."""
+    """Return the columns that name the code and the machine."""
     return {"commit": source_commit(), "package_version": adaserve_jax.__version__, "machine": machine_name()}
 
 

@@ -22,21 +22,18 @@ from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.workloads.reshaping import Shape
 from adaserve_jax.workloads.traces import Trace
 
-# Result rows of simulated points: the same columns as a bench's, with what stood in for the machine as the
-# device.
-
 
 @dataclass(frozen=True)
 class Varied:
-    """What of a trace was varied, for the rows; None: it is as it was. urgent_share: of the class with the tightest
-    TPOT target. slo_scale: relative targets, in baseline latencies."""
+    """Variation of a trace, for the rows; None: unchanged. urgent_share: of the class with the tightest TPOT target.
+    slo_scale: relative targets, in baseline latencies."""
 
     urgent_share: float | None = None
     slo_scale: float | None = None
 
     @classmethod
     def of(cls, trace: Trace, shape: Shape, baseline_s: float) -> Varied:
-        """How `shape` varies `trace`, which is not reshaped yet."""
+        """Return how `shape` varies `trace`, which is not reshaped yet."""
         share = None if shape.mix is None else _urgent_share(trace, shape.mix, baseline_s)
         return cls(share, shape.slo_scale)
 
@@ -53,8 +50,8 @@ def _urgent_share(trace: Trace, mix: Mapping[str, float], baseline_s: float) -> 
 
 
 def trace_tags(traces: Sequence[Trace], varied: Sequence[Varied]) -> list[str]:
-    """What names each trace in its points: its rate, and of what is varied that which differs; where this is the same
-    its name too, and its number where all is."""
+    """Name each trace for its points: by its rate and by what differs between traces; then by its name, then by its
+    number, if those are equal."""
     tags = [f"{trace.rate_rps:.4g}/s" for trace in traces]
     shares, scales = [each.urgent_share for each in varied], [each.slo_scale for each in varied]
     for name, values in (("urgent", shares), ("slo", scales)):
@@ -68,7 +65,7 @@ def trace_tags(traces: Sequence[Trace], varied: Sequence[Varied]) -> list[str]:
 
 
 def plan_hash(plan: SimulationPlan, machine: Machine, traces: Sequence[Trace]) -> str:
-    """Of all that is to be simulated: the same for the same plan, files of policies, machine and traces."""
+    """Return the run id, which is the same for the same plan, policy files, machine and traces."""
     files = sorted(file_hashes(plan.policies).items())
     described = repr((plan, files, machine, [(trace.name, trace.sha256) for trace in traces]))
     return hashlib.sha256(described.encode()).hexdigest()
@@ -80,8 +77,8 @@ def result_rows(
     wall_s: float, run_id: str, replicas: int = 1, label: str | None = None, point: str = "",
     varied: Varied | None = None, plan_hash: str = "",
 ) -> list[ResultRow]:  # fmt: skip
-    """The rows of one simulated point, over all classes and by class. label: what is said of how it was chosen. point:
-    its name. varied: what of the trace was."""
+    """Return the rows of one simulated point, over all classes and by class. label: how its policy was chosen. point:
+    its name. varied: how its trace was varied."""
     provenance = _provenance(plan, machine, trace, run_id, plan_hash)
     varied = varied or Varied()
     conditions = Conditions(
@@ -124,12 +121,6 @@ def _provenance(plan: SimulationPlan, machine: Machine, trace: Trace, run_id: st
     )
 
 
-# Finds the best setting of a fixed policy for one point: draft length x prefill chunk x most running requests.
-#
-# A fixed policy is only as good as its setting, and the best setting differs from load to load; so that what is
-# compared with is as strong as it can be, it gets the best one of each point. Knows nothing of how a setting is
-# judged.
-
 Score = tuple[float, float]
 """Joint attainment, then goodput in tokens per second."""
 
@@ -165,11 +156,12 @@ class Tuned:
 
 
 def tune(evaluate: Callable[[Setting], Score], grid: Grid, *, exhaustive: bool = False) -> Tuned:
-    """The setting of the highest score; of equals the smallest.
+    """Return the setting with the highest score; among equals the smallest.
 
-    Without `exhaustive`: a coarse grid over all three (ends and middle of the draft's length, ends of the others);
-    then, from its best with the shortest chunk and from its best with the longest, every value of one part with the
-    others held, part by part, until a whole round brings nothing better.
+    A fixed policy is only as good as its setting (draft length x prefill chunk x most running requests), and the best
+    setting differs from load to load. Without `exhaustive`, score a coarse grid over all three (ends and middle of the
+    draft length, ends of the others); then, from its best with the shortest chunk and its best with the longest, try
+    every value of one part with the others held, part by part, until a whole round brings nothing better.
     """
     scores: dict[Setting, Score] = {}
 
@@ -245,7 +237,7 @@ def tune_fixed(
     plan: SimulationPlan, machine: Machine, trace: Trace, *, replicas: int = 1, exhaustive: bool = False,
     grid: Grid | None = None,
 ) -> Tuned:  # fmt: skip
-    """The best `spec:<k>` for this trace, by joint attainment, then goodput; k no deeper than the machine's draft."""
+    """Find the best `spec:<k>` for this trace, by joint attainment, then goodput; k is at most the draft's depth."""
     whole = grid or Grid()
     limits = machine.limits()
     possible = replace(
@@ -266,6 +258,6 @@ def tune_fixed(
 
 
 def as_run(setting: Setting, plan: SimulationPlan) -> tuple[str, SimulationPlan]:
-    """The policy and plan that run `setting`."""
+    """Return the policy and plan that run `setting`."""
     as_planned = replace(plan, max_requests=setting.max_requests, max_prefill_tokens=setting.prefill_tokens)
     return f"spec:{setting.draft_tokens}", as_planned

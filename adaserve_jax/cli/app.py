@@ -19,7 +19,7 @@ from adaserve_jax.cli.draft import draft
 from adaserve_jax.cli.follow import follow
 from adaserve_jax.cli.generate import generate
 from adaserve_jax.cli.grow import grow
-from adaserve_jax.cli.options import Command, Group
+from adaserve_jax.cli.options import CONTEXT, Command, Group
 from adaserve_jax.cli.perplexity import perplexity
 from adaserve_jax.cli.profile import profile
 from adaserve_jax.cli.report import report
@@ -35,6 +35,8 @@ app = typer.Typer(
     cls=Group,
     help="An LLM serving engine on JAX in which every request carries its own speed target.",
     add_completion=False,
+    rich_markup_mode=None,
+    context_settings=CONTEXT,
     pretty_exceptions_show_locals=False,
 )
 
@@ -51,12 +53,17 @@ def _jax_version() -> str:
         return "not installed"
 
 
-for _command in (
-    serve, generate, config, bench, report, simulate, profile, perplexity, distill, convert, grow, draft, follow,
-):  # fmt: skip
-    app.command(cls=Command)(_command)
-app.command("version", cls=Command)(show_version)
-app.add_typer(cluster)
+COMMANDS = {
+    "Serve": (serve, generate, config),
+    "Measure": (bench, report, simulate, profile, perplexity),
+    "Make models": (distill, convert, grow),
+    "Several processes": (draft, follow),
+}
+for _panel, _commands in COMMANDS.items():
+    for _command in _commands:
+        app.command(cls=Command, rich_help_panel=_panel, context_settings=CONTEXT)(_command)
+app.add_typer(cluster, rich_help_panel="Several processes")
+app.command("version", cls=Command, rich_help_panel="Other")(show_version)
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
-"""`adaserve bench`: policies x loads over a workload, a table, and a folder to make a report of."""
+"""`adaserve bench`: measures policies x loads over a workload; prints a table, writes a folder for a report."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,139 +25,147 @@ from adaserve_jax.bench.engine import BenchEngine, OpenEngine
 from adaserve_jax.bench.plan import POISSON, BenchPlan, Point
 from adaserve_jax.bench.resume import FolderUse, check_folder, planned
 from adaserve_jax.bench.runner import INTERRUPTED, Watch, run_bench
-from adaserve_jax.cli.bench_requests import (
-    FORMAT_HELP,
-    LENGTHS_HELP,
-    SLOS_HELP,
+from adaserve_jax.cli.options import (
+    FormatOption,
+    LengthsOption,
+    SlosOption,
+    comma_list,
+    grouped,
+    parse_number,
     parse_rate,
-    parse_share,
-    parse_slo_scale,
-    read_workload,
+    takes,
 )
-from adaserve_jax.cli.bench_url import UrlOptions
-from adaserve_jax.cli.options import comma_list, grouped, takes
-from adaserve_jax.cli.points import point_line, print_rows, say, say_what_is_next
-from adaserve_jax.cli.terminal import notes, open_bench_engine, with_drafter, with_learning
-from adaserve_jax.config import FIELD_HELP, EngineConfig
-from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.cli.terminal import (
+    notes,
+    open_bench_engine,
+    point_line,
+    print_rows,
+    say,
+    say_next_step,
+    with_drafter,
+    with_learning,
+)
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.learn_config import OPTION_HELP, LearnOptions
+from adaserve_jax.http_client.settings import Endpoint, UrlSettings
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.scheduler.policies import expand, file_hashes, policy_of
+from adaserve_jax.settings import Panel, options_of
 from adaserve_jax.workloads.arrivals import EXAMPLES
+from adaserve_jax.workloads.mixing import as_chat as send_as_chat
+from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
 from adaserve_jax.workloads.readers import AUTO
-from adaserve_jax.workloads.workload import Workload
-
-# A bench run as it is shown while it runs: a line for each point that ended, and below them how far it is.
-
-REFRESHES_PER_S = 2
-"""Drawing takes the processor from what is measured, so it is seldom."""
-GUESSED_MORE_S = 2.0
-"""What a point may take beside the time in which requests arrive: warm-up, and the last requests."""
-
-
-class BenchBar(Watch):
-    """Keeps rows as they come. guess_s: how long a point may take, until one was measured."""
-
-    def __init__(self, guess_s: float, console: Console, progress: Progress):
-        self.rows: list[ResultRow] = []
-        self._guess_s, self._console, self._progress = guess_s, console, progress
-        self._task = progress.add_task("", total=None)
-        self._name, self._flight = "", 0
-        self._total = self._done = self._kept = 0
-        self._took_s = 0.0
-        self._began_s: float | None = None
-
-    def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
-        self.rows += done
-        self._kept = self._done = len({row.point for row in done})
-        self._total = len(todo) + self._done
-        if self._kept:
-            self._say(
-                f"{self._kept} of {self._total} points are there already; relative targets stay those of their "
-                f"baseline latency, {done[0].baseline_s * 1e3:.3g} ms"
-            )
-        self._progress.update(self._task, total=self._total, completed=self._done)
-
-    def begins(self, point: Point) -> None:
-        self._name, self._began_s = point.name, time.monotonic()
-
-    def in_flight(self, requests: int) -> None:
-        self._flight = requests
-
-    def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
-        if self._began_s is not None:
-            self._took_s += time.monotonic() - self._began_s
-        self.rows += rows
-        self._done += 1
-        self._progress.update(self._task, completed=self._done)
-        self._say(point_line(self._done, self._total, rows))
-        for note in notes:
-            self._say(f"  {note}")
-
-    def left_s(self, now_s: float) -> float:
-        """Seconds to the end, if every point takes as long as those so far did."""
-        measured = self._done - self._kept
-        each_s = self._took_s / measured if measured else self._guess_s
-        spent_s = 0.0 if self._began_s is None else now_s - self._began_s
-        left = self._total - self._done
-        return max(0.0, each_s - spent_s) + each_s * (left - 1) if left else 0.0
-
-    def state(self) -> str:
-        """What is shown beside the bar."""
-        if self._began_s is None:
-            return ""
-        minutes, seconds = divmod(round(self.left_s(time.monotonic())), 60)
-        return (
-            f"{self._done}/{self._total} points, {self._name}: {self._flight} in flight, about {minutes}:{seconds:02d} "
-            "left"
-        )
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-
-@contextmanager
-def bench_bar(plan: BenchPlan) -> Iterator[BenchBar]:
-    """The bar of a run, removed at its end; lines only, unless on a terminal."""
-    console = notes()
-    said = _Said()
-    with Progress(
-        BarColumn(),
-        said,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        refresh_per_second=REFRESHES_PER_S,
-    ) as progress:
-        bar = BenchBar(plan.duration_s + GUESSED_MORE_S, console, progress)
-        said.text = bar.state
-        yield bar
-
-
-class _Said(ProgressColumn):
-    """A text that is asked for whenever the bar is drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text: Callable[[], str] = str
-
-    def render(self, task: Task) -> Text:
-        return Text(self.text())
-
+from adaserve_jax.workloads.workload import Workload, load_workload, parse_slos
 
 POLICIES = "ar,spec:4,adaserve"
 INVALID_STATUS, INTERRUPTED_STATUS = 1, 130
 HIDDEN = "..."
-"""Stands for the value of a header where a command line is shown."""
+"""Replaces the value of a header where a command line is shown."""
 NOT_OF_THE_RUN = ("policy", "seed", "compile_cache")
-"""Engine options that the plan has, or that change no result."""
+"""Engine options that stand in the plan or change no result."""
+REFRESHES_PER_S = 2
+"""Low, because drawing takes the processor from what is measured."""
+GUESSED_MORE_S = 2.0
+"""Guessed seconds of a point beside those in which requests arrive: warm-up, and the last requests."""
+_URL = options_of(UrlSettings)
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("policy", "seed"))
-@takes("learn_options", LearnOptions, OPTION_HELP)
-@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
+def _url_option(name: str, *spelling: str, help: str = "with --url: {}") -> Any:
+    """Return the option of a field of UrlSettings. help: text with {} for the field's own."""
+    return typer.Option(*spelling, help=help.format(_URL[name].help), rich_help_panel=Panel.URL)
+
+
+@dataclass(frozen=True)
+class UrlOptions:
+    """Options of a server that is measured from outside, as they were given."""
+
+    url: Annotated[str | None, _url_option("url", help="instead of an engine of this process: {}")] = None
+    system: Annotated[str | None, _url_option("system")] = None
+    model: Annotated[str | None, _url_option("model")] = None
+    api_key_env: Annotated[
+        str | None, _url_option("api_key", help="with --url: environment variable that holds the API key; {}")
+    ] = None
+    header: Annotated[
+        list[str] | None,
+        _url_option("headers", help="with --url: a header of every request, 'Name: value'; may be repeated"),
+    ] = None
+    endpoint: Annotated[Endpoint, _url_option("endpoint")] = "auto"
+    send_slo: Annotated[bool | None, _url_option("send_slo", "--send-slo/--no-send-slo")] = None
+    baseline_ms: Annotated[
+        float | None,
+        _url_option(
+            "baseline_s",
+            help="with --url: ms of one token alone, which relative targets multiply; without, the server's own where "
+            "it says it, else measured at the start",
+        ),
+    ] = None
+    extra_body: Annotated[str | None, _url_option("extra_body", help="with --url: {}: a JSON object")] = None
+    spare_connections: Annotated[int, _url_option("spare_connections")] = _URL["spare_connections"].default
+    silence_timeout: Annotated[float, _url_option("silence_timeout_s")] = _URL["silence_timeout_s"].default
+
+    def about(self) -> dict[str, Any]:
+        """Return the options that a resumed run must share; no key."""
+        return {"url": self.url, "model": self.model, "endpoint": self.endpoint, "send_slo": self.send_slo,
+                "baseline_ms": self.baseline_ms, "extra_body": self.extra_body}  # fmt: skip
+
+    def check_unused(self) -> None:
+        """Raise ConfigError for options that mean nothing without --url."""
+        for name, value in vars(self).items():
+            if value != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"--{name.replace('_', '-')} says how a server is measured; give its --url too")
+
+    def open(self, policy: str | None) -> BenchEngine:
+        """Return the server behind the URL. Raises ConfigError when it cannot be measured or a package is missing."""
+        from adaserve_jax.bench.http_load import UrlEngine
+
+        baseline_s = None if self.baseline_ms is None else self.baseline_ms / 1e3
+        settings = UrlSettings(
+            url=self.url or "",
+            system=self.system or "",
+            model=self.model,
+            api_key=self._key(),
+            headers=tuple(_header(text) for text in self.header or ()),
+            endpoint=self.endpoint,
+            send_slo=self.send_slo,
+            baseline_s=baseline_s,
+            extra_body=self._body(),
+            spare_connections=self.spare_connections,
+            silence_timeout_s=self.silence_timeout,
+        )
+        return UrlEngine(settings) if policy is None else UrlEngine(settings, policy=policy)
+
+    def _key(self) -> str | None:
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise ConfigError(f"--api-key-env names {self.api_key_env}, which is not set; set it to the server's key")
+        return key
+
+    def _body(self) -> dict[str, Any]:
+        if self.extra_body is None:
+            return {}
+        try:
+            values = json.loads(self.extra_body)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise ConfigError(f"--extra-body must be a JSON object, got {self.extra_body!r}")
+        return values
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not (colon and name.strip()):
+        raise ConfigError("--header must be 'Name: value', got one without a name or without a colon")
+    return name.strip(), value.strip()
+
+
+@takes("config", EngineConfig, without=("policy", "seed"))
+@takes("learn_options", LearnOptions)
+@takes("drafter_options", DrafterOptions)
 @grouped("remote", UrlOptions)
 def bench(
     config: EngineConfig,
@@ -196,15 +207,15 @@ def bench(
     resume: Annotated[bool, typer.Option(help="go on with the run in --out where it ended, or begin it there")] = False,
     append: Annotated[bool, typer.Option(help="add the run to what --out holds")] = False,
     workload: Annotated[Path | None, typer.Option(help="file of requests; without one, the packaged workload")] = None,
-    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
-    slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
+    format: FormatOption = AUTO,
+    slos: SlosOption = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="most output tokens of requests that do not say; without, as the format has it")
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="temperature of requests that do not say; without, as the format has it")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
+    lengths: LengthsOption = None,
     as_chat: Annotated[
         bool, typer.Option("--as-chat", help="send every prompt as a chat of one message, by the model's template")
     ] = False,
@@ -248,11 +259,11 @@ def bench(
     if remote.url is None:
         remote.check_unused()
         config = with_drafter(with_learning(config, learn_options), drafter_options)
-        engine, about = _Lazy(lambda: _open(config, given)), _about(config)
+        engine, about = _LazyEngine(lambda: _open(config, given)), _about(config)
         policy_files = file_hashes(given.policies)
     else:
         _check_for_url(given, config, learn_options, drafter_options)
-        engine, about = _Lazy(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
+        engine, about = _LazyEngine(lambda: remote.open(None if policies == POLICIES else policies)), remote.about()
         policy_files = {}
     rows, interrupted = [], False
     try:
@@ -272,15 +283,48 @@ def bench(
     _finish(rows, folder, interrupted=interrupted)
 
 
-class _Lazy:
-    """An engine that is opened when it is first asked for."""
+def read_workload(
+    path: Path | None, format: str, slos: str | None, *, max_tokens: int | None = None,
+    temperature: float | None = None, lengths: str | None = None, chat: bool = False,
+) -> Workload:  # fmt: skip
+    """Return the requests of a run, without a path the packaged ones; for the others see the options."""
+    workload = load_workload(
+        path,
+        format=format,
+        slos=None if slos is None else parse_slos(slos),
+        max_tokens=max_tokens,
+        temperature=temperature,
+    )
+    if lengths is not None:
+        workload = with_lengths(workload, parse_lengths(lengths))
+    return send_as_chat(workload) if chat else workload
+
+
+def parse_share(text: str) -> float:
+    """Return a share from 0 to 1."""
+    share = parse_number(text)
+    if not 0 <= share <= 1:
+        raise ConfigError(f"--urgent-shares must be numbers from 0 to 1, separated by commas, got {text!r}")
+    return share
+
+
+def parse_slo_scale(text: str) -> float:
+    """Return a multiple of the baseline latency."""
+    scale = parse_number(text)
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"--slo-scales must be numbers above 0, separated by commas, got {text!r}")
+    return scale
+
+
+class _LazyEngine:
+    """An engine that is opened on first use."""
 
     def __init__(self, open_engine: Callable[[], BenchEngine]):
         self._open = open_engine
         self._engine: BenchEngine | None = None
 
     def __call__(self, policy: str = "") -> BenchEngine:
-        """policy: it serves by any."""
+        """Return the engine, which serves by any policy."""
         if self._engine is None:
             self._engine = self._open()
         return self._engine
@@ -291,7 +335,7 @@ class _Lazy:
 
 
 def _open(config: EngineConfig, plan: BenchPlan) -> BenchEngine:
-    """Pools that extend are laid out at the start, or never: by a policy that wants them, if there is one."""
+    """Open the engine by a policy with elastic memory, if there is one: its pools are laid out at the start."""
     named = [replace(config, policy=name) for name in plan.policies]
     first = next((each for each in named if policy_of(each).elastic), named[0])
     return open_bench_engine(replace(first, seed=plan.seed), record=plan.record)
@@ -302,7 +346,7 @@ def _about(config: EngineConfig) -> dict[str, Any]:
 
 
 def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | DrafterOptions) -> None:
-    """Raise ConfigError for what only an engine of this process can do."""
+    """Raise ConfigError for options that need an engine in this process."""
     changed = [name for given in options for name in given.changed()]
     if changed:
         raise ConfigError(f"--{changed[0].replace('_', '-')} is of an engine in this process; leave it out with --url")
@@ -311,7 +355,7 @@ def _check_for_url(plan: BenchPlan, *options: EngineConfig | LearnOptions | Draf
 
 
 def _auto_rates(folder: Path, use: FolderUse, requests: Workload, engine: OpenEngine) -> tuple[float | None, ...]:
-    """Of the run that is resumed, as the machine may be measured a little otherwise now; else by this machine."""
+    """Return rates that fit this machine; a resumed run keeps its own, since a new measurement differs a little."""
     held = planned(folder) if use == "resume" else None
     if held is not None:
         return tuple(held["rates"])
@@ -327,10 +371,10 @@ def _use(out: Path | None, *, resume: bool, append: bool) -> FolderUse:
 
 
 def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> None:
-    """Print what there is; raises typer.Exit with a status that says how it went."""
+    """Print the rows. Raises typer.Exit with a status if the run was interrupted or a point is not valid."""
     if rows:
         print_rows(rows)
-        say_what_is_next(folder)
+        say_next_step(folder)
     if interrupted or any(row.invalid_reason == INTERRUPTED for row in rows):
         say(f"interrupted; to go on: {_resume_command(folder)}")
         raise typer.Exit(INTERRUPTED_STATUS)
@@ -340,7 +384,7 @@ def _finish(rows: Sequence[ResultRow], folder: Path, *, interrupted: bool) -> No
 
 
 def _resume_command(folder: Path) -> str:
-    """This command line, so that it goes on in `folder`; values of headers, which may be keys, are to be put back."""
+    """Return this command line with --resume and `folder`; the user puts values of headers, maybe keys, back."""
     given = [text for text in _without_secrets(sys.argv[1:]) if text not in ("--resume", "--append")]
     if not any(text == "--out" or text.startswith("--out=") for text in given):
         given += ["--out", str(folder)]
@@ -348,7 +392,7 @@ def _resume_command(folder: Path) -> str:
 
 
 def _without_secrets(given: Sequence[str]) -> list[str]:
-    """A command line without what its headers hold."""
+    """Return a command line without the values of its headers."""
     shown: list[str] = []
     for text in given:
         option, _, header = text.partition("=")
@@ -361,3 +405,93 @@ def _without_secrets(given: Sequence[str]) -> list[str]:
 
 def _name_of(header: str) -> str:
     return f"{header.partition(':')[0]}: {HIDDEN}"
+
+
+class BenchBar(Watch):
+    """Collects rows; prints a line per point that ended and shows progress. guess_s: of a point, until one is known."""
+
+    def __init__(self, guess_s: float, console: Console, progress: Progress):
+        self.rows: list[ResultRow] = []
+        self._guess_s, self._console, self._progress = guess_s, console, progress
+        self._task = progress.add_task("", total=None)
+        self._name, self._flight = "", 0
+        self._total = self._done = self._kept = 0
+        self._took_s = 0.0
+        self._began_s: float | None = None
+
+    def opened(self, todo: Sequence[Point], done: Sequence[ResultRow]) -> None:
+        self.rows += done
+        self._kept = self._done = len({row.point for row in done})
+        self._total = len(todo) + self._done
+        if self._kept:
+            self._say(
+                f"{self._kept} of {self._total} points are there already; relative targets stay those of their "
+                f"baseline latency, {done[0].baseline_s * 1e3:.3g} ms"
+            )
+        self._progress.update(self._task, total=self._total, completed=self._done)
+
+    def begins(self, point: Point) -> None:
+        self._name, self._began_s = point.name, time.monotonic()
+
+    def in_flight(self, requests: int) -> None:
+        self._flight = requests
+
+    def ended(self, point: Point, rows: Sequence[ResultRow], notes: Sequence[str]) -> None:
+        if self._began_s is not None:
+            self._took_s += time.monotonic() - self._began_s
+        self.rows += rows
+        self._done += 1
+        self._progress.update(self._task, completed=self._done)
+        self._say(point_line(self._done, self._total, rows))
+        for note in notes:
+            self._say(f"  {note}")
+
+    def left_s(self, now_s: float) -> float:
+        """Return the seconds to the end, if every point takes as long as those so far did."""
+        measured = self._done - self._kept
+        each_s = self._took_s / measured if measured else self._guess_s
+        spent_s = 0.0 if self._began_s is None else now_s - self._began_s
+        left = self._total - self._done
+        return max(0.0, each_s - spent_s) + each_s * (left - 1) if left else 0.0
+
+    def state(self) -> str:
+        """Return the text beside the bar."""
+        if self._began_s is None:
+            return ""
+        minutes, seconds = divmod(round(self.left_s(time.monotonic())), 60)
+        return (
+            f"{self._done}/{self._total} points, {self._name}: {self._flight} in flight, about {minutes}:{seconds:02d} "
+            "left"
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+@contextmanager
+def bench_bar(plan: BenchPlan) -> Iterator[BenchBar]:
+    """Show the bar of a run and remove it at its end; print lines only, unless on a terminal."""
+    console = notes()
+    state = _StateColumn()
+    with Progress(
+        BarColumn(),
+        state,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        refresh_per_second=REFRESHES_PER_S,
+    ) as progress:
+        bar = BenchBar(plan.duration_s + GUESSED_MORE_S, console, progress)
+        state.text = bar.state
+        yield bar
+
+
+class _StateColumn(ProgressColumn):
+    """A column whose text is computed whenever the bar is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text: Callable[[], str] = str
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text())

@@ -19,7 +19,7 @@ LOOK_EVERY_S = 0.2
 ORCHESTRATORS = ("local", "ray")
 
 try:
-    from adaserve_jax.cluster.settings import FIELD_HELP, RouterSettings
+    from adaserve_jax.cluster.settings import RouterSettings
 except ModuleNotFoundError as error:
     raise ConfigError(f"adaserve cluster needs the package {error.name!r}") from error
 
@@ -38,9 +38,9 @@ Folder = Annotated[
 
 
 def _folder(path: str | None) -> Any:
-    from adaserve_jax.cluster.run_folder import RunFolder, default_folder
+    from adaserve_jax.cluster.run_folder import ClusterFolder, default_folder
 
-    return RunFolder(default_folder() if path is None else Path(path).absolute())
+    return ClusterFolder(default_folder() if path is None else Path(path).absolute())
 
 
 def _needs(error: ModuleNotFoundError) -> ConfigError:
@@ -55,7 +55,7 @@ def _needs(error: ModuleNotFoundError) -> ConfigError:
 
 
 @cluster.command("up", cls=Command)
-@takes("router", RouterSettings, FIELD_HELP, without=("targets", "token_file"))
+@takes("router", RouterSettings, without=("targets", "token_file"))
 def up(
     router: RouterSettings,
     targets: Annotated[int, typer.Option(help="servers to start")] = 1,
@@ -129,7 +129,7 @@ def _detach(folder: Any) -> None:
 
 
 @cluster.command("route", cls=Command)
-@takes("router", RouterSettings, FIELD_HELP)
+@takes("router", RouterSettings)
 def route(router: RouterSettings) -> None:
     """Route requests to servers that somebody else starts, until SIGTERM or Ctrl-C."""
     if not router.targets and router.token_file is None:
@@ -146,13 +146,13 @@ def route(router: RouterSettings) -> None:
 @cluster.command("status", cls=Command)
 def status(run_folder: Folder = None) -> None:
     """Say what a cluster consists of, and how its processes are."""
-    from adaserve_jax.cluster.keeper import NoAnswer, ask_now
+    from adaserve_jax.cluster.router_client import NoAnswer, request_json
 
     folder = _folder(run_folder)
     state = folder.read()
     typer.echo(f"{state['url']}  {state['phase']}, {state['orchestrator']}, pid {state['pid']}")
     try:
-        _, routed = ask_now(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
+        _, routed = request_json(f"{state['url']}/cluster", token=folder.token, certificate=state["tls_cert"])
     except NoAnswer as error:
         routed = {}
         typer.echo(str(error))
@@ -173,10 +173,10 @@ def restart(
     run_folder: Folder = None,
 ) -> None:
     """Replace every target, one after another, without losing a request; or drafts, without which targets decode."""
-    from adaserve_jax.cluster.run_folder import REPLACED, give_order
+    from adaserve_jax.cluster.run_folder import RESTART_SCOPES, give_order
 
-    if what not in REPLACED:
-        raise ConfigError(f"what is replaced must be one of {', '.join(REPLACED)}, got {what!r}")
+    if what not in RESTART_SCOPES:
+        raise ConfigError(f"what is replaced must be one of {', '.join(RESTART_SCOPES)}, got {what!r}")
     for line in give_order(_folder(run_folder).socket, f"restart {what}"):
         typer.echo(line)
 

@@ -17,11 +17,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from adaserve_jax.cli.bench_requests import FORMAT_HELP
-from adaserve_jax.cli.options import takes
-from adaserve_jax.cli.points import say
-from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.distill.offline_config import FIELD_HELP, OfflineConfig
+from adaserve_jax.cli.options import FormatOption, takes
+from adaserve_jax.cli.terminal import progress_bar, say
+from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import count_parameters, machine_name, source_commit
@@ -40,7 +38,7 @@ OF_WRITING = frozenset({"from_checkpoint", "draft_name", "lora_rank", "target", 
 """Parameters that --from-checkpoint takes."""
 
 
-@takes("config", OfflineConfig, FIELD_HELP)
+@takes("config", OfflineConfig)
 def distill(
     context: typer.Context,
     config: OfflineConfig,
@@ -53,7 +51,7 @@ def distill(
         str,
         typer.Option(help=f"file of prompts: .txt, one on each line, or any workload; '{PACKAGED}': the packaged one"),
     ] = "",
-    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
+    format: FormatOption = AUTO,
     dtype: Annotated[
         str, typer.Option(help="type that both models compute in: f32, bf16, or auto, by device")
     ] = "auto",

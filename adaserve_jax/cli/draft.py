@@ -9,12 +9,12 @@ import typer
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import progress_bar
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.settings import FIELD_HELP, DraftServiceSettings
+from adaserve_jax.star.settings import DraftServiceSettings
 
 STAR_PACKAGES = ("grpc", "google", "prometheus_client")
 
 
-@takes("settings", DraftServiceSettings, FIELD_HELP)
+@takes("settings", DraftServiceSettings)
 def draft(settings: DraftServiceSettings) -> None:
     """Draft for targets on this and other machines until SIGTERM or Ctrl-C. Guide: docs/star.md."""
     with ExitStack() as bar:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import notes, progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 
 
-@takes("config", EngineConfig, FIELD_HELP)
+@takes("config", EngineConfig)
 def follow(config: EngineConfig) -> None:
     """Hold a part of the target for another process, where several hosts serve one model. Give it the options of
     that `adaserve serve`, and --process-id 1, 2, ...; it ends when that does."""

@@ -11,15 +11,14 @@ import typer
 
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import notes, open_llm, with_drafter
-from adaserve_jax.config import FIELD_HELP, EngineConfig
-from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.types import SLO, RequestMetrics, SamplingParams
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("seed",))
-@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
+@takes("config", EngineConfig, without=("seed",))
+@takes("drafter_options", DrafterOptions)
 def generate(
     config: EngineConfig,
     drafter_options: DrafterOptions,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from adaserve_jax.cli.options import takes
 from adaserve_jax.cli.terminal import notes, progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.ledger import MIB, Ledger
 from adaserve_jax.results.profile import Profile, write_profile
@@ -98,7 +98,7 @@ UNUSED = ("profile", "eq8_c1", "eq9_c2", "infeasible_slo", "calibrate", "calibra
 """Options of the engine that change nothing of what is measured."""
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=UNUSED)
+@takes("config", EngineConfig, without=UNUSED)
 def profile(
     config: EngineConfig,
     out: Annotated[Path | None, typer.Option(help="JSON file to write; none: only with --memory")] = None,

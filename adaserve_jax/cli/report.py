@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -17,127 +18,18 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text as Styled
 
-from adaserve_jax.cli.report_text import as_json, as_markdown, nothing_found, print_table
-from adaserve_jax.cli.terminal import notes
+from adaserve_jax.cli.terminal import say
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.document import Document, Table, Text
-from adaserve_jax.results.served import report_of
-
-# Reports of result folders: a file in HTML or Markdown, exports, or a summary in the terminal.
+from adaserve_jax.report.estimates import ms, percent
+from adaserve_jax.results.aggregate import ClassReport, Percentiles, ServedReport, TargetSummary, report_of
+from adaserve_jax.results.schema import Summary
 
 SUFFIXES = (".html", ".md")
 MOST_COLUMNS = 1000
-
-
-@dataclass(frozen=True)
-class FolderReport:
-    """What is asked of `adaserve report DIR`."""
-
-    folders: tuple[Path, ...]
-    out: Path | None
-    against: Path | None
-    title: str | None
-    timeline: str | None
-    rate: float | None
-    perfetto: Path | None
-
-
-def write_report(asked: FolderReport) -> None:
-    """Write all that is asked for; without a file to write, print the headline. Raises ConfigError: what is wrong."""
-    render = None if asked.out is None else renderer(asked.out)
-    from adaserve_jax.report.build import build, load_folders
-    from adaserve_jax.report.points import measured
-
-    loaded, other = load_folders(asked.folders, asked.against)
-    found = measured(loaded, beside=() if other is None else (other,))
-    against = None if other is None else measured((other,), beside=loaded)
-    document = build(found, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
-    if asked.out is not None and render is not None:
-        _write(asked.out, render(document))
-        _note(f"report in {asked.out}")
-    else:
-        print_summary(document)
-    if asked.perfetto is not None:
-        from adaserve_jax.report.perfetto import traced_point, write_trace
-        from adaserve_jax.report.view import invalid_point
-
-        point = traced_point(found, asked.timeline, asked.rate)
-        write_trace(point, asked.perfetto)
-        _note(f"{point.name} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev")
-        if not point.row.valid:
-            _note(f"warning: {invalid_point(point)}")
-    if asked.out is None:
-        _note(f"the whole report: adaserve report {' '.join(map(str, asked.folders))} -o report.html")
-
-
-def renderer(out: Path) -> Callable[[Document], str]:
-    """What writes a file of this name. Raises ConfigError: another ending, no matplotlib."""
-    suffix = out.suffix.lower()
-    if suffix == ".md":
-        from adaserve_jax.report.markdown import render_markdown
-
-        return render_markdown
-    if suffix == ".html":
-        from adaserve_jax.report.figures import need_matplotlib
-        from adaserve_jax.report.html import render_html
-
-        need_matplotlib()
-        return render_html
-    raise ConfigError(f"-o must end in {' or '.join(SUFFIXES)}, got {out}")
-
-
-def print_summary(document: Document) -> None:
-    """Title, every warning, and texts and tables of the headline, to stdout; a pipe or file gets whole tables."""
-    console = Console(highlight=False)
-    headline = document.headline
-    shown = headline.items if headline else ()
-    tables = [item for item in shown if isinstance(item, Table)]
-    if not console.is_terminal:
-        wide = console.options.update(max_width=MOST_COLUMNS)
-        needed = max((console.measure(_grid(table, folded=False), options=wide).maximum for table in tables), default=0)
-        console = Console(width=max(console.width, needed), highlight=False)
-    console.print(document.title, style="bold", markup=False, soft_wrap=True)
-    for section in document.sections:
-        for item in section.items:
-            if isinstance(item, Text) and item.warns:
-                console.print(Styled(f"warning: {item.text}", style="yellow"), soft_wrap=True)
-    for item in shown:
-        if isinstance(item, Text) and not item.warns:
-            console.print(item.text, markup=False, soft_wrap=True)
-        elif isinstance(item, Table):
-            console.print()
-            console.print(item.title, style="bold", markup=False, soft_wrap=True)
-            console.print(_grid(item, folded=console.is_terminal))
-            if item.caption:
-                console.print(item.caption, style="dim", markup=False, soft_wrap=True)
-
-
-def _grid(table: Table, *, folded: bool) -> Grid:
-    """folded: an interval stands below its value."""
-    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for index, column in enumerate(table.columns):
-        numeric = index in table.numeric
-        grid.add_column(Styled(column), justify="right" if numeric else "left", no_wrap=index == 0)
-    for i, row in enumerate(table.rows):
-        cells = (cell.replace(" (", "\n(") if folded and j in table.numeric else cell for j, cell in enumerate(row))
-        grid.add_row(*(Styled(cell, style="bold" if (i, j) in table.strong else "") for j, cell in enumerate(cells)))
-    return grid
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another -o") from error
-
-
-def _note(text: str) -> None:
-    notes().print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
-
-
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 SINCE, UNTIL = "1h", "now"
+Cell = Callable[[ClassReport], str]
 
 
 class Format(StrEnum):
@@ -248,3 +140,265 @@ def parse_time(text: str, now_unix_s: float, option: str) -> float:
             f"{option} must be a time before now such as 30m, 1h or 7d, or an ISO time such as 2026-01-31T08:00, "
             f"got {text!r}"
         ) from error
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What is asked of `adaserve report DIR`."""
+
+    folders: tuple[Path, ...]
+    out: Path | None
+    against: Path | None
+    title: str | None
+    timeline: str | None
+    rate: float | None
+    perfetto: Path | None
+
+
+def write_report(asked: FolderReport) -> None:
+    """Write all that is asked for; without a file to write, print the headline. Raises ConfigError: what is wrong."""
+    render = None if asked.out is None else renderer(asked.out)
+    from adaserve_jax.report.build import build, load_folders
+    from adaserve_jax.report.points import measured
+
+    loaded, other = load_folders(asked.folders, asked.against)
+    found = measured(loaded, beside=() if other is None else (other,))
+    against = None if other is None else measured((other,), beside=loaded)
+    document = build(found, against=against, title=asked.title, timeline=asked.timeline, rate=asked.rate)
+    if asked.out is not None and render is not None:
+        _write(asked.out, render(document))
+        say(f"report in {asked.out}", style="dim")
+    else:
+        print_summary(document)
+    if asked.perfetto is not None:
+        from adaserve_jax.report.perfetto import traced_point, write_trace
+        from adaserve_jax.report.view import invalid_point
+
+        point = traced_point(found, asked.timeline, asked.rate)
+        write_trace(point, asked.perfetto)
+        say(f"{point.name} as trace events in {asked.perfetto}; open it at https://ui.perfetto.dev", style="dim")
+        if not point.row.valid:
+            say(f"warning: {invalid_point(point)}", style="dim")
+    if asked.out is None:
+        say(f"the whole report: adaserve report {' '.join(map(str, asked.folders))} -o report.html", style="dim")
+
+
+def renderer(out: Path) -> Callable[[Document], str]:
+    """What writes a file of this name. Raises ConfigError: another ending, no matplotlib."""
+    suffix = out.suffix.lower()
+    if suffix == ".md":
+        from adaserve_jax.report.markdown import render_markdown
+
+        return render_markdown
+    if suffix == ".html":
+        from adaserve_jax.report.figures import need_matplotlib
+        from adaserve_jax.report.html import render_html
+
+        need_matplotlib()
+        return render_html
+    raise ConfigError(f"-o must end in {' or '.join(SUFFIXES)}, got {out}")
+
+
+def print_summary(document: Document) -> None:
+    """Title, every warning, and texts and tables of the headline, to stdout; a pipe or file gets whole tables."""
+    console = Console(highlight=False)
+    headline = document.headline
+    shown = headline.items if headline else ()
+    tables = [item for item in shown if isinstance(item, Table)]
+    if not console.is_terminal:
+        wide = console.options.update(max_width=MOST_COLUMNS)
+        needed = max((console.measure(_grid(table, folded=False), options=wide).maximum for table in tables), default=0)
+        console = Console(width=max(console.width, needed), highlight=False)
+    console.print(document.title, style="bold", markup=False, soft_wrap=True)
+    for section in document.sections:
+        for item in section.items:
+            if isinstance(item, Text) and item.warns:
+                console.print(Styled(f"warning: {item.text}", style="yellow"), soft_wrap=True)
+    for item in shown:
+        if isinstance(item, Text) and not item.warns:
+            console.print(item.text, markup=False, soft_wrap=True)
+        elif isinstance(item, Table):
+            console.print()
+            console.print(item.title, style="bold", markup=False, soft_wrap=True)
+            console.print(_grid(item, folded=console.is_terminal))
+            if item.caption:
+                console.print(item.caption, style="dim", markup=False, soft_wrap=True)
+
+
+def _grid(table: Table, *, folded: bool) -> Grid:
+    """folded: an interval stands below its value."""
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for index, column in enumerate(table.columns):
+        numeric = index in table.numeric
+        grid.add_column(Styled(column), justify="right" if numeric else "left", no_wrap=index == 0)
+    for i, row in enumerate(table.rows):
+        cells = (cell.replace(" (", "\n(") if folded and j in table.numeric else cell for j, cell in enumerate(row))
+        grid.add_row(*(Styled(cell, style="bold" if (i, j) in table.strong else "") for j, cell in enumerate(cells)))
+    return grid
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another -o") from error
+
+
+def _count(name: str) -> Cell:
+    return lambda each: f"{getattr(each.summary, name):,}"
+
+
+def _share(name: str) -> Cell:
+    return lambda each: percent(getattr(each.summary, name))
+
+
+def _rate(name: str) -> Cell:
+    return lambda each: f"{getattr(each.summary, name):,.1f}"
+
+
+def _times(*names: str) -> Cell:
+    return lambda each: " / ".join(ms(getattr(each.summary, name)) for name in names)
+
+
+def _target(kind: str) -> Cell:
+    return lambda each: _range(getattr(each, kind))
+
+
+def _over(kind: str) -> Cell:
+    return lambda each: _ratios(getattr(each, kind).over)
+
+
+ROWS: tuple[tuple[str, Cell], ...] = (
+    ("choices", _count("requests")),
+    ("finished", _count("finished")),
+    ("rejected", _count("rejected")),
+    ("failed (of them aborted)", lambda each: f"{each.summary.failed:,} ({each.aborted:,})"),
+    ("with a target", _count("requests_with_slo")),
+    ("all targets met", _share("attainment")),
+    ("TPOT target met", _share("attainment_tpot")),
+    ("TTFT target met", _share("attainment_ttft")),
+    ("goodput, tokens/s", _rate("goodput_tps")),
+    ("throughput, tokens/s", _rate("throughput_tps")),
+    ("throughput while busy, tokens/s", lambda each: _number(each.summary.busy_throughput_tps, ",.1f")),
+    ("TTFT target, ms", _target("ttft")),
+    ("TTFT p50 / p90 / p99, ms", _times("ttft_p50_s", "ttft_p90_s", "ttft_p99_s")),
+    ("TTFT / target, p50 / p90 / p99", _over("ttft")),
+    ("TPOT target, ms", _target("tpot")),
+    ("TPOT p50 / p90 / p99, ms", _times("tpot_p50_s", "tpot_p90_s", "tpot_p99_s")),
+    ("TPOT / target, p50 / p90 / p99", _over("tpot")),
+    ("queue time p50 / p99, ms", _times("queue_p50_s", "queue_p99_s")),
+    ("end to end, mean, ms", _times("e2e_mean_s")),
+    ("prompt tokens (of them cached)", lambda each: f"{each.summary.prompt_tokens:,} ({each.cached_tokens:,})"),
+    ("output tokens", _count("output_tokens")),
+    ("draft tokens verified", _count("drafted_tokens")),
+    ("accepted of them", lambda each: f"{each.summary.accepted_tokens:,} ({percent(each.summary.acceptance_rate)})"),
+    ("accepted per verification", lambda each: _number(each.summary.mean_accepted, ".2f")),
+    ("preemptions", _count("preemptions")),
+)
+"""Labels and values, from top to bottom; each class has a column."""
+CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
+
+
+def rows(report: ServedReport) -> Iterator[list[str]]:
+    """Labels and a value per class; of causes of violations and of errors those that there were."""
+    for label, cell in ROWS:
+        yield [label, *(cell(each) for each in report.classes)]
+    every = report.classes[0]
+    for name in CAUSES:
+        if getattr(every.summary, name):
+            cause = name.removeprefix("cause_").replace("_", " ")
+            yield [f"violations: {cause}", *(_count(name)(each) for each in report.classes)]
+    for code, _ in every.errors:
+        yield [f"error {code}", *(f"{dict(each.errors).get(code, 0):,}" for each in report.classes)]
+
+
+def print_table(report: ServedReport) -> None:
+    """To stdout; a pipe or a file gets the table's full width whatever the terminal."""
+    table = Grid(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for each in report.classes:
+        table.add_column(each.summary.slo_class, justify="right")
+    for row in rows(report):
+        table.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        needed = console.measure(table, options=console.options.update(max_width=MOST_COLUMNS)).maximum
+        console = Console(width=max(console.width, needed), highlight=False)
+    console.print(*head(report), sep="\n", markup=False, soft_wrap=True)
+    console.print(table)
+
+
+def as_markdown(report: ServedReport) -> str:
+    names = [each.summary.slo_class for each in report.classes]
+    lines = [*(f"{line}  " for line in head(report)), "", _row(["", *names]), _row(["---", *("---:" for _ in names)])]
+    return "\n".join([*lines, *map(_row, rows(report))])
+
+
+def as_json(report: ServedReport) -> str:
+    """One object; times in ISO 8601, UTC, and otherwise the columns of docs/metrics.md, in seconds."""
+    times = ("since_unix_s", "until_unix_s", "first_unix_s", "last_unix_s")
+    body: dict[str, Any] = {name.removesuffix("_unix_s"): _iso(getattr(report, name)) for name in times}
+    body |= {"wall_s": report.wall_s, "records_in_file": report.held.choices}
+    body["runs"] = [asdict(run) for run in report.runs]
+    body["classes"] = [_plain(each) for each in report.classes]
+    return json.dumps(body, indent=2, allow_nan=False)
+
+
+def _plain(each: ClassReport) -> dict[str, Any]:
+    values = asdict(each)
+    return values.pop("summary") | values | {"errors": dict(each.errors)}
+
+
+def head(report: ServedReport) -> list[str]:
+    """What is reported on: the time, and the engines."""
+    first, last = _local(report.first_unix_s), _local(report.last_unix_s)
+    lines = [f"first arrival {first}, last end {last}, {report.wall_s:,.0f} s between them"]
+    return lines + [
+        f"{run.model}: policy {run.policy}, target {run.target}, draft {run.draft or 'none'}, on {run.device}, "
+        f"version {run.package_version}"
+        for run in dict.fromkeys(report.runs)
+    ]
+
+
+def nothing_found(path: Path, report: ServedReport, *, slo_class: str | None, key: str | None) -> str:
+    """Why a report is empty, and where there is something."""
+    held = report.held
+    if not held.choices:
+        return f"{path} has no records yet: no choice has ended since the server began to write it"
+    until = "now" if report.until_unix_s == float("inf") else _local(report.until_unix_s)
+    asked = [f"of class {slo_class!r}"] * (slo_class is not None) + [f"with key {key!r}"] * (key is not None)
+    which = "".join(f" {part}" for part in asked)
+    return (
+        f"no records{which} from {_local(report.since_unix_s)} until {until}; {path} has {held.choices:,}, whose "
+        f"choices ended from {_local(held.first_unix_s)} to {_local(held.last_unix_s)}"
+    )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _local(unix_s: float | None) -> str:
+    return "-" if unix_s is None else datetime.fromtimestamp(unix_s).astimezone().isoformat(" ", "seconds")
+
+
+def _iso(unix_s: float | None) -> str | None:
+    if unix_s is None or unix_s == float("inf"):
+        return None
+    return datetime.fromtimestamp(unix_s, UTC).isoformat()
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _range(targets: TargetSummary) -> str:
+    if targets.least_s is None or targets.most_s is None:
+        return "-"
+    least, most = (f"{value * 1e3:g}" for value in (targets.least_s, targets.most_s))
+    return least if least == most else f"{least} to {most}"
+
+
+def _ratios(values: Percentiles) -> str:
+    return " / ".join(_number(value, ".2f") for value in values)

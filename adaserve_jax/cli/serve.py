@@ -11,13 +11,11 @@ import typer
 
 from adaserve_jax.cli.options import ENV_PREFIX, option_value, takes
 from adaserve_jax.cli.terminal import with_drafter, with_learning
-from adaserve_jax.config import FIELD_HELP, EngineConfig
-from adaserve_jax.drafter_config import FIELD_HELP as DRAFTER_HELP
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.learn_config import OPTION_HELP, LearnOptions
+from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.server.config_file import ConfigFile, read_config
-from adaserve_jax.server.settings import FIELD_HELP as SERVER_HELP
 from adaserve_jax.server.settings import ServerSettings
 
 SERVER_PACKAGES = ("fastapi", "starlette", "pydantic", "uvicorn", "msgspec", "zmq", "prometheus_client")
@@ -47,10 +45,10 @@ def _check_key(settings: ServerSettings) -> None:
         raise ConfigError(f"{name} must be a key, got an empty text; unset it for a server that asks for no key")
 
 
-@takes("config", EngineConfig, FIELD_HELP)
-@takes("learn_options", LearnOptions, OPTION_HELP)
-@takes("drafter_options", DrafterOptions, DRAFTER_HELP)
-@takes("settings", ServerSettings, SERVER_HELP)
+@takes("config", EngineConfig)
+@takes("learn_options", LearnOptions)
+@takes("drafter_options", DrafterOptions)
+@takes("settings", ServerSettings)
 def serve(
     config: EngineConfig,
     learn_options: LearnOptions,

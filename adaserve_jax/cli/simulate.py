@@ -11,10 +11,16 @@ import typer
 
 from adaserve_jax.bench.resume import check_folder
 from adaserve_jax.bench.simulate import Varied, simulate_all
-from adaserve_jax.cli.bench_requests import FORMAT_HELP, LENGTHS_HELP, SLOS_HELP, parse_rate, read_slos
-from adaserve_jax.cli.options import comma_list
-from adaserve_jax.cli.points import note_point, print_rows, say, say_what_is_next
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.cli.options import (
+    FormatOption,
+    LengthsOption,
+    SlosOption,
+    comma_list,
+    parse_number,
+    parse_rate,
+)
+from adaserve_jax.cli.terminal import point_line, print_rows, say, say_next_step
+from adaserve_jax.config import Elastic, EngineConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.results.jsonl import append_rows, make_folder
@@ -22,6 +28,7 @@ from adaserve_jax.results.run_folder import REQUESTS, RESULTS, SAMPLES
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.routing.routers import ROUTERS, find_router
 from adaserve_jax.scheduler.policies import expand, find_policy
+from adaserve_jax.settings import options_of
 from adaserve_jax.sim.acceptance import load_acceptance
 from adaserve_jax.sim.machines import load_machine, packaged_machines
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan
@@ -29,7 +36,7 @@ from adaserve_jax.workloads.mixing import parse_lengths, with_lengths
 from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.reshaping import Shape, reshape
 from adaserve_jax.workloads.traces import RATE_RPS, Trace, adjusted, fluctuating_trace, save_trace, trace_of
-from adaserve_jax.workloads.workload import load_workload
+from adaserve_jax.workloads.workload import load_workload, parse_slos
 
 
 def simulate(
@@ -51,9 +58,9 @@ def simulate(
             "--seed; lengths and targets are drawn from the first of TRACES, where one is given"
         ),
     ] = False,
-    format: Annotated[str, typer.Option(help=FORMAT_HELP)] = AUTO,
-    slos: Annotated[str | None, typer.Option(help=SLOS_HELP)] = None,
-    lengths: Annotated[str | None, typer.Option(help=LENGTHS_HELP)] = None,
+    format: FormatOption = AUTO,
+    slos: SlosOption = None,
+    lengths: LengthsOption = None,
     machine: Annotated[
         str, typer.Option(help=f"machine to simulate: {', '.join(packaged_machines())}, or a JSON file, a profile too")
     ] = "llama-70b",
@@ -94,7 +101,7 @@ def simulate(
     extension_pages: Annotated[
         int, typer.Option(help="KV pages that the draft's memory makes while it is away; 0: the draft stays")
     ] = 0,
-    elastic: Annotated[str, typer.Option(help=FIELD_HELP["elastic"])] = "auto",
+    elastic: Annotated[Elastic, typer.Option(help=options_of(EngineConfig)["elastic"].help)] = "auto",
     tau_low: Annotated[
         float, typer.Option(help="share of the pages that must be spare, else the draft's memory may become pages")
     ] = TAU_LOW,
@@ -145,7 +152,7 @@ def simulate(
         names, seed, max_requests, max_prefill_tokens, drain, comma_list("replicas", replicas, parse_replicas), router,
         None if acceptance is None else load_acceptance(acceptance), token_times,
         "no" if not tune else "grid" if exhaustive else "search", num_pages, extension_pages,
-        EngineConfig(elastic=elastic).elastic, ElasticRule(tau_low, swap_after), records,
+        elastic, ElasticRule(tau_low, swap_after), records,
     )  # fmt: skip
     if not (names and shapes and plan.replicas):
         raise ConfigError("--rates, --slo-scale, --replicas and --policies must not be empty")
@@ -170,16 +177,16 @@ def simulate(
         append_rows(out / REQUESTS, point.records)
         append_rows(out / SAMPLES, point.samples)
         append_rows(out / RESULTS, rows)
-        note_point(next(done), total, rows)
+        say(point_line(next(done), total, rows))
 
     print_rows(simulate_all(plan, simulated, reshaped, on_point, varied))
-    say_what_is_next(out)
+    say_next_step(out)
 
 
 def _load(
     path: Path, format: str, slos: str | None, lengths: str | None, ttft_slo_s: float | None, time_scale: float
 ) -> Trace:
-    workload = load_workload(path, format=format, slos=read_slos(slos), texts=False)
+    workload = load_workload(path, format=format, slos=None if slos is None else parse_slos(slos), texts=False)
     if lengths is not None:
         workload = with_lengths(workload, parse_lengths(lengths))
     trace = adjusted(trace_of(workload), ttft_slo_s=ttft_slo_s, time_scale=time_scale)
@@ -221,7 +228,7 @@ def parse_scale(text: str) -> float | None:
     """An SLO scale above 0, or None for "trace"."""
     if text == "trace":
         return None
-    scale = _number(text)
+    scale = parse_number(text)
     if not 0 < scale < float("inf"):
         raise ConfigError(f"--slo-scale must be numbers above 0 or 'trace', separated by commas, got {text!r}")
     return scale
@@ -232,10 +239,3 @@ def parse_replicas(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= 1):
         raise ConfigError(f"--replicas must be whole numbers above 0, separated by commas, got {text!r}")
     return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")

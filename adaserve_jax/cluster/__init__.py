@@ -1,1 +1,1 @@
-"""Several servers and draft services as one: a router in front of them, and who starts them and keeps them running."""
+"""Several servers and draft services behind one router, started and kept running together."""

@@ -1,7 +1,7 @@
-"""The way of a request through a router: a target is chosen, and another one as long as the client has seen nothing.
+"""Forwarding of requests: choose a target, and another one as long as the client has not seen any of an answer.
 
-What comes as one body is read to its end before it goes on, so that a target that dies meanwhile costs time only. Of a
-stream, whole events go on as they come; one that is cut ends with an event that says so.
+An answer in one body is read to its end before any of it is sent on, so a target that dies meanwhile costs only time.
+Of a stream, whole events are sent on as they come; a stream that is cut ends with an error event.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,49 +19,95 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from starlette.types import Message, Receive, Scope, Send
 
-from adaserve_jax.cluster.requests import OF_ONE_HOP, Classes, Exchange, TargetLost, Wanted, read_request, request_bytes
-from adaserve_jax.cluster.targets import Chooser, Flight, Target, TargetSet, WholeEvents
+from adaserve_jax.cluster.requests import (
+    HOP_BY_HOP_HEADERS,
+    ParsedRequest,
+    SloClasses,
+    TargetExchange,
+    TargetLost,
+    parse_request,
+    request_bytes,
+)
+from adaserve_jax.cluster.targets import Balancer, InFlightRequest, RouterTarget, TargetSet
 from adaserve_jax.server.connection import cut_off, direct_body
 from adaserve_jax.server.errors import RETRY_AFTER_S, ApiError
 from adaserve_jax.server.streaming import CLIENT_CLOSED_REQUEST
 
-# A request as it passes through a router: what came, what is sent on, and what may be sent back of the answer.
-
-NOT_SENT_ON = frozenset({b"host", b"content-length", b"expect", b"x-request-id"}) | {n.encode() for n in OF_ONE_HOP}
-NOT_SENT_BACK = frozenset({"content-length", "date", "server", "x-request-id"})
-"""The router has its own; an id is the same as the target's, which it was told."""
+REQUEST_HEADERS_DROPPED = frozenset(
+    {b"host", b"content-length", b"expect", b"x-request-id"} | {name.encode() for name in HOP_BY_HOP_HEADERS}
+)
+ANSWER_HEADERS_DROPPED = frozenset({"content-length", "date", "server", "x-request-id"})
+"""Headers that the router sets itself; the request id is the one that it sent to the target."""
 BUSY_CODES = frozenset({"queue_full", "overloaded"})
-"""Of a 429 that says something of the target alone: another one may have room."""
+"""Error codes of a 429 that concern one target only: another one may have a slot."""
 UNFIT_CODES = frozenset({"not_ready", "engine_restarting", "engine_dead", "engine_stalled", "shutting_down", "aborted"})
-"""Of a 503 after which a target gets nothing until it says that it is well."""
+"""Error codes of a 503 after which a target gets nothing until its health check succeeds."""
+MAX_BUFFERED_ANSWER_BYTES = 2**24
+"""A longer answer in one body is sent on while it comes."""
+MAX_LOST = 3
+"""Attempts of one request that targets may have started and lost, so that a request that crashes its target does not
+crash all targets."""
+RETRY_WAIT_S = 0.5
+EVENT_END = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+MAX_EVENT_BYTES = 2**22
+"""A longer event is sent on in pieces."""
+TAIL_BYTES = 4096
+"""End of an answer that is kept; it contains the token counts."""
+_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+
+
+class EventBuffer:
+    """Lets only whole events through, so that an answer that is cut can end with an error event.
+
+    events: number of events let through. done: whether the last one was [DONE], after which nothing is missing.
+    """
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.done = False
+        self.tail = b""
+        self._rest = b""
+
+    def feed(self, part: bytes) -> bytes:
+        """Add bytes and return those that may be sent on now."""
+        part = self._rest + part if self._rest else part
+        end = part.rfind(EVENT_END) + len(EVENT_END)
+        if end < len(EVENT_END):
+            end = 0 if len(part) <= MAX_EVENT_BYTES else len(part)
+        complete, self._rest = part[:end], part[end:]
+        if complete:
+            self.events += complete.count(EVENT_END)
+            self.done = complete.endswith(DONE)
+            self.tail = (self.tail + complete)[-TAIL_BYTES:]
+        return complete
+
+    def rest(self) -> bytes:
+        """Return the bytes held back, for an answer that ended properly."""
+        rest, self._rest = self._rest, b""
+        return rest
 
 
 @dataclass(frozen=True)
-class Passing:
-    """One request, whole. wanted: None when it generates nothing."""
+class ForwardedRequest:
+    """One whole request. parsed: None if it generates nothing."""
 
     method: str
     path: bytes
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     request_id: str
-    wanted: Wanted | None
+    parsed: ParsedRequest | None
 
-    def message_for(self, target: Target) -> bytes:
-        """As it goes to a target: unchanged but for what is between neighbours."""
+    def message_for(self, target: RouterTarget) -> bytes:
+        """Return the request's bytes for a target: unchanged except for hop-by-hop headers, host and request id."""
         own = ((b"host", target.name.encode()), (b"x-request-id", self.request_id.encode()))
-        kept = ((name, value) for name, value in self.headers if name not in NOT_SENT_ON)
+        kept = ((name, value) for name, value in self.headers if name not in REQUEST_HEADERS_DROPPED)
         return request_bytes(self.method, self.path, (*own, *kept), self.body)
 
 
-def path_of(scope: Scope) -> bytes:
-    """Path and query, as they came."""
-    query: bytes = scope["query_string"]
-    return scope["raw_path"] + (b"?" + query if query else b"")
-
-
-async def whole_body(receive: Receive) -> bytes | None:
-    """None: the client went away first. Raises ApiError above the limit."""
+async def read_body(receive: Receive) -> bytes | None:
+    """Read a request's body; None if the client disconnects first. Raises ApiError above the limit."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -72,13 +118,12 @@ async def whole_body(receive: Receive) -> bytes | None:
             return b"".join(parts)
 
 
-def headers_back(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Those of an answer that go on to the client."""
-    return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items() if k not in NOT_SENT_BACK]
+def _answer_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items() if k not in ANSWER_HEADERS_DROPPED]
 
 
 @dataclass(frozen=True)
-class Whole:
+class BufferedAnswer:
     """An answer that was read to its end before any of it was sent on."""
 
     status: int
@@ -87,7 +132,7 @@ class Whole:
 
     @property
     def code(self) -> str:
-        """The error's; "" where there is none."""
+        """Code of the error in the body; "" if there is none."""
         if self.status < 400:
             return ""
         try:
@@ -96,17 +141,18 @@ class Whole:
             return ""
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether another target may answer better."""
-        return (self.status == 429 and self.code in BUSY_CODES) or self.is_unfit
-
-    @property
     def is_unfit(self) -> bool:
+        """True if the target cannot serve now."""
         return self.status == 503 and self.code in UNFIT_CODES
 
+    @property
+    def should_retry(self) -> bool:
+        """True if another target may answer better."""
+        return (self.status == 429 and self.code in BUSY_CODES) or self.is_unfit
+
     def messages(self) -> list[dict[str, Any]]:
-        """As ASGI has them."""
-        headers = [*headers_back(self.headers), (b"content-length", b"%d" % len(self.body))]
+        """Return the answer as ASGI messages."""
+        headers = [*_answer_headers(self.headers), (b"content-length", b"%d" % len(self.body))]
         return [
             {"type": "http.response.start", "status": self.status, "headers": headers},
             {"type": "http.response.body", "body": self.body},
@@ -114,7 +160,7 @@ class Whole:
 
 
 def unavailable(message: str, code: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
-    """503 with Retry-After."""
+    """Build an error 503 with Retry-After."""
     return ApiError(503, message, code=code, headers={"retry-after": str(max(1, round(retry_after_s)))})
 
 
@@ -129,19 +175,11 @@ def target_lost() -> ApiError:
     )
 
 
-def cut_event() -> bytes:
-    """The end of a stream whose target did not end it."""
-    return b"data: " + json.dumps(target_lost().body()).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-# Prometheus metrics of a router, documented in docs/cluster.md. Labels hold names of targets, not what users
-# write.
-
-_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
-
-
 class RouterMetrics:
-    """In a registry of its own; used from the event loop only."""
+    """Prometheus metrics of a router in a registry of their own, documented in docs/cluster.md.
+
+    Labels contain names of targets, never text from users. Used on the event loop only.
+    """
 
     def __init__(self, targets: TargetSet):
         self.registry = CollectorRegistry()
@@ -164,7 +202,7 @@ class RouterMetrics:
 
 
 class _TargetCollector(Collector):
-    """Reads the targets at each scrape."""
+    """Collector that reads the targets at each scrape."""
 
     def __init__(self, targets: TargetSet):
         self._targets = targets
@@ -184,7 +222,7 @@ class _TargetCollector(Collector):
         ]
         for target in self._targets:
             up.add_metric((target.name,), int(target.available))
-            flying.add_metric((target.name,), len(target.flights))
+            flying.add_metric((target.name,), len(target.in_flight))
             for family, name in counters:
                 family.add_metric((target.name,), getattr(target, name))
         yield from (up, flying, *(family for family, _ in counters))
@@ -193,31 +231,27 @@ class _TargetCollector(Collector):
         return []
 
 
-MOST_WHOLE_BYTES = 2**24
-"""Of an answer in one body; a longer one goes on while it comes."""
-MOST_LOST = 3
-"""Attempts of one request that targets may have begun and not ended: a request that ends them must not end them all."""
-LOOK_AGAIN_S = 0.5
-
-
 @dataclass(frozen=True)
-class Failed:
-    """An attempt that brought nothing that the client has seen. answer: what to tell it if no other does better."""
+class FailedAttempt:
+    """An attempt of which the client has seen nothing.
+
+    may_have_started: the target may have begun to work. answer: for the client, if no other target does better.
+    """
 
     reason: str
-    taken: bool
-    answer: Whole | None = None
+    may_have_started: bool
+    answer: BufferedAnswer | None = None
 
 
 class Forwarder:
-    """Passes requests on, each from its first byte to its last. most_wait_s: that it waits for a target at most."""
+    """ASGI application that forwards requests. most_wait_s: longest wait of a request for a target."""
 
     def __init__(
-        self, targets: TargetSet, chooser: Chooser, metrics: RouterMetrics, classes: Callable[[], Classes],
+        self, targets: TargetSet, balancer: Balancer, metrics: RouterMetrics, classes: Callable[[], SloClasses],
         *, most_wait_s: float,
     ):  # fmt: skip
         self._targets = targets
-        self._chooser = chooser
+        self._balancer = balancer
         self._metrics = metrics
         self._classes = classes
         self._most_wait_s = most_wait_s
@@ -225,24 +259,21 @@ class Forwarder:
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request. Raises ApiError as long as nothing was sent."""
+        """Forward one request. Raises ApiError as long as nothing was sent."""
         self.in_flight += 1
         status = CLIENT_CLOSED_REQUEST
 
-        async def noted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            body = await whole_body(receive)
+            body = await read_body(receive)
             if body is not None:
-                wanted = read_request(scope["path"], body, self._classes(), time.monotonic())
-                method = "GET" if scope["method"] == "HEAD" else scope["method"]
-                request_id = scope.get("state", {}).get("request_id", "")
-                passing = Passing(method, path_of(scope), tuple(scope["headers"]), body, request_id, wanted)
-                await _unless_gone(self._answer(passing, scope, noted), receive)
+                request = self._request(scope, body)
+                await _run_unless_disconnected(self._answer(request, scope, send_and_note_status), receive)
         except ApiError as error:
             status = error.status_code
             raise
@@ -250,87 +281,102 @@ class Forwarder:
             self.in_flight -= 1
             self._metrics.answers.labels(str(status)).inc()
 
+    def _request(self, scope: Scope, body: bytes) -> ForwardedRequest:
+        query: bytes = scope["query_string"]
+        return ForwardedRequest(
+            method="GET" if scope["method"] == "HEAD" else scope["method"],
+            path=scope["raw_path"] + (b"?" + query if query else b""),
+            headers=tuple(scope["headers"]),
+            body=body,
+            request_id=scope.get("state", {}).get("request_id", ""),
+            parsed=parse_request(scope["path"], body, self._classes(), time.monotonic()),
+        )
+
     def abort_all(self) -> None:
-        """End what is under way as if its targets had gone."""
+        """End all requests as if their targets had disconnected."""
         self._stopping = True
         for target in self._targets.all:
             target.give_up("the router stops")
-        self._targets.changed()
+        self._targets.notify()
 
-    async def _answer(self, passing: Passing, scope: Scope, send: Send) -> None:
-        """Try targets until one answers. Raises ApiError when none does."""
+    async def _answer(self, request: ForwardedRequest, scope: Scope, send: Send) -> None:
+        """Try targets until one answers. Raises ApiError if none does."""
         began = time.monotonic()
         tried: set[str] = set()
         lost, failed = 0, None
         while True:
-            target = self._choose(passing.wanted, tried)
+            target = self._choose(request.parsed, tried)
             if target is None:
                 left_s = began + self._most_wait_s - time.monotonic()
                 busy = failed is not None and failed.answer is not None and not failed.answer.is_unfit
                 if self._stopping or busy or left_s <= 0:
                     break
                 tried.clear()
-                await self._targets.wait(min(left_s, LOOK_AGAIN_S))
+                await self._targets.wait(min(left_s, RETRY_WAIT_S))
                 continue
             if failed is None:
                 self._metrics.choosing.observe(time.monotonic() - began)
             else:
                 self._metrics.retries.labels(failed.reason).inc()
-            failed = await self._attempt(target, passing, scope, send)
+            failed = await self._attempt(target, request, scope, send)
             if failed is None:
                 return
             tried.add(target.url)
-            lost += failed.taken
-            if self._stopping or lost >= MOST_LOST:
+            lost += failed.may_have_started
+            if self._stopping or lost >= MAX_LOST:
                 break
         if failed is None:
             raise no_target()
         if failed.answer is None:
-            raise target_lost() if failed.taken else no_target()
+            raise target_lost() if failed.may_have_started else no_target()
         for message in failed.answer.messages():
             await send(message)
 
-    def _choose(self, wanted: Wanted | None, tried: set[str]) -> Target | None:
-        """None: there is no target that takes requests and was not tried."""
-        fit = [target for target in self._targets if target.available and target.url not in tried]
-        if not fit:
+    def _choose(self, parsed: ParsedRequest | None, tried: set[str]) -> RouterTarget | None:
+        """Return an available target that was not tried, or None."""
+        available = [target for target in self._targets if target.available and target.url not in tried]
+        if not available:
             return None
-        if wanted is None:
-            return min(fit, key=lambda target: len(target.flights))
+        if parsed is None:
+            return min(available, key=lambda target: len(target.in_flight))
         now = time.monotonic()
-        return fit[self._chooser.choose(wanted.assigned, [target.known(now) for target in fit], now)]
+        return available[self._balancer.choose(parsed.assigned, [target.load(now) for target in available], now)]
 
-    async def _attempt(self, target: Target, passing: Passing, scope: Scope, send: Send) -> Failed | None:
-        """None: the client has its answer, whole or cut."""
-        flight = Flight(passing.wanted)
-        target.flights.add(flight)
+    async def _attempt(
+        self, target: RouterTarget, request: ForwardedRequest, scope: Scope, send: Send
+    ) -> FailedAttempt | None:
+        """Send the request to one target. Returns None once the client has its answer, whole or cut."""
+        in_flight = InFlightRequest(request.parsed)
+        target.in_flight.add(in_flight)
         target.requests += 1
-        exchange = Exchange(target.pool, passing.message_for(target))
+        exchange = TargetExchange(target.pool, request.message_for(target))
         target.exchanges.add(exchange)
         try:
             await exchange.head()
             if exchange.headers.get("content-type", "").startswith("text/event-stream"):
-                await self._stream(target, flight, exchange, scope, send)
+                await self._forward_stream(target, in_flight, exchange, scope, send)
                 return None
-            return await self._whole(target, flight, exchange, scope, send)
-        except TargetLost as gone:
-            self._unfit(target, gone.why)
-            return Failed("lost" if gone.taken else "unreachable", gone.taken)
+            return await self._forward_body(target, in_flight, exchange, scope, send)
+        except TargetLost as lost:
+            self._mark_unfit(target, lost.reason)
+            return FailedAttempt("lost" if lost.may_have_started else "unreachable", lost.may_have_started)
         finally:
-            target.flights.discard(flight)
+            target.in_flight.discard(in_flight)
             target.exchanges.discard(exchange)
             exchange.close()
 
-    async def _whole(
-        self, target: Target, flight: Flight, exchange: Exchange, scope: Scope, send: Send
-    ) -> Failed | None:
-        """An answer in one body; of one that was cut after a part of it was sent, the client sees its connection end.
-        Raises TargetLost as long as nothing was sent."""
+    async def _forward_body(
+        self, target: RouterTarget, in_flight: InFlightRequest, exchange: TargetExchange, scope: Scope, send: Send
+    ) -> FailedAttempt | None:
+        """Forward an answer in one body. Raises TargetLost as long as nothing was sent.
+
+        If a long answer is cut after a part of it was sent, the client's connection is closed.
+        """
         parts, size, started = [], 0, False
         try:
             async for part in exchange.parts():
                 size += len(part)
-                if size <= MOST_WHOLE_BYTES:
+                if size <= MAX_BUFFERED_ANSWER_BYTES:
                     parts.append(part)
                     continue
                 if not started:
@@ -338,86 +384,87 @@ class Forwarder:
                     await send(_head(exchange))
                     await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except TargetLost as gone:
+        except TargetLost as lost:
             if not started:
                 raise
-            self._cut(target, gone.why)
+            self._count_cut(target, lost.reason)
             cut_off(scope)
-            await asyncio.sleep(0)  # the connection learns of its end
+            await asyncio.sleep(0)  # lets the server see that the connection is closed
             return None
         if started:
             await send({"type": "http.response.body", "body": b""})
             return None
-        answer = Whole(exchange.status, exchange.headers, b"".join(parts))
-        if answer.elsewhere:
+        answer = BufferedAnswer(exchange.status, exchange.headers, b"".join(parts))
+        if answer.should_retry:
             if answer.is_unfit:
-                self._unfit(target, answer.code)
-            return Failed(answer.code, answer.is_unfit, answer)
-        self._ended(target, flight, answer.body)
+                self._mark_unfit(target, answer.code)
+            return FailedAttempt(answer.code, answer.is_unfit, answer)
+        self._learn_length(target, in_flight, answer.body)
         for message in answer.messages():
             await send(message)
         return None
 
-    async def _stream(self, target: Target, flight: Flight, exchange: Exchange, scope: Scope, send: Send) -> None:
-        """Events, as they come. Raises TargetLost before the first one."""
-        gate, direct, started = WholeEvents(), direct_body(scope), False
+    async def _forward_stream(
+        self, target: RouterTarget, in_flight: InFlightRequest, exchange: TargetExchange, scope: Scope, send: Send
+    ) -> None:
+        """Forward events as they come. Raises TargetLost before the first one."""
+        buffer, direct, started = EventBuffer(), direct_body(scope), False
         try:
             async for part in exchange.parts():
-                passed = gate.feed(part)
-                if not passed:
+                complete = buffer.feed(part)
+                if not complete:
                     continue
-                flight.see(gate.events, target.tokens_per_event, time.monotonic())
+                in_flight.count_events(buffer.events, target.tokens_per_event, time.monotonic())
                 if not started:
                     await send(_head(exchange))
                 if started and direct is not None and direct.ready:
-                    direct.write(passed)
+                    direct.write(complete)
                 else:
-                    await send({"type": "http.response.body", "body": passed, "more_body": True})
+                    await send({"type": "http.response.body", "body": complete, "more_body": True})
                 started = True
-            last = gate.rest()
-        except TargetLost as gone:
+            last = buffer.rest()
+        except TargetLost as lost:
             if not started:
                 raise
             last = b""
-            if not gate.done:
-                self._cut(target, gone.why)
-                last = cut_event()
+            if not buffer.done:
+                self._count_cut(target, lost.reason)
+                last = b"data: " + json.dumps(target_lost().body()).encode() + EVENT_END + DONE
         if not started:
             await send(_head(exchange))
-        self._ended(target, flight, gate.tail)
+        self._learn_length(target, in_flight, buffer.tail)
         await send({"type": "http.response.body", "body": last})
 
-    def _ended(self, target: Target, flight: Flight, tail: bytes) -> None:
-        """Learn how long outputs are."""
-        tokens = target.learn(flight.events, tail)
+    def _learn_length(self, target: RouterTarget, in_flight: InFlightRequest, tail: bytes) -> None:
+        """Tell the balancer how long the output was, if the answer says it."""
+        tokens = target.learn(in_flight.events, tail)
         if tokens is not None:
-            for choice in flight.assigned:
-                choice.received = max(round(tokens / len(flight.assigned)), 1)
-                self._chooser.ended(choice)
+            for choice in in_flight.assigned:
+                choice.received = max(round(tokens / len(in_flight.assigned)), 1)
+                self._balancer.ended(choice)
 
-    def _cut(self, target: Target, why: str) -> None:
-        """An answer of it that the client has begun to read has no end."""
+    def _count_cut(self, target: RouterTarget, reason: str) -> None:
         target.cuts += 1
-        self._unfit(target, why)
+        self._mark_unfit(target, reason)
 
-    def _unfit(self, target: Target, why: str) -> None:
-        """It gets nothing until it says itself that it is well."""
+    def _mark_unfit(self, target: RouterTarget, reason: str) -> None:
+        """Send the target nothing until its next successful health check."""
         if not self._stopping:
-            self._targets.report(target, False, why)
+            self._targets.report(target, False, reason)
 
 
-def _head(exchange: Exchange) -> Message:
-    return {"type": "http.response.start", "status": exchange.status, "headers": headers_back(exchange.headers)}
+def _head(exchange: TargetExchange) -> Message:
+    return {"type": "http.response.start", "status": exchange.status, "headers": _answer_headers(exchange.headers)}
 
 
-async def _unless_gone(work, receive: Receive) -> None:
-    """Run `work`, and stop it when the client goes away. Raises what it raises."""
+async def _run_unless_disconnected(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Run `work`, and cancel it when the client disconnects. Raises what it raises."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    main, other = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    main, other = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({main, other}, return_when=asyncio.FIRST_COMPLETED)
         if main.done():

@@ -1,9 +1,4 @@
-"""What a cluster consists of: how many of which processes, by which commands, at which addresses.
-
-Commands are templates, so that tests put stand-ins in their place, and so that they can be sent to other machines:
-`{python}`, `{host}`, `{port}`, `{http_port}`, `{drafts}` (the services as --drafter takes them), `{drafter}` (a whole
---drafter option, left out without drafts).
-"""
+"""Plan of a cluster: which processes it has, the command of each, and the addresses where they listen."""
 
 from __future__ import annotations
 
@@ -14,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from adaserve_jax.cluster.keeper import Member, Patience
+from adaserve_jax.cluster.router import router_command
 from adaserve_jax.cluster.settings import RouterSettings
+from adaserve_jax.cluster.supervisor import Member, SupervisorTiming
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.connection import ABORT_GRACE_S
 
@@ -23,16 +19,19 @@ TARGET_COMMAND = ("{python}", "-m", "adaserve_jax.cli", "serve", "--host", "{hos
 DRAFT_COMMAND = (
     "{python}", "-m", "adaserve_jax.cli", "draft", "--listen", "{host}:{port}", "--http", "{host}:{http_port}",
 )  # fmt: skip
-MOST_MEMBERS = 256
-HOLDS = sys.platform == "linux"
-OWN_OPTIONS = ("--host", "--port", "--drafter", "--listen", "--http")
-"""Of members' commands, that the cluster gives itself."""
+MAX_MEMBERS = 256
+CAN_RESERVE_PORTS = sys.platform == "linux"
+RESERVED_OPTIONS = ("--host", "--port", "--drafter", "--listen", "--http")
+"""Options of members that only the cluster sets."""
 
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """targets, drafts: how many. member_host: where targets and drafts listen. serve_options, draft_options: passed on
-    to their commands, whose templates are target_command and draft_command. Raises ConfigError."""
+    """Number of servers and draft services, and how to start them. Raises ConfigError.
+
+    member_host: address where targets and drafts listen. serve_options, draft_options: appended to the members'
+    commands. target_command, draft_command: templates, filled by `render_command`; tests put stand-ins there.
+    """
 
     targets: int
     drafts: int
@@ -42,66 +41,67 @@ class ClusterPlan:
     draft_options: tuple[str, ...] = ()
     target_command: tuple[str, ...] = TARGET_COMMAND
     draft_command: tuple[str, ...] = DRAFT_COMMAND
-    patience: Patience = field(default_factory=Patience)
-
-    @property
-    def target_shutdown_s(self) -> float:
-        """That a target gives requests in flight when it ends: by its own options, or as the router does."""
-        given = [self.router.shutdown_timeout]
-        for option, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
-            name, equals, value = option.partition("=")
-            if name == "--shutdown-timeout":
-                with contextlib.suppress(ValueError):  # the server says what is wrong with it
-                    given.append(float(value if equals else after))
-        return given[-1]
-
-    @property
-    def target_grace_s(self) -> float:
-        """From a target's SIGTERM to its SIGKILL."""
-        return self.target_shutdown_s + ABORT_GRACE_S + self.patience.margin
-
-    @property
-    def router_grace_s(self) -> float:
-        """From the router's SIGTERM to its SIGKILL."""
-        return self.router.shutdown_timeout + ABORT_GRACE_S + self.patience.margin
+    timing: SupervisorTiming = field(default_factory=SupervisorTiming)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.targets <= MOST_MEMBERS:
-            raise ConfigError(f"targets must be from 1 to {MOST_MEMBERS}, got {self.targets}")
-        if not 0 <= self.drafts <= MOST_MEMBERS:
-            raise ConfigError(f"drafts must be from 0 to {MOST_MEMBERS}, got {self.drafts}")
-
+        if not 1 <= self.targets <= MAX_MEMBERS:
+            raise ConfigError(f"targets must be from 1 to {MAX_MEMBERS}, got {self.targets}")
+        if not 0 <= self.drafts <= MAX_MEMBERS:
+            raise ConfigError(f"drafts must be from 0 to {MAX_MEMBERS}, got {self.drafts}")
         if self.router.tls_client_ca is not None:
             raise ConfigError(
                 "tls_client_ca cannot be given to a cluster, which asks its router how it is without a certificate; "
                 "start 'adaserve cluster route' with it in front of the targets"
             )
-        if self.router.tls_cert is not None:  # also read from elsewhere, by `adaserve cluster status`
+        if self.router.tls_cert is not None:  # `adaserve cluster status` reads it from another working directory
             certificate = str(Path(self.router.tls_cert).absolute())
             object.__setattr__(self, "router", replace(self.router, tls_cert=certificate))
         for option in (*self.serve_options, *self.draft_options):
-            if option.partition("=")[0] in OWN_OPTIONS:
+            if option.partition("=")[0] in RESERVED_OPTIONS:
                 raise ConfigError(
                     f"{option.partition('=')[0]} is given to each server by the cluster itself; leave it out"
                 )
 
+    @property
+    def target_shutdown_s(self) -> float:
+        """Time that a target gives requests in flight when it stops: its own option, else the router's setting."""
+        given = [self.router.shutdown_timeout]
+        for option, after in zip(self.serve_options, (*self.serve_options[1:], ""), strict=False):
+            name, equals, value = option.partition("=")
+            if name == "--shutdown-timeout":
+                with contextlib.suppress(ValueError):  # the server reports a wrong value
+                    given.append(float(value if equals else after))
+        return given[-1]
 
-class HeldPort:
-    """A TCP port that nobody listens on. On Linux it is kept from others until `close`: there a server may listen on a
-    port that a socket with SO_REUSEADDR is bound to, as servers' sockets are, and nobody is given it who asks for any.
-    Elsewhere it is only free now. Raises OSError: somebody has it."""
+    @property
+    def target_grace_s(self) -> float:
+        """Time from a target's SIGTERM to its SIGKILL."""
+        return self.target_shutdown_s + ABORT_GRACE_S + self.timing.grace_margin_s
+
+    @property
+    def router_grace_s(self) -> float:
+        """Time from the router's SIGTERM to its SIGKILL."""
+        return self.router.shutdown_timeout + ABORT_GRACE_S + self.timing.grace_margin_s
+
+
+class ReservedPort:
+    """A free TCP port, kept from other programs until `close`. Raises OSError if it is taken.
+
+    On Linux a bound socket that does not listen holds the port: the kernel gives it to nobody who asks for any free
+    port, but a server may still bind it with SO_REUSEADDR and listen. Elsewhere the port is only free at this moment.
+    """
 
     def __init__(self, host: str, number: int = 0):
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            if number or HOLDS:
+            if number or CAN_RESERVE_PORTS:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((host, number))
             self.number: int = self._socket.getsockname()[1]
         except OSError:
             self.close()
             raise
-        if not HOLDS:
+        if not CAN_RESERVE_PORTS:
             self.close()
 
     def close(self) -> None:
@@ -109,15 +109,19 @@ class HeldPort:
 
 
 def free_ports(count: int, host: str) -> list[int]:
-    """TCP ports that nobody listens on now."""
-    held = [HeldPort(host) for _ in range(count)]
-    for port in held:
+    """Return different TCP ports on which nobody listens now."""
+    reserved = [ReservedPort(host) for _ in range(count)]
+    for port in reserved:
         port.close()
-    return [port.number for port in held]
+    return [port.number for port in reserved]
 
 
-def filled(template: Iterable[str], **values: str | int) -> tuple[str, ...]:
-    """The command of a template. `{drafter}` is a whole option, or nothing."""
+def render_command(template: Iterable[str], **values: str | int) -> tuple[str, ...]:
+    """Fill the placeholders of a command template.
+
+    `{python}`, `{host}`, `{port}` and `{http_port}` are replaced inside an argument. The argument `{drafter}` becomes
+    the option `--drafter` with the value of `drafts`, or nothing if there are no drafts.
+    """
     drafts = str(values.get("drafts", ""))
     command: list[str] = []
     for part in template:
@@ -131,12 +135,13 @@ def filled(template: Iterable[str], **values: str | int) -> tuple[str, ...]:
 
 
 def bracketed(host: str) -> str:
+    """Return the host as a URL has it: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A member with its addresses. url: of a target's API; address: as --drafter has a draft's."""
+class PlacedMember:
+    """A member with its address: `url` of a target's or the router's API, or `address` of a draft for --drafter."""
 
     member: Member
     kind: str
@@ -145,8 +150,11 @@ class Placed:
 
 
 def target_environment(plan: ClusterPlan) -> dict[str, str]:
-    """Targets ask for the router's API keys, speak plain HTTP to it whatever it speaks itself, and give requests as
-    long to finish as it does, unless their own options say otherwise."""
+    """Return environment variables of a target, which its own options override.
+
+    A target checks the router's API keys, uses plain HTTP whatever the router uses, and gives requests as long to
+    finish as the router does.
+    """
     environment = {f"ADASERVE_{name}": "none" for name in ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")}
     environment["ADASERVE_SHUTDOWN_TIMEOUT"] = f"{plan.target_shutdown_s:g}"
     if plan.router.api_key is not None:
@@ -154,21 +162,34 @@ def target_environment(plan: ClusterPlan) -> dict[str, str]:
     return environment
 
 
-def target_at(plan: ClusterPlan, number: int, host: str, port: int, drafts: Iterable[str], logs: Path) -> Placed:
-    """Target `number`, counted from 0. drafts: addresses of the services that it may ask."""
+def place_target(
+    plan: ClusterPlan, number: int, host: str, port: int, drafts: Iterable[str], logs: Path
+) -> PlacedMember:
+    """Return target `number` (from 0). drafts: addresses of the draft services that it may use."""
     name, url = f"target-{number}", f"http://{bracketed(host)}:{port}"
     addresses = ",".join(drafts)
-    assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts is told of them"
-    command = filled((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
-    patience = replace(plan.patience, grace=plan.target_grace_s)
-    member = Member(name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), patience=patience)
-    return Placed(member, "target", url=url)
+    assert bool(addresses) == bool(plan.drafts), "a target of a cluster with drafts gets their addresses"
+    command = render_command((*plan.target_command, *plan.serve_options), host=host, port=port, drafts=addresses)
+    timing = replace(plan.timing, termination_grace_s=plan.target_grace_s)
+    member = Member(name, command, f"{url}/health", logs / f"{name}.log", target_environment(plan), timing=timing)
+    return PlacedMember(member, "target", url=url)
 
 
-def draft_at(plan: ClusterPlan, number: int, host: str, port: int, http_port: int, logs: Path) -> Placed:
-    """Draft service `number`, counted from 0."""
+def place_draft(plan: ClusterPlan, number: int, host: str, port: int, http_port: int, logs: Path) -> PlacedMember:
+    """Return draft service `number` (from 0)."""
     name = f"draft-{number}"
-    command = filled((*plan.draft_command, *plan.draft_options), host=bracketed(host), port=port, http_port=http_port)
+    template = (*plan.draft_command, *plan.draft_options)
+    command = render_command(template, host=bracketed(host), port=port, http_port=http_port)
     health = f"http://{bracketed(host)}:{http_port}/health"
-    member = Member(name, command, health, logs / f"{name}.log", patience=plan.patience)
-    return Placed(member, "draft", address=f"grpc://{bracketed(host)}:{port}")
+    member = Member(name, command, health, logs / f"{name}.log", timing=plan.timing)
+    return PlacedMember(member, "draft", address=f"grpc://{bracketed(host)}:{port}")
+
+
+def place_router(plan: ClusterPlan, settings: RouterSettings, descriptor: int, url: str, logs: Path) -> PlacedMember:
+    """Return the router of a plan. descriptor: its bound socket. Without a usable target it counts as ready too."""
+    command, environment = router_command(settings, descriptor)
+    member = Member(
+        "router", command, f"{url}/health", logs / "router.log", environment, (descriptor,),
+        ("ok", "starting", "no_target"), replace(plan.timing, termination_grace_s=plan.router_grace_s),
+    )  # fmt: skip
+    return PlacedMember(member, "router", url=url)

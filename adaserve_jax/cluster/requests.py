@@ -1,7 +1,4 @@
-"""What a router reads of a request's body: what routing needs to know, and nothing that it would have to check.
-
-A body that is wrong is the target's to refuse: what cannot be read here counts as not given.
-"""
+"""Requests at the router: the fields that routing needs, and the exchange of one request with one target."""
 
 from __future__ import annotations
 
@@ -21,36 +18,48 @@ from adaserve_jax.server.settings import DEFAULT_CLASS, USUAL_TIERS
 
 GENERATION_PATHS = ("/v1/completions", "/v1/chat/completions")
 BYTES_PER_TOKEN = 4
-"""Of text, as tokenizers have it about; lists of token ids are counted."""
-MOST_CHOICES = 64
-"""Of one request, that are counted one by one."""
+"""Estimate for text; lists of token ids are counted."""
+MAX_CHOICES = 64
+"""Choices of one request that are counted."""
+MAX_BUFFERED_BYTES = 2**18
+"""Bytes of an answer that may wait for the client; above it the router stops reading from the target."""
+HOP_BY_HOP_HEADERS = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+    "upgrade",
+})  # fmt: skip
+"""Headers that concern one connection only (RFC 9110, 7.6.1)."""
 
 
 @dataclass(frozen=True)
-class Classes:
-    """What a target says of itself, as far as requests' targets depend on it. targets: by class, TPOT and TTFT in
-    seconds, None without one. baseline_s: what slo_relative multiplies."""
+class SloClasses:
+    """SLO classes as a target reports them.
+
+    targets: TPOT and TTFT in seconds (None: no target) by class. baseline_s: the factor of `slo_relative`.
+    """
 
     targets: Mapping[str, tuple[float | None, float | None]]
     baseline_s: float
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a request asks for. choices: how many answers it wants, each of which takes room."""
+class ParsedRequest:
+    """A generation request as routing sees it. choices: number of answers, each of which takes a slot."""
 
     assigned: Assigned
     choices: int
     stream: bool
 
-    def fresh(self) -> list[Assigned]:
-        """What a router counts, one per choice; the first choice has the prompt's tokens to compute."""
+    def per_choice(self) -> list[Assigned]:
+        """Return one entry per choice; only the first has the prompt's tokens to compute."""
         others = [replace(self.assigned, prompt_tokens=1) for _ in range(self.choices - 1)]
         return [replace(self.assigned), *others]
 
 
-def read_request(path: str, body: bytes, classes: Classes, now: float) -> Wanted | None:
-    """None: the request generates nothing, and any target will do. now: seconds."""
+def parse_request(path: str, body: bytes, classes: SloClasses, now: float) -> ParsedRequest | None:
+    """Read what routing needs from a request's body; None if it generates nothing, so that any target will do.
+
+    The body is not validated: the target does that, and a field that cannot be read counts as absent. now: seconds.
+    """
     if path not in GENERATION_PATHS:
         return None
     try:
@@ -65,17 +74,18 @@ def read_request(path: str, body: bytes, classes: Classes, now: float) -> Wanted
         name = USUAL_TIERS.get(tier, tier) if isinstance(tier, str) else DEFAULT_CLASS
     tpot_s, ttft_s = classes.targets.get(name, (None, None))
     relative = _number(fields.get("slo_relative"))
-    own_s = _seconds(fields.get("slo_tpot_ms"))
-    if own_s is None and relative is not None:
-        own_s = relative * classes.baseline_s
+    own_tpot_s, own_ttft_s = _seconds(fields.get("slo_tpot_ms")), _seconds(fields.get("slo_ttft_ms"))
+    if own_tpot_s is None and relative is not None:
+        own_tpot_s = relative * classes.baseline_s
     assigned = Assigned(
         slo_class=name if name in classes.targets else DEFAULT_CLASS,
-        prompt_tokens=_prompt_tokens(fields),
+        prompt_tokens=max(_tokens(fields.get("messages") if "messages" in fields else fields.get("prompt")), 1),
         arrival_s=now,
-        tpot_slo_s=tpot_s if own_s is None else own_s,
-        ttft_slo_s=ttft_s if (own := _seconds(fields.get("slo_ttft_ms"))) is None else own,
+        tpot_slo_s=tpot_s if own_tpot_s is None else own_tpot_s,
+        ttft_slo_s=ttft_s if own_ttft_s is None else own_ttft_s,
     )
-    return Wanted(assigned, min(_prompts(fields) * _count(fields.get("n")), MOST_CHOICES), fields.get("stream") is True)
+    choices = min(_prompts(fields) * _count(fields.get("n")), MAX_CHOICES)
+    return ParsedRequest(assigned, choices, fields.get("stream") is True)
 
 
 def _number(value: Any) -> float | None:
@@ -83,13 +93,13 @@ def _number(value: Any) -> float | None:
     return float(value) if ok else None
 
 
-def _seconds(value: Any) -> float | None:
-    number = _number(value)
+def _seconds(milliseconds: Any) -> float | None:
+    number = _number(milliseconds)
     return None if number is None else number / 1e3
 
 
 def _count(value: Any) -> int:
-    return min(value, MOST_CHOICES) if isinstance(value, int) and value > 0 else 1
+    return min(value, MAX_CHOICES) if isinstance(value, int) and value > 0 else 1
 
 
 def _prompts(fields: Mapping[str, Any]) -> int:
@@ -97,12 +107,8 @@ def _prompts(fields: Mapping[str, Any]) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
 
 
-def _prompt_tokens(fields: Mapping[str, Any]) -> int:
-    return max(_tokens(fields.get("messages") if "messages" in fields else fields.get("prompt")), 1)
-
-
 def _tokens(value: Any) -> int:
-    """About how many tokens: ids are counted, text is divided."""
+    """Estimate the number of tokens: ids are counted, text is divided by BYTES_PER_TOKEN."""
     if isinstance(value, str):
         return math.ceil(len(value.encode(errors="replace")) / BYTES_PER_TOKEN)
     if isinstance(value, list):
@@ -114,62 +120,50 @@ def _tokens(value: Any) -> int:
     return 0
 
 
-# One request to one target and what comes back, with a limit on what is read before somebody takes it.
-#
-# Stands on the bench's client (`http_client/connection.py`, `http_client/pool.py`): one HTTP parser for both.
-# Runs on one event loop. Knows nothing of what the bodies mean.
-
-MOST_HELD_BYTES = 2**18
-"""Read and not taken; a target that sends more waits."""
-OF_ONE_HOP = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-    "upgrade",
-})  # fmt: skip
-"""Headers that are between two neighbours (RFC 9110, 7.6.1)."""
-
-
 class TargetLost(Exception):
-    """There will be no answer, or no more of it. taken: whether the target may have begun to work on the request."""
+    """The target will send no (further) answer. may_have_started: it may have begun to work on the request."""
 
-    def __init__(self, why: str, *, taken: bool):
-        super().__init__(why)
-        self.why = why
-        self.taken = taken
+    def __init__(self, reason: str, *, may_have_started: bool):
+        super().__init__(reason)
+        self.reason = reason
+        self.may_have_started = may_have_started
 
 
 def request_bytes(method: str, path: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """A whole request as it is sent. headers: without content-length, which is added where there is a body."""
+    """Return a whole HTTP/1.1 request. headers: without content-length, which is added if there is a body."""
     lines = [method.encode() + b" " + path + b" HTTP/1.1", *(name + b": " + value for name, value in headers)]
     if body or method not in ("GET", "OPTIONS"):
         lines.append(b"content-length: %d" % len(body))
     return b"\r\n".join((*lines, b"", body))
 
 
-class Exchange:
-    """Sends a request as soon as there is a connection. Await `head`, then take `parts`; `close` in any case.
+class TargetExchange:
+    """One request to one target and its answer, with a bound on bytes read ahead of the client.
 
-    An idle connection that its server closed just then is no loss: the request goes again, on a new one.
+    The request is sent as soon as there is a connection. Await `head`, then iterate `parts`; call `close` in any case.
+    If the server had closed an idle connection just before, the request is sent again on a new one. The bytes go
+    through the bench's HTTP client; docs/dependencies.md has the measurements against aiohttp.
     """
 
     def __init__(self, pool: ConnectionPool, message: bytes):
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By lower-case name, without those of one hop."""
+        """Headers by lower-case name, without hop-by-hop headers."""
         self._pool = pool
         self._message = message
         self._parts: deque[bytes] = deque()
-        self._held = 0
+        self._buffered = 0
         self._paused = self._ended = self._closed = self._resent = False
         self._lost: TargetLost | None = None
         self._changed = asyncio.Event()
         self._heard_s = time.monotonic()
-        """When anything came last, or it began."""
+        """Time when the last bytes came, or the exchange began."""
         self._connection: HttpConnection | None = None
         pool.acquire(self._send, self._not_connected)
 
     @property
     def quiet_s(self) -> float:
-        """Seconds since anything came; 0 while nobody takes what came."""
+        """Seconds since the last bytes came; 0 while the client is the slower side."""
         return 0.0 if self._paused else time.monotonic() - self._heard_s
 
     async def head(self) -> None:
@@ -180,11 +174,11 @@ class Exchange:
             await self._wait()
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises TargetLost where it ends too early, after all that came before."""
+        """Yield the body as it comes. If it ends too early, raise TargetLost after all that came."""
         while True:
             while self._parts:
                 part = self._parts.popleft()
-                self._held -= len(part)
+                self._buffered -= len(part)
                 yield part
             if self._paused and self._connection is not None:
                 self._paused, self._heard_s = False, time.monotonic()
@@ -196,14 +190,14 @@ class Exchange:
             else:
                 await self._wait()
 
-    def give_up(self, why: str) -> None:
-        """End it now, as lost, whatever the target does."""
+    def give_up(self, reason: str) -> None:
+        """End the exchange now with TargetLost."""
         if not self._ended and self._lost is None:
             self.close()
-            self._lose(TargetLost(why, taken=True))
+            self._lose(TargetLost(reason, may_have_started=True))
 
     def close(self) -> None:
-        """Stop it; where the answer has not ended, the target sees its client go away."""
+        """End the exchange; if the answer is not over, the target sees its client disconnect."""
         self._closed = True
         if self._connection is not None and not self._ended:
             self._connection.close_for(self)
@@ -220,24 +214,24 @@ class Exchange:
         connection.send(self._message, self)
 
     def _not_connected(self, code: str) -> None:
-        self._lose(TargetLost(code, taken=self._resent))  # what was sent first may be what ended it
+        self._lose(TargetLost(code, may_have_started=self._resent))  # the first attempt may have crashed the target
 
     def _lose(self, lost: TargetLost) -> None:
         self._lost = lost
         self._changed.set()
 
-    # ---- what the connection calls ----
+    # ---- called by the connection (http_client.connection.ResponseHandler) ----
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         self.status, self._heard_s = status, time.monotonic()
-        self.headers = {name: value for name, value in headers.items() if name not in OF_ONE_HOP}
+        self.headers = {name: value for name, value in headers.items() if name not in HOP_BY_HOP_HEADERS}
         self._changed.set()
 
     def on_body(self, at_s: float, part: bytes) -> None:
         self._heard_s = at_s
         self._parts.append(part)
-        self._held += len(part)
-        if self._held > MOST_HELD_BYTES and not self._paused and self._connection is not None:
+        self._buffered += len(part)
+        if self._buffered > MAX_BUFFERED_BYTES and not self._paused and self._connection is not None:
             self._paused = True
             self._connection.pause()
         self._changed.set()
@@ -256,4 +250,4 @@ class Exchange:
             self._resent = True
             self._pool.acquire(self._send, self._not_connected, fresh=True)
         else:
-            self._lose(TargetLost(code, taken=True))
+            self._lose(TargetLost(code, may_have_started=True))

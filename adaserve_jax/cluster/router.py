@@ -1,4 +1,8 @@
-"""The router's HTTP front: requests go to targets, /health, /ready, /metrics and /cluster are its own."""
+"""HTTP application of the router: forwards requests to targets; /health, /ready, /metrics and /cluster are its own.
+
+`python -m adaserve_jax.cluster.router [DESCRIPTOR]` runs it in a process of its own. Its settings come as JSON in an
+environment variable, where other users do not see an API key; DESCRIPTOR is an inherited listening socket.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +13,36 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from adaserve_jax.cluster.forwarding import Forwarder, RouterMetrics, unavailable, whole_body
+from adaserve_jax.cluster.forwarding import Forwarder, RouterMetrics, read_body, unavailable
 from adaserve_jax.cluster.settings import RouterSettings, checked_urls
-from adaserve_jax.cluster.targets import Chooser, Poller, TargetSet
+from adaserve_jax.cluster.targets import Balancer, TargetPoller, TargetSet
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.server.auth import Keyring
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, http_config
 from adaserve_jax.server.errors import ApiError
-from adaserve_jax.server.middleware import BodyLimit, Boundary, HeadLimit
+from adaserve_jax.server.middleware import BodyLimitMiddleware, HeaderLimitMiddleware, RequestBoundaryMiddleware
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 
-OF_ONE_SERVER = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/responses", "/v1/assistants")
-"""Paths with all below them that would be of one server, whichever a request happens to reach."""
+UNROUTED_PATHS = ("/dashboard", "/v1/files", "/v1/batches", "/v1/uploads", "/v1/responses", "/v1/assistants")
+"""Paths, with all below them, whose state belongs to one server."""
+SETTINGS_VARIABLE = "ADASERVE_ROUTER_SETTINGS"
 _log = logging.getLogger(__name__)
 
 
-class Router:
-    """An ASGI application. Made, used and closed on one event loop."""
+class RouterApp:
+    """ASGI application of a router, created, used and closed on one event loop.
+
+    Raises ConfigError for a wrong profile, token file or keys.
+    """
 
     def __init__(self, settings: RouterSettings):
-        """Raises ConfigError (profile, token, keys)."""
         self.settings: ServerSettings = settings.server
         self.phase = "starting"
         self.targets = TargetSet(settings.targets)
@@ -44,20 +50,20 @@ class Router:
         self._router_settings = settings
         self._token = settings.token()
         self._keyring = Keyring(self.settings)
-        chooser = Chooser(settings.router, settings.profile)
-        self._poller = Poller(
-            self.targets, chooser,
+        balancer = Balancer(settings.router, settings.profile)
+        self._poller = TargetPoller(
+            self.targets, balancer,
             every_s=settings.poll_every, timeout_s=settings.poll_timeout, key=settings.target_key,
         )  # fmt: skip
         self._forwarder = Forwarder(
-            self.targets, chooser, self.metrics, lambda: self._poller.classes, most_wait_s=settings.most_wait
+            self.targets, balancer, self.metrics, lambda: self._poller.classes, most_wait_s=settings.most_wait
         )
         self._polling: asyncio.Task[None] | None = None
 
     def app(self) -> ASGIApp:
-        """With the layers of a server around it."""
-        limited = BodyLimit(self, self.settings.max_body_bytes)
-        return Boundary(HeadLimit(limited, self.settings.max_header_bytes))
+        """Return this application inside the server's middleware."""
+        limited = BodyLimitMiddleware(self, self.settings.max_body_bytes)
+        return RequestBoundaryMiddleware(HeaderLimitMiddleware(limited, self.settings.max_header_bytes))
 
     async def start(self) -> None:
         self.phase = "ok"
@@ -68,7 +74,7 @@ class Router:
             self._polling.cancel()
         await self.targets.close()
 
-    # ---- what the drain asks ----
+    # ---- called by DrainingServer ----
 
     def drain(self) -> None:
         self.phase = "draining"
@@ -84,11 +90,11 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no lifespan of its own, no websockets: uvicorn is told so
+            return  # lifespan and websockets are not supported
         try:
-            answer = await self._own(scope, receive)
+            answer = await self._own_answer(scope, receive)
             if answer is None:
-                self._admit(scope["path"])
+                self._check_admission(scope["path"])
                 await self._forwarder(scope, receive, send)
                 return
         except ApiError as error:
@@ -97,9 +103,9 @@ class Router:
             answer = ApiError(400, str(error), code="invalid_request").response()
         await answer(scope, receive, send)
 
-    def _admit(self, path: str) -> None:
-        """Raises ApiError when the request is not to be passed on."""
-        if any(path == known or path.startswith(f"{known}/") for known in OF_ONE_SERVER):
+    def _check_admission(self, path: str) -> None:
+        """Raise ApiError for a request that is not forwarded."""
+        if any(path == known or path.startswith(f"{known}/") for known in UNROUTED_PATHS):
             raise ApiError(
                 404, f"{path} is not routed: what it shows or keeps is one server's; ask that server", code="not_routed"
             )
@@ -112,8 +118,8 @@ class Router:
                 code="queue_full", headers={"retry-after": "1"},
             )  # fmt: skip
 
-    async def _own(self, scope: Scope, receive: Receive) -> Response | None:
-        """The answer of a route that is the router's; None: it is not. Raises ApiError."""
+    async def _own_answer(self, scope: Scope, receive: Receive) -> Response | None:
+        """Answer a route of the router itself; return None for any other. Raises ApiError."""
         path, method = scope["path"], scope["method"]
         if path in ("/health", "/ready"):
             status, detail = self._health()
@@ -121,18 +127,18 @@ class Router:
                 {"status": status, "detail": detail}, 200 if path == "/health" or status == "ok" else 503
             )
         if path == "/metrics":
-            self._authorize(scope, operator_too=True)
+            self._authorize(scope, api_key_suffices=True)
             return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
         if path != "/cluster" and not path.startswith("/cluster/"):
             return None
         if path == "/cluster" and method in ("GET", "HEAD"):
-            self._authorize(scope, operator_too=True)
+            self._authorize(scope, api_key_suffices=True)
             return JSONResponse(self.status())
-        self._authorize(scope, operator_too=False)
+        self._authorize(scope, api_key_suffices=False)
         if method != "POST":
             raise ApiError(405, "expected POST", code="method_not_allowed", headers={"allow": "POST"})
-        fields = _object(await whole_body(receive) or b"")
-        self._order(path.removeprefix("/cluster/"), fields)
+        fields = _object(await read_body(receive) or b"")
+        self._change_targets(path.removeprefix("/cluster/"), fields)
         return JSONResponse(self.status())
 
     def _health(self) -> tuple[str, str]:
@@ -145,45 +151,48 @@ class Router:
         return "no_target", "no server can take requests now; the router looks for them"
 
     def status(self) -> dict[str, Any]:
-        """For /cluster: no keys, no prompts."""
+        """Return the answer of /cluster: no keys, no prompts."""
         status, detail = self._health()
         return {
             "status": status, "detail": detail, "router": self._router_settings.router,
             "in_flight": self._forwarder.in_flight, "targets": [target.status() for target in self.targets],
         }  # fmt: skip
 
-    def _order(self, order: str, fields: dict[str, Any]) -> None:
-        """Change the targets. Raises ApiError, ConfigError."""
+    def _change_targets(self, order: str, fields: dict[str, Any]) -> None:
+        """Carry out an order. Raises ApiError, ConfigError."""
         if order in ("drain", "resume"):
             self.targets.drain(self.targets.find(str(fields.get("target"))), order == "drain")
         elif order == "targets":
             urls = fields.get("targets")
             if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
                 raise ConfigError(f"targets must be a list of URLs, got {urls!r}")
-            self.targets.exchange(checked_urls(tuple(urls)))
+            self.targets.replace(checked_urls(tuple(urls)))
         else:
             raise ApiError(404, "expected /cluster/drain, /cluster/resume or /cluster/targets", code="not_found")
 
-    def _authorize(self, scope: Scope, *, operator_too: bool) -> None:
-        """Raises ApiError unless the request has the token, or, where that is enough, an API key; or none is set."""
+    def _authorize(self, scope: Scope, *, api_key_suffices: bool) -> None:
+        """Raise ApiError unless the request has the cluster's token.
+
+        With `api_key_suffices` an API key of the router is enough, and none is needed if the router has none.
+        """
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, secret = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         secret = secret.strip() if scheme.lower() == b"bearer" else b""
         if self._token is not None and hmac.compare_digest(secret, self._token.encode()):
             return
-        if operator_too and (not self._keyring or self._keyring.find(secret) is not None):
+        if api_key_suffices and (not self._keyring or self._keyring.find(secret) is not None):
             return
         raise ApiError(
-            401 if self._token is not None or operator_too else 403,
+            401 if self._token is not None or api_key_suffices else 403,
             "expected the header 'Authorization: Bearer TOKEN' with the cluster's token"
-            + (" or an API key of the router" if operator_too else "")
+            + (" or an API key of the router" if api_key_suffices else "")
             + ("" if self._token is not None else "; this router was started without a token"),
             code="invalid_api_key", headers={"www-authenticate": "Bearer"},
         )  # fmt: skip
 
 
 def _object(body: bytes) -> dict[str, Any]:
-    """Raises ApiError."""
+    """Parse a JSON object. Raises ApiError."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -194,18 +203,21 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def run_router(settings: RouterSettings, listener: socket.socket | None = None) -> int:
-    """Route until SIGTERM or SIGINT, then drain; returns 0. listener: a bound socket to take instead of a port of its
-    own. Raises ConfigError."""
+    """Route until SIGTERM or SIGINT, then drain and return 0.
+
+    listener: a bound socket to use instead of the port in the settings. Raises ConfigError.
+    """
     asyncio.run(_serve(settings, listener))
     return 0
 
 
 async def _serve(settings: RouterSettings, listener: socket.socket | None) -> None:
-    router = Router(settings)
+    router = RouterApp(settings)
     config = http_config(router.app(), router.settings, lifespan="off", timeout_graceful_shutdown=int(ABORT_GRACE_S))
     own = listener or listen(router.settings)
     await router.start()
-    print(f"adaserve routes on {url_of(own, router.settings)} to {_named(settings.targets)}", flush=True)
+    targets = ", ".join(settings.targets) or "no target yet"
+    print(f"adaserve routes on {url_of(own, router.settings)} to {targets}", flush=True)
     try:
         await DrainingServer(config, router).serve(sockets=[own])
     finally:
@@ -214,32 +226,24 @@ async def _serve(settings: RouterSettings, listener: socket.socket | None) -> No
 
 
 def url_of(listener: socket.socket, settings: ServerSettings) -> str:
-    """As it can be called from this machine."""
+    """Return the URL by which this machine reaches the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{'https' if settings.tls_cert else 'http'}://{host}:{port}"
 
 
-def _named(targets: Iterable[str]) -> str:
-    return ", ".join(targets) or "no target yet"
-
-
-# The command that starts a router in a process of its own: `python -m adaserve_jax.cluster.router`.
-#
-# Its settings come as JSON in its environment, where other users do not see an API key; a socket may be
-# inherited.
-
-SETTINGS = "ADASERVE_ROUTER_SETTINGS"
-
-
 def router_command(settings: RouterSettings, descriptor: int | None) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Command and environment. descriptor: of a bound socket that the process inherits; None: it binds its own port."""
-    own = () if descriptor is None else (str(descriptor),)
-    return (sys.executable, "-m", __name__, *own), {SETTINGS: json.dumps(asdict(settings))}
+    """Return command and environment of a router process.
+
+    descriptor: a bound socket that the process inherits; None: it binds its own port.
+    """
+    inherited = () if descriptor is None else (str(descriptor),)
+    command = (sys.executable, "-m", "adaserve_jax.cluster.router", *inherited)
+    return command, {SETTINGS_VARIABLE: json.dumps(asdict(settings))}
 
 
 def main() -> None:
-    values = json.loads(os.environ.pop(SETTINGS))
+    values = json.loads(os.environ.pop(SETTINGS_VARIABLE))
     values["targets"] = tuple(values["targets"])
     listener = socket.socket(fileno=int(sys.argv[1])) if len(sys.argv) > 1 else None
     try:

@@ -1,6 +1,6 @@
-"""The folder of a running cluster: what it consists of now, the token of its router, its logs, its lock.
+"""Folder of a running cluster: its state, its router's token, its logs, its lock, and the socket that takes orders.
 
-state.json is written whole or not at all, and readable for its owner only, as the token is.
+state.json is replaced atomically and readable by its owner only, as the token is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import socket
 import tempfile
 import time
@@ -23,15 +22,19 @@ from typing import Any
 from adaserve_jax.errors import AdaServeError, ConfigError
 
 TOKEN_BYTES = 32
-MOST_SOCKET_PATH = 100
+MAX_SOCKET_PATH = 100
 LOCK_TRIES = 10
-LOCK_TRY_S = 0.05
+LOCK_RETRY_S = 0.05
+RESTART_SCOPES = ("targets", "drafts", "all")
+ORDERS = (*(f"restart {scope}" for scope in RESTART_SCOPES), "down")
 _log = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """One of this user and this machine that outlives a login: $XDG_STATE_HOME/adaserve/HOST, else
-    ~/.local/state/adaserve/HOST, else one among the temporary ones."""
+    """Return this user's folder on this machine, which outlives a login.
+
+    It is $XDG_STATE_HOME/adaserve/HOST, else ~/.local/state/adaserve/HOST, else a temporary folder.
+    """
     state = os.environ.get("XDG_STATE_HOME")
     try:
         folder = Path(state) if state else Path.home() / ".local" / "state"
@@ -40,8 +43,8 @@ def default_folder() -> Path:
     return folder / "adaserve" / os.uname().nodename
 
 
-class RunFolder:
-    """One cluster's files. Raises ConfigError where the folder cannot be used or is another user's."""
+class ClusterFolder:
+    """Files of one cluster."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -49,10 +52,10 @@ class RunFolder:
         self.token_file = path / "token"
         self.logs = path / "logs"
         self._lock: int | None = None
-        self._written = True
+        self._write_failed = False
 
     def make(self) -> None:
-        """The folder, for this user only, with room for logs. Raises ConfigError."""
+        """Create the folder for this user only, with one for logs. Raises ConfigError, also if it is another user's."""
         try:
             self.logs.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.lstat().st_uid != os.getuid():
@@ -62,8 +65,10 @@ class RunFolder:
             raise ConfigError(f"run_folder {self.path} cannot be used: {error.strerror}") from error
 
     def open(self) -> None:
-        """Make it what a cluster that starts now needs, with a token of its own. Raises ConfigError: another cluster
-        runs in it."""
+        """Lock the folder for a cluster that starts now and write a new token.
+
+        Raises ConfigError if another cluster runs in it.
+        """
         self.make()
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         if not _locked(descriptor):
@@ -74,50 +79,50 @@ class RunFolder:
             )
         self._lock = descriptor
         self.state_file.unlink(missing_ok=True)
-        self._write(self.token_file, secrets.token_urlsafe(TOKEN_BYTES))
+        self._replace(self.token_file, secrets.token_urlsafe(TOKEN_BYTES))
 
     @property
     def socket(self) -> Path:
-        """Where orders are taken. Raises ConfigError when the path is too long for a socket."""
+        """Path of the socket that takes orders. Raises ConfigError if it is too long for a socket."""
         path = self.path / "control"
-        if len(str(path)) > MOST_SOCKET_PATH:
+        if len(str(path)) > MAX_SOCKET_PATH:
             raise ConfigError(
-                f"run_folder must have a path of less than {MOST_SOCKET_PATH - len('/control')} characters, which a "
+                f"run_folder must have a path of less than {MAX_SOCKET_PATH - len('/control')} characters, which a "
                 f"socket in it needs, got {self.path}"
             )
         return path
 
     @property
     def token(self) -> str:
-        """Raises ConfigError: no cluster runs in it."""
+        """The router's token. Raises ConfigError if no cluster runs here."""
         try:
             return self.token_file.read_text().strip()
         except OSError as error:
-            raise self._none() from error
+            raise self._no_cluster() from error
 
     def write(self, state: dict[str, Any]) -> None:
-        """Nobody stops serving for a file that cannot be written: that is logged once, until it can be again."""
+        """Write state.json. A failure is logged once, until a write succeeds again, and does not stop the cluster."""
         try:
-            self._write(self.state_file, json.dumps(state, indent=1))
+            self._replace(self.state_file, json.dumps(state, indent=1))
         except OSError as error:
-            if self._written:
+            if not self._write_failed:
                 _log.warning("%s cannot be written, and is as it was: %s", self.state_file, error.strerror)
-            self._written = False
+            self._write_failed = True
         else:
-            self._written = True
+            self._write_failed = False
 
     def read(self) -> dict[str, Any]:
-        """The state as it was last written. Raises ConfigError: no cluster runs in it, or none does any more."""
+        """Return the last written state. Raises ConfigError if no cluster runs here."""
         if not self.is_held:
-            raise self._none()
+            raise self._no_cluster()
         try:
             return json.loads(self.state_file.read_text())
         except (OSError, ValueError) as error:
-            raise self._none() from error
+            raise self._no_cluster() from error
 
     @property
     def is_held(self) -> bool:
-        """Whether a cluster runs in it."""
+        """True while a cluster runs in the folder."""
         try:
             descriptor = os.open(self.path / "lock", os.O_RDWR)
         except OSError:
@@ -131,7 +136,7 @@ class RunFolder:
         return False
 
     def close(self) -> None:
-        """Forget the cluster; logs stay."""
+        """Remove state, token and socket, and release the lock; logs stay."""
         for path in (self.state_file, self.token_file, self.path / "control"):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -139,46 +144,40 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def _write(self, path: Path, text: str) -> None:
+    def _replace(self, path: Path, text: str) -> None:
         new = path.with_suffix(".new")
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         new.replace(path)
 
-    def _none(self) -> ConfigError:
+    def _no_cluster(self) -> ConfigError:
         return ConfigError(
             f"no cluster runs in {self.path}; start one with 'adaserve cluster up', or give its --run-folder"
         )
 
 
 def _locked(descriptor: int) -> bool:
-    """Take the lock. Whoever asks whether it is held has it for a moment."""
+    """Try to take the lock, several times: `is_held` takes it for a moment."""
     for _ in range(LOCK_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            time.sleep(LOCK_TRY_S)
+            time.sleep(LOCK_RETRY_S)
         else:
             return True
     return False
 
 
-# Orders to a running cluster, through a socket in its folder: one line asks, lines answer, the last one says
-# how it went.
-
-Restarting = Callable[[str], AsyncIterator[str]]
-REPLACED = ("targets", "drafts", "all")
-ORDERS = (*(f"restart {what}" for what in REPLACED), "down")
-
-
 class OrderServer:
-    """Takes orders while it is entered. down: sets `stop`; restart: `restarting(one of REPLACED)` yields what is
-    done."""
+    """Async context that takes orders on the folder's socket: one line asks, JSON lines answer.
 
-    def __init__(self, path: Path, restarting: Restarting, stop: asyncio.Event):
+    restart: called with one of RESTART_SCOPES, yields progress lines. stop: set by the order `down`.
+    """
+
+    def __init__(self, path: Path, restart: Callable[[str], AsyncIterator[str]], stop: asyncio.Event):
         self._path = path
-        self._restarting = restarting
+        self._restart = restart
         self._stop = stop
         self._tasks: set[asyncio.Task] = set()
 
@@ -201,18 +200,18 @@ class OrderServer:
         try:
             await self._answer((await reader.readline()).decode(errors="replace").strip(), writer)
         except (ConnectionError, asyncio.CancelledError):
-            pass  # whoever asked is gone, or the cluster ends
+            pass  # the client is gone, or the cluster ends
         finally:
             self._tasks.discard(task)
             writer.close()
 
     async def _answer(self, order: str, writer: asyncio.StreamWriter) -> None:
-        """An order goes on when whoever asked goes away: half a replacement is worse."""
+        """Carry out an order to its end, even if the client goes away: half a restart is worse."""
         try:
             if order == "down":
                 self._stop.set()
             elif order in ORDERS:
-                async for line in self._restarting(order.partition(" ")[2]):
+                async for line in self._restart(order.partition(" ")[2]):
                     writer.write(json.dumps({"line": line}).encode() + b"\n")
             else:
                 raise ConfigError(f"an order must be one of {', '.join(ORDERS)}, got {order[:40]!r}")
@@ -224,8 +223,10 @@ class OrderServer:
 
 
 def give_order(path: Path, order: str) -> Iterator[str]:
-    """What the cluster says while it carries out the order. Raises ConfigError when none runs there, AdaServeError when
-    it cannot."""
+    """Send an order to the cluster at a socket and yield its progress lines.
+
+    Raises ConfigError if no cluster listens there, AdaServeError if it could not carry out the order.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.connect(str(path))
@@ -240,20 +241,3 @@ def give_order(path: Path, order: str) -> Iterator[str]:
                 return
             yield answer["line"]
     raise AdaServeError("the cluster ended before the order was carried out")
-
-
-# The signals that end a cluster.
-
-
-def stop_on_signals(kill: Callable[[], object]) -> asyncio.Event:
-    """Set by the first SIGINT, SIGTERM or SIGHUP; each one after that calls `kill`. In the main thread, on its loop."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            kill()
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    return stop

@@ -1,7 +1,4 @@
-"""The targets of a router: which may get requests now, what each has in flight, what it said of its load.
-
-Used from one event loop. Sends nothing by itself.
-"""
+"""Targets of a router: which may get requests now, what each has in flight, and which one a request goes to."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from adaserve_jax.cluster.requests import Classes, Exchange, TargetLost, Wanted, request_bytes
+from adaserve_jax.cluster.requests import ParsedRequest, SloClasses, TargetExchange, TargetLost, request_bytes
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.http_client.pool import ConnectionPool
 from adaserve_jax.http_client.settings import UrlSettings
@@ -20,79 +17,43 @@ from adaserve_jax.routing.routers import Assigned, Router, find_router
 from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import Machine, load_machine
 
-# What a router sees of a stream that passes through it: where events end, how far the answer is, whether it is
-# whole.
-#
-# Nothing is decoded while it passes: events are counted, and a response's own counts are read from its end.
-
-EVENT_END = b"\n\n"
-DONE = b"data: [DONE]\n\n"
-MOST_HELD_BYTES = 2**22
-"""Of one event; what is longer passes in pieces."""
-TAIL_BYTES = 4096
-"""Of the end of an answer, which has its counts."""
-_COUNTS = re.compile(rb'"verify_steps":\s*(\d+),\s*"accepted_tokens":\s*(\d+)')
-
-
-class WholeEvents:
-    """Lets pass whole events only, so that an answer that is cut can end with an event that says so.
-
-    events: how many have passed. done: whether the last one did, after which nothing is missing.
-    """
-
-    def __init__(self) -> None:
-        self.events = 0
-        self.done = False
-        self.tail = b""
-        self._rest = b""
-
-    def feed(self, part: bytes) -> bytes:
-        """What may pass now."""
-        part = self._rest + part if self._rest else part
-        end = part.rfind(EVENT_END) + len(EVENT_END)
-        if end < len(EVENT_END):
-            end = 0 if len(part) <= MOST_HELD_BYTES else len(part)
-        passed, self._rest = part[:end], part[end:]
-        if passed:
-            self.events += passed.count(EVENT_END)
-            self.done = passed.endswith(DONE)
-            self.tail = (self.tail + passed)[-TAIL_BYTES:]
-        return passed
-
-    def rest(self) -> bytes:
-        """What was held back, for an answer that ended as it should."""
-        rest, self._rest = self._rest, b""
-        return rest
-
-
-def counts_of(tail: bytes) -> tuple[int, int] | None:
-    """Output tokens and verifications, as the end of an answer of this package's servers has them; None: it has not."""
-    found = _COUNTS.findall(tail)
-    if not found:
-        return None
-    steps, accepted = map(int, found[-1])
-    return steps + accepted, steps
-
-
 SPARE_CONNECTIONS = 4
 CONNECT_TIMEOUT_S = 3.0
-PACE_S = 0.05
-"""Assumed of a request without a target, per token, where its answer comes as one body."""
+ASSUMED_TPOT_S = 0.05
+"""Pace assumed of a request without a TPOT target whose answer comes as one body."""
 TOKENS_PER_EVENT = 2.0
-"""Assumed of a target until answers have said it."""
+"""First estimate for a target, until its answers tell."""
 LEARNING_RATE = 0.1
+GUESSED_BASELINE_S = 0.02
+GUESSED_REQUESTS = 16
+GUESSED_DEPTH = 4
+TOKENS_THAT_DOUBLE_A_STEP = 64
+"""Guess: a step of so many packed tokens takes twice as long as one of a single token."""
+LEVEL_SHARE = 0.1
+"""Guess: a level of the draft's search takes this share of the time of one token."""
+BASELINE_TOLERANCE = 0.25
+"""Relative change of a target's baseline that counts; less is scatter from start to start."""
+MAX_ANSWER_BYTES = 2**22
+MAX_TIMEOUTS = 2
+"""Health checks in a row that may time out before a target counts as down."""
+MAX_SECONDS = 3600.0
+MAX_REQUESTS = 2**16
+"""Bounds on what a target's self-description may claim."""
+_COUNTS = re.compile(rb'"verify_steps":\s*(\d+),\s*"accepted_tokens":\s*(\d+)')
+_LOAD = re.compile(rb"^adaserve_requests_(?:running|waiting) ([0-9.eE+]+)$", re.MULTILINE)
+_log = logging.getLogger(__name__)
 
 
-class Flight:
-    """One request at one target, from when it is chosen for it to its end. wanted: None: it generates nothing."""
+class InFlightRequest:
+    """One request at one target, from the choice of the target to its end. parsed: None if it generates nothing."""
 
-    def __init__(self, wanted: Wanted | None):
-        self.assigned = [] if wanted is None else wanted.fresh()
-        self._is_stream = wanted is not None and wanted.stream
+    def __init__(self, parsed: ParsedRequest | None):
+        self.assigned = [] if parsed is None else parsed.per_choice()
         self.events = 0
+        self._is_stream = parsed is not None and parsed.stream
 
-    def see(self, events: int, tokens_per_event: float, now: float) -> None:
-        """So many events of the stream have come so far."""
+    def count_events(self, events: int, tokens_per_event: float, now: float) -> None:
+        """Update the received tokens from the number of stream events so far."""
         if events == self.events or not self.assigned:
             return
         self.events = events
@@ -101,18 +62,21 @@ class Flight:
             choice.first_token_s = now if choice.first_token_s is None else choice.first_token_s
             choice.received = each
 
-    def suppose(self, now: float) -> None:
-        """Of an answer that comes as one body nothing is seen until its end: it is taken to be on pace."""
+    def extrapolate(self, now: float) -> None:
+        """Assume an unstreamed answer, of which nothing is seen until its end, to be exactly on pace."""
         if self._is_stream:
             return
         for choice in self.assigned:
-            pace_s = choice.tpot_slo_s or PACE_S
             choice.first_token_s = choice.arrival_s
-            choice.received = 1 + int((now - choice.arrival_s) / pace_s)
+            choice.received = 1 + int((now - choice.arrival_s) / (choice.tpot_slo_s or ASSUMED_TPOT_S))
 
 
-class Target:
-    """One server. healthy: it said so when it was last asked. drained: it is to get nothing new, by order."""
+class RouterTarget:
+    """One server behind the router.
+
+    healthy: result of the last health check. drained: gets nothing new, by order. other_choices: choices in flight
+    that came from elsewhere, as of the last check.
+    """
 
     def __init__(self, url: str):
         self.url = url
@@ -121,12 +85,10 @@ class Target:
         self.pool = ConnectionPool(settings)
         self.healthy = False
         self.drained = False
-        self.why = "not asked yet"
-        self.flights: set[Flight] = set()
-        self.exchanges: set[Exchange] = set()
-        """Of the flights, as they go on."""
-        self.others = 0
-        """Choices there that came from elsewhere, as it last said."""
+        self.detail = "not asked yet"
+        self.in_flight: set[InFlightRequest] = set()
+        self.exchanges: set[TargetExchange] = set()
+        self.other_choices = 0
         self.tokens_per_event = TOKENS_PER_EVENT
         self.requests = 0
         self.ejections = 0
@@ -138,50 +100,55 @@ class Target:
 
     @property
     def choices(self) -> int:
-        """In flight from here."""
-        return sum(len(flight.assigned) for flight in self.flights)
+        """Number of choices in flight that came through this router."""
+        return sum(len(request.assigned) for request in self.in_flight)
 
-    def known(self, now: float) -> list[Assigned]:
-        """What a router knows of what it has."""
-        for flight in self.flights:
-            flight.suppose(now)
-        own = [choice for flight in self.flights for choice in flight.assigned]
-        return own + [Assigned("default", 1, now, None, None, 1, now) for _ in range(self.others)]
+    def load(self, now: float) -> list[Assigned]:
+        """Return all choices in flight as the balancer sees them."""
+        for request in self.in_flight:
+            request.extrapolate(now)
+        own = [choice for request in self.in_flight for choice in request.assigned]
+        return own + [Assigned("default", 1, now, None, None, 1, now) for _ in range(self.other_choices)]
 
     def learn(self, events: int, tail: bytes) -> int | None:
-        """Learn from the end of an answer; its output tokens, None where it does not say them."""
-        counts = counts_of(tail)
-        if counts is None:
-            return None
-        if events > 1 and counts[0]:
-            self.tokens_per_event += LEARNING_RATE * (counts[0] / events - self.tokens_per_event)
-        return counts[0]
+        """Read the output tokens from the end of an answer (None: not given) and update `tokens_per_event`.
 
-    def give_up(self, why: str, quiet_s: float = 0.0) -> None:
-        """End, as lost, what is under way and has brought nothing for so many seconds."""
+        Only servers of this package give them, as counts of verify steps and accepted tokens.
+        """
+        found = _COUNTS.findall(tail)
+        if not found:
+            return None
+        tokens = sum(map(int, found[-1]))
+        if events > 1 and tokens:
+            self.tokens_per_event += LEARNING_RATE * (tokens / events - self.tokens_per_event)
+        return tokens
+
+    def give_up(self, reason: str, quiet_s: float = 0.0) -> None:
+        """End exchanges that have received nothing for at least `quiet_s` seconds with TargetLost."""
         for exchange in [each for each in self.exchanges if each.quiet_s >= quiet_s]:
-            exchange.give_up(why)
+            exchange.give_up(reason)
 
     def status(self) -> dict[str, Any]:
-        """For /cluster."""
+        """Return the target's entry in the answer of /cluster."""
         state = "drained" if self.drained else "up" if self.healthy else "down"
         return {
-            "url": self.url, "state": state, "detail": self.why, "in_flight": len(self.flights),
-            "choices": self.choices, "other_choices": self.others, "requests": self.requests,
+            "url": self.url, "state": state, "detail": self.detail, "in_flight": len(self.in_flight),
+            "choices": self.choices, "other_choices": self.other_choices, "requests": self.requests,
             "ejections": self.ejections, "cuts": self.cuts,
         }  # fmt: skip
 
 
 class TargetSet:
-    """All of them by URL, in order."""
+    """All targets of a router, in order; used on one event loop."""
 
     def __init__(self, urls: Iterable[str]):
-        self._by_url: dict[str, Target] = {}
-        self._changed = asyncio.Event()
-        self._going: set[Target] = set()
-        self._closing: set[asyncio.Task[None]] = set()
         self.ever_available = False
-        self.exchange(urls)
+        self._by_url: dict[str, RouterTarget] = {}
+        self._changed = asyncio.Event()
+        self._removed: set[RouterTarget] = set()
+        """Removed targets that still finish requests."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self.replace(urls)
 
     def __iter__(self):
         return iter(self._by_url.values())
@@ -190,51 +157,52 @@ class TargetSet:
         return len(self._by_url)
 
     @property
-    def all(self) -> list[Target]:
-        """With those that go and have something left."""
-        return [*self, *self._going]
+    def all(self) -> list[RouterTarget]:
+        """Current targets and removed ones that still finish requests."""
+        return [*self, *self._removed]
 
-    def find(self, name: str) -> Target:
-        """By URL or host:port. Raises ConfigError."""
+    def find(self, name: str) -> RouterTarget:
+        """Return a target by URL or host:port. Raises ConfigError."""
         for target in self:
             if name in (target.url, target.name):
                 return target
         known = ", ".join(self._by_url) or "none"
         raise ConfigError(f"no target {name!r}; targets are {known}")
 
-    def exchange(self, urls: Iterable[str]) -> None:
-        """These from now on. Those that stay keep all; those that go finish what they have and get nothing new."""
+    def replace(self, urls: Iterable[str]) -> None:
+        """Use these targets from now on. Known ones keep their state; removed ones finish what they have."""
         urls = list(urls)
         for url in [url for url in self._by_url if url not in urls]:
-            gone = self._by_url.pop(url)
-            gone.drained = True
-            self._going.add(gone)
-            task = asyncio.ensure_future(self._close_when_idle(gone))
+            removed = self._by_url.pop(url)
+            removed.drained = True
+            self._removed.add(removed)
+            task = asyncio.ensure_future(self._close_when_idle(removed))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        self._by_url = {url: self._by_url.get(url) or Target(url) for url in urls}
-        self.changed()
+        self._by_url = {url: self._by_url.get(url) or RouterTarget(url) for url in urls}
+        self.notify()
 
-    def report(self, target: Target, healthy: bool, why: str) -> None:
-        """What was found of a target's health."""
+    def report(self, target: RouterTarget, healthy: bool, detail: str) -> None:
+        """Record the health of a target."""
         was = target.available
         target.ejections += target.healthy and not healthy
-        target.healthy, target.why = healthy, why
+        target.healthy, target.detail = healthy, detail
         if was != target.available:
-            self.changed()
+            self.notify()
 
-    def drain(self, target: Target, drained: bool) -> None:
-        """Give it nothing new from now on, or take that back."""
+    def drain(self, target: RouterTarget, drained: bool) -> None:
+        """Stop or resume sending new requests to a target."""
         target.drained = drained
-        self.changed()
+        self.notify()
 
-    def changed(self) -> None:
+    def notify(self) -> None:
+        """Wake up whoever waits for a change."""
         self.ever_available = self.ever_available or any(target.available for target in self)
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something of the targets changes, or the time is up."""
+        """Wait until a target changes, or the time is up."""
         try:
             await asyncio.wait_for(self._changed.wait(), timeout_s)
         except TimeoutError:
@@ -246,32 +214,15 @@ class TargetSet:
         for target in self.all:
             await target.pool.close()
 
-    async def _close_when_idle(self, target: Target) -> None:
-        while target.flights:
+    async def _close_when_idle(self, target: RouterTarget) -> None:
+        while target.in_flight:
             await asyncio.sleep(0.1)
-        self._going.discard(target)
+        self._removed.discard(target)
         await target.pool.close()
 
 
-# Which target a request goes to: the routers of the simulator (`routing/routers.py`) over what is known of real
-# servers.
-#
-# The seconds of a step, which they reckon with, are those of a measured profile; without one, a guess around
-# the time of one token that a target says of itself.
-
-GUESSED_BASELINE_S = 0.02
-GUESSED_REQUESTS = 16
-TOKENS_THAT_DOUBLE_A_STEP = 64
-"""A guess: a step of so many packed tokens takes twice as long as one of a single token."""
-LEVEL_SHARE = 0.1
-"""A guess: of the time of one token, what a level of the draft's search takes."""
-GUESSED_DEPTH = 4
-REAL_CHANGE = 0.25
-"""Of the time of one token, by its share; less is how it scatters from start to start."""
-
-
 def guessed_machine(baseline_s: float, max_requests: int) -> Machine:
-    """A machine that takes baseline_s for one token, and otherwise what is guessed above."""
+    """Return a machine that takes `baseline_s` for one token; the rest follows from this module's guesses."""
     tokens = max(max_requests * (GUESSED_DEPTH + 1), TOKENS_THAT_DOUBLE_A_STEP)
     most = -(-tokens // TOKENS_THAT_DOUBLE_A_STEP) * TOKENS_THAT_DOUBLE_A_STEP
     base_ms = baseline_s * 1e3
@@ -283,88 +234,83 @@ def guessed_machine(baseline_s: float, max_requests: int) -> Machine:
     )  # fmt: skip
 
 
-class Chooser:
-    """A router by name, over targets that may come and go. profile: path of a measured one, or None. Raises
-    ConfigError."""
+class Balancer:
+    """Chooses a target by a routing policy of `adaserve_jax.routing`, the same as in the simulator.
 
-    def __init__(self, name: str, profile: str | None):
-        self._name = name
+    policy: its name. profile: path of a measured profile with step costs; None: guess them from the time of one token
+    that targets report. Raises ConfigError.
+    """
+
+    def __init__(self, policy: str, profile: str | None):
+        self._name = policy
         self._machine = None if profile is None else load_machine(profile)
         self._learned: tuple[float, int] | None = None
-        self._router = self._build(self._machine or guessed_machine(GUESSED_BASELINE_S, GUESSED_REQUESTS))
+        self._policy = self._build(self._machine or guessed_machine(GUESSED_BASELINE_S, GUESSED_REQUESTS))
 
     def learn(self, baseline_s: float, max_requests: int) -> None:
-        """What a target says of itself, both above 0; without effect where there is a measured profile, and where it is
-        what was said before but for how such times scatter: a new router has forgotten how long outputs are."""
+        """Rebuild the policy from a target's self-description; both values above 0.
+
+        Nothing happens with a measured profile, or if the values changed by no more than their usual scatter: a new
+        policy has forgotten the lengths of outputs.
+        """
         if self._machine is not None:
             return
         before_s, before = self._learned or (0.0, 0)
-        if max_requests != before or abs(baseline_s - before_s) > REAL_CHANGE * before_s:
+        if max_requests != before or abs(baseline_s - before_s) > BASELINE_TOLERANCE * before_s:
             self._learned = (baseline_s, max_requests)
-            self._router = self._build(guessed_machine(baseline_s, max_requests))
+            self._policy = self._build(guessed_machine(baseline_s, max_requests))
 
     def choose(self, request: Assigned, targets: Sequence[list[Assigned]], now: float) -> int:
-        """Index of the target that gets `request`. targets: what each has, at least one of them."""
-        return 0 if len(targets) == 1 else self._router.choose(request, targets, now)
+        """Return the index of the target for `request`. targets: choices in flight at each of at least one target."""
+        return 0 if len(targets) == 1 else self._policy.choose(request, targets, now)
 
     def ended(self, request: Assigned) -> None:
-        """received: its whole output."""
-        self._router.ended(request)
+        """Record the end of a choice; its `received` is its whole output."""
+        self._policy.ended(request)
 
     def _build(self, machine: Machine) -> Router:
         limits = machine.limits()
         return find_router(self._name)(CostTable(machine.samples(limits), limits), limits)
 
 
-# Asks targets how they are: health decides who gets requests, load is what routers reckon with.
-#
-# `/health` needs no key. `/version`, `/v1/models` and `/metrics` may: without one, what they would say is not
-# known, and the router goes by what it sent itself.
-
-MOST_BYTES = 2**22
-MOST_LATE = 2
-"""Looks that may bring no answer in time, one after another."""
-_LOAD = re.compile(rb"^adaserve_requests_(?:running|waiting) ([0-9.eE+]+)$", re.MULTILINE)
-MOST_SECONDS = 3600.0
-MOST_REQUESTS = 2**16
-"""What a target may say of itself and be believed."""
-_log = logging.getLogger(__name__)
-
-
-async def get(target: Target, path: str, key: str | None = None) -> tuple[int, bytes]:
-    """Status and body. Raises TargetLost."""
+async def get(target: RouterTarget, path: str, key: str | None = None) -> tuple[int, bytes]:
+    """Send a GET request to a target and return status and body. Raises TargetLost."""
     headers = [(b"host", target.name.encode()), (b"connection", b"keep-alive")]
     if key is not None:
         headers.append((b"authorization", b"Bearer " + key.encode()))
-    exchange = Exchange(target.pool, request_bytes("GET", path.encode(), headers, b""))
+    exchange = TargetExchange(target.pool, request_bytes("GET", path.encode(), headers, b""))
     body = b""
     try:
         await exchange.head()
         async for part in exchange.parts():
             body += part
-            if len(body) > MOST_BYTES:
-                raise TargetLost(f"{path} is longer than {MOST_BYTES} bytes", taken=False)
+            if len(body) > MAX_ANSWER_BYTES:
+                raise TargetLost(f"{path} is longer than {MAX_ANSWER_BYTES} bytes", may_have_started=False)
     finally:
         exchange.close()
     return exchange.status, body
 
 
-class Poller:
-    """Looks at every target each `every_s` seconds, each on its own. classes: what requests' classes stand for."""
+class TargetPoller:
+    """Checks health and load of each target every `every_s` seconds, each in a task of its own.
 
-    def __init__(self, targets: TargetSet, chooser: Chooser, *, every_s: float, timeout_s: float, key: str | None):
-        self.classes = Classes({}, 0.02)
+    `/health` needs no key. `/version`, `/v1/models` and `/metrics` may; without one, only requests through this router
+    count as load. classes: SLO classes as last reported.
+    """
+
+    def __init__(self, targets: TargetSet, balancer: Balancer, *, every_s: float, timeout_s: float, key: str | None):
+        self.classes = SloClasses({}, 0.02)
         self._targets = targets
-        self._chooser = chooser
+        self._balancer = balancer
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._key = key
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._odd: set[str] = set()
-        """Targets of which it was logged already that what they say cannot be read."""
+        self._unreadable: set[str] = set()
+        """Targets whose unreadable self-description was logged already."""
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Poll until cancelled."""
         try:
             while True:
                 known = {target.url: target for target in self._targets}
@@ -372,51 +318,50 @@ class Poller:
                     self._tasks.pop(url).cancel()
                 for url, target in known.items():
                     if url not in self._tasks:
-                        self._tasks[url] = asyncio.ensure_future(self._watch(target))
+                        self._tasks[url] = asyncio.ensure_future(self._poll(target))
                 await self._targets.wait(self._every_s)
         finally:
             for task in self._tasks.values():
                 task.cancel()
 
-    async def _watch(self, target: Target) -> None:
-        late = 0
+    async def _poll(self, target: RouterTarget) -> None:
+        timeouts = 0
         while True:
             was_healthy = target.healthy
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    healthy, why = await self._health(target)
-                late = 0
+                    healthy, detail = await self._health(target)
+                timeouts = 0
             except TimeoutError:
-                late += 1
-                healthy, why = was_healthy and late < MOST_LATE, f"no answer within {self._timeout_s:g} s"
+                timeouts += 1
+                healthy, detail = was_healthy and timeouts < MAX_TIMEOUTS, f"no answer within {self._timeout_s:g} s"
             except TargetLost as lost:
-                late = late + 1 if lost.why == "connect_timeout" else 0
-                healthy, why = False, lost.why
-            if late >= MOST_LATE:  # it hangs, or its machine is gone: nothing that it had will end by itself
-                target.give_up(why, late * self._timeout_s)
+                timeouts = timeouts + 1 if lost.reason == "connect_timeout" else 0
+                healthy, detail = False, lost.reason
+            if timeouts >= MAX_TIMEOUTS:  # it hangs, or its machine is gone: its exchanges would never end
+                target.give_up(detail, timeouts * self._timeout_s)
             if healthy != was_healthy:
-                _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", why)
-            self._targets.report(target, healthy, why)
+                _log.warning("target %s is %s: %s", target.name, "up" if healthy else "down", detail)
+            self._targets.report(target, healthy, detail)
             if healthy:
                 try:
                     await self._learn(target, facts=not was_healthy)
-                except Exception:  # whatever it says of itself, its health is asked on
-                    if target.url not in self._odd:
+                except Exception:  # health checks go on whatever a target reports
+                    if target.url not in self._unreadable:
                         _log.exception(
                             "target %s says of itself what cannot be read; its load is not known", target.name
                         )
-                    self._odd.add(target.url)
+                    self._unreadable.add(target.url)
             await asyncio.sleep(self._every_s)
 
-    async def _health(self, target: Target) -> tuple[bool, str]:
-        """Whether it takes requests now, and in what state it says it is. Raises TargetLost."""
+    async def _health(self, target: RouterTarget) -> tuple[bool, str]:
+        """Return whether the target takes requests, and the state it reports. Raises TargetLost."""
         status, body = await get(target, "/health")
-        said = _json(body)
-        state = said.get("status") if status in (200, 503) else None
+        state = _json(body).get("status") if status in (200, 503) else None
         return status == 200 and state == "ok", str(state or f"/health answered {status}")[:80]
 
-    async def _learn(self, target: Target, facts: bool) -> None:
-        """Load, and what it is, where that may have changed. What it does not say stays as it was."""
+    async def _learn(self, target: RouterTarget, facts: bool) -> None:
+        """Read the target's load, and with `facts` also its self-description. What it does not say stays as it was."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 if facts:
@@ -426,10 +371,10 @@ class Poller:
             return
         found = _LOAD.findall(body) if status == 200 else []
         if found:
-            target.others = max(round(sum(map(float, found))) - target.choices, 0)
+            target.other_choices = max(round(sum(map(float, found))) - target.choices, 0)
 
-    async def _learn_facts(self, target: Target) -> None:
-        """Raises TargetLost."""
+    async def _learn_facts(self, target: RouterTarget) -> None:
+        """Read SLO classes, baseline and size from /v1/models and /version. Raises TargetLost."""
         status, body = await get(target, "/v1/models", self._key)
         cards = _json(body).get("data") if status == 200 else None
         card = cards[0] if isinstance(cards, list) and cards and isinstance(cards[0], dict) else {}
@@ -442,21 +387,21 @@ class Poller:
                 str(name): (_seconds(slo["tpot_ms"]), _seconds(slo["ttft_ms"]))
                 for name, slo in card["slo_classes"].items()
             }
-            if not 0 < baseline_s < MOST_SECONDS:
+            if not 0 < baseline_s < MAX_SECONDS:
                 return
-            self.classes = Classes(targets, baseline_s)
-            if 0 < engine_requests <= MOST_REQUESTS:
-                self._chooser.learn(baseline_s, engine_requests)
+            self.classes = SloClasses(targets, baseline_s)
+            if 0 < engine_requests <= MAX_REQUESTS:
+                self._balancer.learn(baseline_s, engine_requests)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
-            return  # another server, or one that asks for a key
+            return  # not a server of this package, or one that asks for a key
 
 
 def _seconds(milliseconds: Any) -> float | None:
-    """Raises ValueError for what is no time."""
+    """Convert a reported time. Raises ValueError if it is out of bounds."""
     if milliseconds is None:
         return None
     seconds = float(milliseconds) / 1e3
-    if not 0 < seconds < MOST_SECONDS:
+    if not 0 < seconds < MAX_SECONDS:
         raise ValueError(milliseconds)
     return seconds
 

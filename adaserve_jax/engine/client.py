@@ -11,7 +11,8 @@ from typing import Protocol
 
 from adaserve_jax.errors import QueueFullError, RequestError
 from adaserve_jax.models.config import GenerationDefaults
-from adaserve_jax.stats import DrafterStats, LearningStats, StepStats
+from adaserve_jax.scheduler.queue import due_s
+from adaserve_jax.stats import DrafterStats, LearningStats, StepStats, counter, gauge
 from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams, TokenLogprob
 
 MAX_SALT_CHARS = 256
@@ -97,6 +98,10 @@ class EngineInfo:
         """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
         check_prompt(prompt_tokens, self.max_context, param)
 
+    def due_s(self, arrival_s: float, priority: int, ttft_slo_s: float | None) -> float:
+        """Return the time by which the scheduler's `deadline` order sorts waiting requests; lower is served sooner."""
+        return due_s(arrival_s, priority, ttft_slo_s)
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -110,9 +115,9 @@ class EngineStats:
     """
 
     scheduler: StepStats
-    compiles_after_ready: int = 0
-    step_age_s: float = 0.0
-    restarts: int = 0
+    compiles_after_ready: int = counter("compiles_after_ready", "Compilations since ready; anything but 0 is a bug.")
+    step_age_s: float = gauge("step_age_seconds", "Seconds since the last completed step; 0 when idle.", default=0.0)
+    restarts: int = counter("engine_restarts", "Engine processes that ended and were replaced.")
     back_in_s: float | None = None
     learning: LearningStats = field(default_factory=LearningStats)
     drafter: DrafterStats | None = None

@@ -100,8 +100,14 @@ class LLM:
             CheckpointError: a checkpoint cannot be used.
             ConfigError: an option is unknown or out of range.
         """
-        values = {"target": target, "draft": draft, "policy": policy, "deterministic": deterministic, **options}
-        engine = LocalEngine(EngineConfig.from_dict(values), progress)
+        values: dict[str, Any] = {
+            "target": target,
+            "draft": draft,
+            "policy": policy,
+            "deterministic": deterministic,
+            **options,
+        }
+        engine = LocalEngine(EngineConfig(**values), progress)
         engine.start()
         self._use(engine)
 

@@ -1,69 +1,61 @@
-"""What a client needs to be told of a server that it knows by its URL. Opens nothing.
-
-The client is a bench that measures the server, or the cluster's router, which knows each of its targets so.
-"""
+"""How a client reaches a server by its URL: for the bench that measures it, and for the router and its targets."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.settings import Settings, setting, settings
 
-ENDPOINTS = ("auto", "completions", "chat")
+Endpoint = Literal["auto", "completions", "chat"]
 OWN_FIELDS = ("model", "prompt", "messages", "stream", "max_tokens")
-"""Fields of a request's body that the client sets, and that nobody else may."""
+"""Fields of a request's body that the client sets and that `extra_body` may not."""
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PORTS = {"http": 80, "https": 443}
 
-FIELD_HELP = {
-    "url": "OpenAI-compatible server to measure, as http://127.0.0.1:8000, with or without /v1",
-    "system": "name of what serves, for the rows; left out: adaserve_jax where the server says so, else host and port",
-    "model": "model to ask for; left out: the first that the server lists",
-    "api_key": "it is sent as a bearer token, and never gets into rows or messages",
-    "headers": "further headers of every request, name and value",
-    "endpoint": "auto: chat for requests with messages, else completions; completions or chat: always that",
-    "send_slo": "whether requests carry their targets; left out: only to servers of this package, since some refuse "
-    "fields that they do not know",
-    "baseline_s": "what relative targets multiply, seconds; left out: the server's own, else measured at the start",
-    "extra_body": "fields that are merged into the body of every request",
-    "spare_connections": "idle connections held ready; 0: every request opens its own and closes it",
-    "connect_timeout_s": "longest wait for a connection, seconds",
-    "silence_timeout_s": "a request that hears nothing for so many seconds fails",
-}
 
+@settings
+class UrlSettings(Settings):
+    """Where a server is and how to talk to it. Raises ConfigError."""
 
-@dataclass(frozen=True)
-class UrlSettings:
-    """Where the server is and how to talk to it; each field's meaning is in FIELD_HELP. Raises ConfigError."""
-
-    url: str
-    system: str = ""
-    model: str | None = None
-    api_key: str | None = field(default=None, repr=False)
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    endpoint: str = "auto"
-    send_slo: bool | None = None
-    baseline_s: float | None = None
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    spare_connections: int = 8
-    connect_timeout_s: float = 10.0
-    silence_timeout_s: float = 120.0
+    url: str = setting(..., "OpenAI-compatible server to measure, as http://127.0.0.1:8000, with or without /v1")
+    system: str = setting(
+        "", "name of what serves, for the rows; left out: adaserve_jax where the server says so, else host and port"
+    )
+    model: str | None = setting(None, "model to ask for; left out: the first that the server lists")
+    api_key: str | None = setting(
+        None, "it is sent as a bearer token, and never gets into rows or messages", secret=True
+    )
+    headers: tuple[tuple[str, str], ...] = setting(
+        (), "further headers of every request, name and value", expected="pairs of name and value", secret=True
+    )
+    endpoint: Endpoint = setting(
+        "auto", "auto: chat for requests with messages, else completions; completions or chat: always that"
+    )
+    send_slo: bool | None = setting(
+        None, "whether requests carry their targets; left out: only to servers of this package, since some refuse "
+        "fields that they do not know",
+    )  # fmt: skip
+    baseline_s: float | None = setting(
+        None, "what relative targets multiply, seconds; left out: the server's own, else measured at the start",
+        gt=0, unit="seconds",
+    )  # fmt: skip
+    extra_body: Mapping[str, Any] = setting(
+        {}, "fields that are merged into the body of every request", expected="an object"
+    )
+    spare_connections: int = setting(
+        8, "idle connections held ready; 0: every request opens its own and closes it", ge=0, le=1024
+    )
+    connect_timeout_s: float = setting(10.0, "longest wait for a connection, seconds", gt=0, unit="seconds")
+    silence_timeout_s: float = setting(
+        120.0, "a request that hears nothing for so many seconds fails", gt=0, unit="seconds"
+    )
 
     def __post_init__(self) -> None:
         self._check_url()
-        if self.endpoint not in ENDPOINTS:
-            raise ConfigError(f"endpoint must be one of {', '.join(ENDPOINTS)}, got {self.endpoint!r}")
-        for name in ("connect_timeout_s", "silence_timeout_s", "baseline_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-        if not 0 <= self.spare_connections <= 1024:
-            raise ConfigError(f"spare_connections must be from 0 to 1024, got {self.spare_connections!r}")
         for name, value in (*self.headers, ("authorization", self.api_key or "")):
             if not _TOKEN.fullmatch(name) or not _one_line(value):
                 raise ConfigError(f"a header must be a name and one line of visible ASCII, got {name!r} with its value")
@@ -89,7 +81,7 @@ class UrlSettings:
         return self._parts.netloc
 
     def route(self, name: str) -> str:
-        """The path of a route: of `v1/models` below the URL, whether or not that ends in /v1."""
+        """Return the path of a route such as `v1/models`, whether or not the URL ends in /v1."""
         path = self._parts.path.rstrip("/").removesuffix("/v1")
         return f"{path}/{name}"
 

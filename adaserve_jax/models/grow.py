@@ -20,7 +20,6 @@ from safetensors import safe_open
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.settings import read_json
-from adaserve_jax.models.writing import TORCH_NAMES, TYPES, check_new, write_shards
 from adaserve_jax.types import Progress
 
 _NOISE_BLOCK = 1 << 20
@@ -59,6 +58,8 @@ def grow(
     dtype: f16, bf16 or f32. Memory holds one tensor and one shard of output at a time. Raises ConfigError: the shape is
     smaller than the source's somewhere or does not divide, or `out` is not empty. CheckpointError: as loading.
     """  # fmt: skip
+    from adaserve_jax.models.writing import TORCH_NAMES, TYPES, write_shards  # imports jax
+
     config = ModelConfig.from_folder(source)
     _check(config, shape, out, dtype)
     out.mkdir(parents=True, exist_ok=True)
@@ -85,6 +86,8 @@ def grow(
 
 
 def _check(config: ModelConfig, shape: Shape, out: Path, dtype: str) -> None:
+    from adaserve_jax.models.writing import TYPES, check_new  # imports jax
+
     if dtype not in TYPES:
         raise ConfigError(f"dtype must be one of {', '.join(TYPES)}, got {dtype!r}")
     if config.qkv_bias or config.mlp_bias or config.qk_norm:

@@ -1,4 +1,4 @@
-"""What was measured as one document: every section in its order, those with nothing to show left out."""
+"""Build a report: read the measured runs, and put all sections into one document."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.compare import comparison, versus
+from adaserve_jax.report.compare import comparison, headline, versus
 from adaserve_jax.report.document import Document, Section, Text
 from adaserve_jax.report.estimates import listed
-from adaserve_jax.report.headline import headline
 from adaserve_jax.report.mlperf import mlperf
 from adaserve_jax.report.points import Measured, find_point
-from adaserve_jax.report.sections import acceptance, curves, latency, pareto, phases, violations
-from adaserve_jax.report.timeline import over_time
+from adaserve_jax.report.sections import acceptance, curves, latency, over_time, pareto, phases, violations
 from adaserve_jax.report.view import View, facts, invalid_points, warnings
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 
 
-def load_folders(paths: Sequence[Path], against: Path | None = None) -> tuple[tuple[RunFolder, ...], RunFolder | None]:
-    """Read run folders, and the one that they are compared with. Raises ConfigError: none is given, one is given twice,
-    it is compared with itself, or one cannot be read."""
+def load_folders(
+    paths: Sequence[Path], against: Path | None = None
+) -> tuple[tuple[RunResults, ...], RunResults | None]:
+    """Read the runs to report on, and the run that they are compared with.
+
+    Args:
+        paths: folders of `adaserve bench` or `adaserve simulate`, or files of `adaserve serve --records`.
+        against: another such folder or file.
+
+    Raises:
+        ConfigError: no path is given, one is given twice or compared with itself, or one cannot be read.
+    """
     if not paths:
         raise ConfigError("expected one or more folders that `adaserve bench` or `adaserve simulate` wrote, got none")
     places = [path.resolve() for path in paths]
@@ -32,34 +39,42 @@ def load_folders(paths: Sequence[Path], against: Path | None = None) -> tuple[tu
             f"expected the folder of another run for --against, got {against}, which is reported on: every difference "
             "would be 0"
         )
-    return tuple(map(RunFolder.load, paths)), None if against is None else RunFolder.load(against)
+    return tuple(map(RunResults.load, paths)), None if against is None else RunResults.load(against)
 
 
 def build(
     found: Measured, *, against: Measured | None = None, title: str | None = None, timeline: str | None = None,
     rate: float | None = None,
 ) -> Document:  # fmt: skip
-    """The report of all points that were measured.
+    """Build the report of all measured points; sections with nothing to show are left out.
 
-    against: an earlier run, compared point by point. timeline: name of the point that is shown over time. rate: of the
-    figures that show one, requests per second. Raises ConfigError: no such point, no such rate.
+    Args:
+        found: the points to report on.
+        against: an earlier run, compared point by point.
+        title: title of the report; None makes one of the sources' names.
+        timeline: name of the point that is shown over time; None chooses one.
+        rate: requests per second of the figures that show one rate; None chooses the middle one.
+
+    Raises:
+        ConfigError: there is no such point or rate.
     """
     if timeline is not None:
         find_point(found.points, timeline)
     sections = _sections(found, against, timeline, rate)
-    return Document(title or f"Report of {listed(found.sources)}", facts(found), sections)
+    shown = tuple(section for section in sections if section is not None and section.items)
+    return Document(title or f"Report of {listed(found.sources)}", facts(found), shown)
 
 
 def _sections(
-    found: Measured, against: Measured | None, point: str | None, rate: float | None
-) -> tuple[Section, ...]:  # fmt: skip
+    found: Measured, against: Measured | None, timeline: str | None, rate: float | None
+) -> list[Section | None]:
     invalid, notices = invalid_points(found), warnings(found)
     if not found.valid:
         text = Text("No point is valid: there is nothing to compare and nothing to draw.", warns=True)
-        return tuple(_filled(Section("headline", "Headline", (*invalid, text)), notices))
+        return [Section("headline", "Headline", (*invalid, text)), notices]
     view = View.of(found, rate)
     first = headline(view)
-    sections = (
+    return [
         Section(first.key, first.title, (*invalid, *first.items)),
         notices,
         versus(view),
@@ -71,10 +86,5 @@ def _sections(
         acceptance(view),
         violations(view),
         phases(view),
-        over_time(view, point),
-    )
-    return tuple(_filled(*sections))
-
-
-def _filled(*sections: Section | None) -> list[Section]:
-    return [section for section in sections if section is not None and section.items]
+        over_time(view, timeline),
+    ]

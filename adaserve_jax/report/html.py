@@ -1,7 +1,7 @@
-"""A document as one HTML file that asks nobody for anything: no script, no font, no address. Looks: templates/.
+"""Documents as single HTML files without scripts, fonts or links to other files. Their templates are in templates/.
 
-Its content security policy allows one style sheet, by its hash, and pictures within the file; so whatever a name in the
-data holds, nothing runs and nothing is fetched.
+The content security policy allows one style sheet, by its hash, and pictures within the file; so nothing runs and
+nothing is fetched, whatever names the data have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from base64 import b64encode
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from html import escape
-from typing import TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -23,15 +22,16 @@ from adaserve_jax.report.palette import css_variables
 
 POLICY = "default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
 MOST_ROWS = 200
-"""Rows of the tables of numbers below figures."""
+"""Most rows of the tables of numbers below figures."""
 MANY_PANELS = 7
-"""So many do not fit on one printed page."""
+"""Number of panels that do not fit on one printed page."""
 _WITH_INTERVAL = re.compile(r"([-+]?[\d.,]+%?(?: \w+)?) \(([^()]+ to [^()]+)\)")
-Keyed = TypeVar("Keyed", Section, Table, Figure)
 
 
 @dataclass(frozen=True)
 class DrawnFigure:
+    """A figure with its drawing and its tables of numbers. many: it has many panels, and may break across pages."""
+
     figure: Figure
     svg: Markup
     tables: tuple[Table, ...]
@@ -47,8 +47,9 @@ class DrawnFigure:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A section with its figures drawn. first: the conditions of the whole report come after it."""
+class RenderedSection:
+    """A section with its figures drawn. items: kind (warning, text, table, figure) and content. first: the conditions
+    of the whole report come after it."""
 
     key: str
     title: str
@@ -57,14 +58,15 @@ class Part:
 
 
 def render_html(document: Document) -> str:
-    """The file's content. The same document gives the same text.
+    """Return the file's content. The same document gives the same text.
 
-    Raises ConfigError without matplotlib, when there is a figure to draw.
+    Raises:
+        ConfigError: there is a figure to draw, and matplotlib is not installed.
     """
     if any(isinstance(item, Figure) for section in document.sections for item in section.items):
         need_matplotlib()
     anchors = Anchors()
-    parts = [_part(section, anchors, first=section is document.headline) for section in document.sections]
+    parts = [_rendered(section, anchors, first=section is document.headline) for section in document.sections]
     loader = PackageLoader("adaserve_jax.report")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -74,7 +76,7 @@ def render_html(document: Document) -> str:
         light=Markup(css_variables(dark=False)), dark=Markup(css_variables(dark=True))
     )
     digest = b64encode(sha256(css.encode()).digest()).decode()
-    warned = [(part, len([1 for kind, _ in part.items if kind == "warning"])) for part in parts]
+    warned = [(part, sum(kind == "warning" for kind, _ in part.items)) for part in parts]
     text = environment.get_template("report.html.jinja").render(
         document=document,
         parts=parts,
@@ -86,7 +88,7 @@ def render_html(document: Document) -> str:
     return printable(text)
 
 
-def _part(section: Section, anchors: Anchors, *, first: bool) -> Part:
+def _rendered(section: Section, anchors: Anchors, *, first: bool) -> RenderedSection:
     key = anchors.of(section.key)
     items: list[tuple[str, Text | Table | DrawnFigure]] = []
     for item in section.items:
@@ -99,16 +101,17 @@ def _part(section: Section, anchors: Anchors, *, first: bool) -> Part:
             tables = tables_of(figure, most_rows=MOST_ROWS)
             many = len(figure.panels) >= MANY_PANELS
             items.append(("figure", DrawnFigure(figure, Markup(draw(figure)), tables, many)))
-    return Part(key, section.title, tuple(items), first)
+    return RenderedSection(key, section.title, tuple(items), first)
 
 
 class Anchors:
-    """Hands out identifiers: letters, digits, hyphens; each once."""
+    """Identifiers of letters, digits and hyphens, each handed out once."""
 
     def __init__(self) -> None:
         self._taken: set[str] = {"main", "contents", "conditions"}
 
     def of(self, key: str) -> str:
+        """Return an identifier like the key."""
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", key).strip("-") or "part"
         name, again = stem, 1
         while name in self._taken:
@@ -119,7 +122,7 @@ class Anchors:
 
 
 def prose(text: str) -> Markup:
-    """Escaped, with `code` marked up where backticks come in pairs."""
+    """Escape a text, and mark up `code` where backticks come in pairs."""
     parts = escape(text).split("`")
     if len(parts) % 2 == 0:
         return Markup(escape(text))
@@ -127,7 +130,7 @@ def prose(text: str) -> Markup:
 
 
 def cell(text: str) -> Markup:
-    """Escaped; an interval in brackets after a value is smaller, on a line of its own: +4.1 better (0.9 to 7.2)."""
+    """Escape a cell, and make an interval after a value small: +4.1 better (0.9 to 7.2)."""
     found = _WITH_INTERVAL.fullmatch(text)
     if found is None:
         return Markup(escape(text))

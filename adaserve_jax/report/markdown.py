@@ -1,5 +1,4 @@
-"""A document as GitHub's Markdown: tables, and figures as tables of their numbers. Names from the data stay names: what
-would be markup is escaped."""
+"""Documents as GitHub's Markdown: figures become tables of their numbers, and names from the data are escaped."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ _LINE_START = re.compile(r"^([#+-]+|\d+[.)])(?=\s|$)")
 
 
 def render_markdown(document: Document) -> str:
-    """The file's content, ending in a line break."""
+    """Return the file's content, ending in a line break."""
     text = "\n".join([f"# {_inline(document.title)}", "", *_body(document)])
     return printable(text.rstrip() + "\n")
 
@@ -79,12 +78,12 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _paragraph(text: str) -> str:
-    """Prose that begins no list and no heading."""
+    """Escape prose so that it begins no list and no heading."""
     return _LINE_START.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", _prose(text))
 
 
 def _prose(text: str) -> str:
-    """Inline text with `code` as it is, where backticks come in pairs."""
+    """Escape text except `code`, where backticks come in pairs."""
     parts = " ".join(text.split()).split("`")
     if len(parts) % 2 == 0:
         return _inline(text)
@@ -94,6 +93,6 @@ def _prose(text: str) -> str:
 
 
 def _inline(text: str, *, keep: bool = False) -> str:
-    """Text on one line without markup. keep: white space at its ends."""
+    """Put text on one line and escape markup. keep: keep white space at its ends."""
     flat = re.sub(r"\s+", " ", text) if keep else " ".join(text.split())
     return _MARKUP.sub(lambda found: f"\\{found[0]}" if found[0] != "&" else "&amp;", flat)

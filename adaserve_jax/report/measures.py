@@ -1,4 +1,7 @@
-"""The figures that a report shows of a group of requests: each by the name of its column in results.jsonl."""
+"""Measures that a report shows of a group of requests, each named as its column in results.jsonl.
+
+Axes: N requests, S resamples.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,28 @@ from adaserve_jax.results.bootstrap import Counted, Ratio, percentile
 from adaserve_jax.results.records import RequestRecord, arrival_order
 from adaserve_jax.results.schema import ALL_CLASSES
 
-# Request records as columns of numbers, so that a figure of thousands of requests is a product of arrays.
-
 WITH_TARGET, WITHOUT_TARGET = "with a target", "without a target"
-"""Names that select requests by what they carry, as the name of a class selects by class."""
+"""Names that select requests by whether they have a target, where the name of a class selects by class."""
+DUE_TOLERANCE_S = 1e-3
+"""Arrivals due within this of each other are the same one: schedules are stored rounded."""
+MIN_REQUESTS = 10
+"""Fewest requests that have an interval: resamples of a handful are too alike to tell anything from chance."""
+Unit = Literal["share", "tokens/s", "s", "tokens"]
+_SAME_NAME = (
+    "due_s", "slo_met", "tpot_met", "ttft_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s",
+    "ttft_slo_s", "verify_steps", "drafted_tokens", "accepted_tokens",
+)  # fmt: skip
+"""Columns that have the name of the record's field."""
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
-    """f64[N] each, nan for what a record does not have; sizes: records of each repeat, one after the other.
+class MeasureColumns:
+    """Request records as columns f64[N], NaN for values that a record does not have.
 
-    wall_s: of the repeat, divided among its records, so that its sum is the wall time of whatever repeats are held.
-    tpot_over: TPOT / target of requests that carry one; 0 of a single token, infinite of those that did not finish,
-    which meet no target. ttft_over: likewise.
+    A measure of thousands of requests is then a product of arrays. sizes: number of records of each repeat, one after
+    the other. wall_s: wall time of the repeat divided among its records, so that the sum over any repeats is their wall
+    time. tpot_over: TPOT / target of requests with a target, 0 for a single token and infinite for requests that did
+    not finish. ttft_over: likewise.
     """
 
     sizes: tuple[int, ...]
@@ -49,8 +61,8 @@ class Columns:
     accepted_tokens: np.ndarray
 
     @classmethod
-    def of(cls, repeats: Sequence[tuple[Sequence[RequestRecord], float]]) -> Columns:
-        """repeats: records and wall time, seconds, of each. Requests of a repeat are in the order of their arrival."""
+    def of(cls, repeats: Sequence[tuple[Sequence[RequestRecord], float]]) -> MeasureColumns:
+        """Build columns of repeats, each given by its records and wall time in seconds; sort requests by arrival."""
         records = [record for each, _ in repeats for record in sorted(each, key=arrival_order)]
         walls = [wall_s / len(each) for each, wall_s in repeats for _ in each]
         done = [record.status == "finished" for record in records]
@@ -65,27 +77,18 @@ class Columns:
         )
 
     def mask(self, slo_class: str) -> np.ndarray:
-        """bool[N]: the requests of a class, of all, or those with or without a target."""
+        """Return bool[N], the requests of a class, all requests, or those with or without a target."""
         if slo_class == ALL_CLASSES:
             return np.ones(len(self.slo_class), bool)
-        carries = ~np.isnan(self.slo_met)
         if slo_class in (WITH_TARGET, WITHOUT_TARGET):
-            return carries if slo_class == WITH_TARGET else ~carries
+            return np.isnan(self.slo_met) == (slo_class == WITHOUT_TARGET)
         return self.slo_class == slo_class
 
-    def same_requests(self, other: Columns) -> bool:
-        """Whether both hold the same arrivals in the same order, so that one system can be paired with the other."""
+    def same_requests(self, other: MeasureColumns) -> bool:
+        """Return whether both have the same arrivals in the same order, so that their requests can be paired."""
         if self.sizes != other.sizes or not np.array_equal(self.slo_class, other.slo_class):
             return False
-        return bool(np.allclose(self.due_s, other.due_s, rtol=0, atol=DUE_S))
-
-
-DUE_S = 1e-3
-"""Arrivals that were due within this of each other are the same one: schedules are stored rounded."""
-_SAME_NAME = (
-    "due_s", "slo_met", "tpot_met", "ttft_met", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s",
-    "ttft_slo_s", "verify_steps", "drafted_tokens", "accepted_tokens",
-)  # fmt: skip
+        return bool(np.allclose(self.due_s, other.due_s, rtol=0, atol=DUE_TOLERANCE_S))
 
 
 def _numbers(values: Iterable[float | None]) -> np.ndarray:
@@ -93,7 +96,7 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
 
 
 def _over(done: Sequence[bool], pairs: Sequence[tuple[float | None, float | None]], one_token: float) -> np.ndarray:
-    """Measured over target; one_token: of a request that finished without the measured time."""
+    """Return measured / target. one_token: value for a request that finished without the measured time."""
     values: list[float | None] = []
     for finished, (measured_s, target_s) in zip(done, pairs, strict=True):
         if target_s is None:
@@ -105,87 +108,87 @@ def _over(done: Sequence[bool], pairs: Sequence[tuple[float | None, float | None
     return _numbers(values)
 
 
-Unit = Literal["share", "tokens/s", "s", "tokens"]
-LEAST_REQUESTS = 10
-"""Fewer have no interval: resamples of a handful of requests are too much alike to tell anything from chance."""
+Statistic = Callable[[MeasureColumns, np.ndarray], Counted]
+"""Statistic of the requests in a mask, bool[N], given all requests' columns."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """name: the column whose value it is over one repeat. title: as figures say it. more_is_better: which end wins.
+    """A figure of a group of requests.
 
-    of: the statistic of the requests where the mask, bool[N], holds, given all requests' columns. counts: the column
-    that the requests have which it is of. least_requests: so many of them have an interval, fewer none. of_outcome:
-    that column says yes or no. needs: a column of rows that must be above 0 for the figure to say anything. of_run:
-    only repeats tell how it varies, not which requests there were.
+    name: column of results.jsonl that has its value over one repeat. title: name in the report.
+    counts: column that only the measured requests have. min_requests: fewest of them that have an interval.
+    of_outcome: that column holds yes or no. needs: column of rows that must be above 0 for a value.
+    of_run: the value varies with the run, so that only repeats tell its interval.
     """
 
     name: str
     title: str
     unit: Unit
     more_is_better: bool
-    of: Callable[[Columns, np.ndarray], Counted]
+    of: Statistic
     counts: str
-    least_requests: int = LEAST_REQUESTS
+    min_requests: int = MIN_REQUESTS
     of_outcome: bool = False
     needs: str | None = None
     of_run: bool = False
 
     def better(self, one: float, other: float) -> bool:
+        """Return whether the first value is better than the other."""
         return one > other if self.more_is_better else one < other
 
 
-def _share(outcome: str) -> Callable[[Columns, np.ndarray], Counted]:
-    """Of the requests that have the outcome, those where it is true."""
+def _share(outcome: str) -> Statistic:
+    """Return the statistic for the share of requests with a true outcome, among those that have the outcome."""
 
-    def of(columns: Columns, mask: np.ndarray) -> Counted:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         met = getattr(columns, outcome)
         return Ratio(_where(mask, met), mask & ~np.isnan(met))
 
     return of
 
 
-def _rate(met: str | None) -> Callable[[Columns, np.ndarray], Counted]:
-    """Output tokens of requests that met it, or of all, over the wall time of the repeats, whoever else they served."""
+def _rate(met: str | None) -> Statistic:
+    """Return the statistic for output tokens of requests that met a target, or of all, per second of wall time."""
 
-    def of(columns: Columns, mask: np.ndarray) -> Counted:
-        held = mask if met is None else mask & (getattr(columns, met) == 1)
-        return Ratio(_where(held, columns.output_tokens), columns.wall_s)
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
+        counted = mask if met is None else mask & (getattr(columns, met) == 1)
+        return Ratio(_where(counted, columns.output_tokens), columns.wall_s)
 
     return of
 
 
-def _per(above: str, below: str) -> Callable[[Columns, np.ndarray], Counted]:
-    def of(columns: Columns, mask: np.ndarray) -> Counted:
+def _per(above: str, below: str) -> Statistic:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         return Ratio(_where(mask, getattr(columns, above)), _where(mask, getattr(columns, below)))
 
     return of
 
 
-def _percentile(column: str, q: float) -> Callable[[Columns, np.ndarray], Counted]:
-    def of(columns: Columns, mask: np.ndarray) -> Counted:
+def _percentile(column: str, q: float) -> Statistic:
+    def of(columns: MeasureColumns, mask: np.ndarray) -> Counted:
         return percentile(np.where(mask, getattr(columns, column), np.nan), q)
 
     return of
 
 
-def _violations(columns: Columns, mask: np.ndarray) -> Counted:
-    carried = mask & ~np.isnan(columns.slo_met)
-    return Ratio(carried & (columns.slo_met == 0), carried)
+def _violations(columns: MeasureColumns, mask: np.ndarray) -> Counted:
+    with_target = mask & ~np.isnan(columns.slo_met)
+    return Ratio(with_target & (columns.slo_met == 0), with_target)
 
 
 def _where(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(mask & ~np.isnan(values), values, 0.0)
 
 
-def _by_outcome(name: str, title: str, unit: Unit, of: Callable[[Columns, np.ndarray], Counted], met: str) -> Measure:
+def _by_outcome(name: str, title: str, unit: Unit, of: Statistic, met: str) -> Measure:
     return Measure(name, title, unit, name != "violations", of, met, of_outcome=True)
 
 
 def _time(name: str, title: str, column: str, q: int) -> Measure:
-    """The q-th percentile: at least one request must be beyond it, of those that an interval is of."""
+    """Return the q-th percentile of a time. It has an interval where at least one request is beyond it."""
     return Measure(
-        name, title, "s", False, _percentile(column, q), column, max(LEAST_REQUESTS, math.ceil(100 / (100 - q)))
+        name, title, "s", False, _percentile(column, q), column, max(MIN_REQUESTS, math.ceil(100 / (100 - q)))
     )
 
 
@@ -213,7 +216,7 @@ MEAN_ACCEPTED = Measure(
     needs="drafted_tokens",
 )
 RATIOS = (ATTAINMENT, ATTAINMENT_TPOT, VIOLATIONS, GOODPUT, GOODPUT_TPOT, THROUGHPUT, MEAN_ACCEPTED)
-"""Quick to draw, so that they are drawn together."""
+"""Measures that are quick to resample, so that they are resampled together."""
 JUDGED_TIMES = (TPOT_P50, TPOT_P99, TTFT_P99)
 PERCENTILES = (TTFT_P50, TTFT_P90, TTFT_P99, TPOT_P50, TPOT_P90, TPOT_P99, QUEUE_P50, QUEUE_P99)
 HEADLINE = (

@@ -1,4 +1,4 @@
-"""The highest rate at which 99 of 100 requests keep each class's targets, in the manner of MLPerf's server scenario.
+"""Section on the highest rate at which 99 of 100 requests meet each class's targets, as in MLPerf's server scenario.
 
 MLPerf Inference (mlcommons/inference_policies, inference_rules.adoc): queries arrive by a Poisson process; a run is
 valid when the 99th percentile of TTFT and that of TPOT are both within the limits of the benchmark; the result is the
@@ -14,8 +14,8 @@ import numpy as np
 
 from adaserve_jax.report.document import Section, Table, Text
 from adaserve_jax.report.estimates import listed, number, span
-from adaserve_jax.report.measures import Columns
-from adaserve_jax.report.points import Group
+from adaserve_jax.report.measures import MeasureColumns
+from adaserve_jax.report.points import PointGroup
 from adaserve_jax.report.view import View
 
 QUANTILE = 99
@@ -31,7 +31,7 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Tail:
-    """The 99th percentiles of a class at one rate, seconds and over target; None: it has no such target or no times."""
+    """99th percentiles of a class at one rate, in seconds and over target; None without such a target or times."""
 
     requests: int
     ttft_s: float | None
@@ -40,13 +40,14 @@ class Tail:
     tpot_over: float | None
 
     @classmethod
-    def of(cls, columns: Columns, slo_class: str) -> Tail:
+    def of(cls, columns: MeasureColumns, slo_class: str) -> Tail:
+        """Return the percentiles of the class's requests with a target."""
         mask = columns.mask(slo_class) & ~np.isnan(columns.slo_met)
         unfinished = columns.finished == 0
 
         def tail(values: np.ndarray) -> float | None:
-            held = values[mask & ~np.isnan(values)]
-            return float(np.percentile(held, QUANTILE, method="inverted_cdf")) if len(held) else None
+            known = values[mask & ~np.isnan(values)]
+            return float(np.percentile(known, QUANTILE, method="inverted_cdf")) if len(known) else None
 
         return cls(
             requests=int(mask.sum()),
@@ -58,14 +59,14 @@ class Tail:
 
     @property
     def meets(self) -> bool:
-        """Both targets, of those that the class has."""
+        """True if the percentiles are within all targets that the class has."""
         overs = [over for over in (self.ttft_over, self.tpot_over) if over is not None]
         return bool(overs) and all(over <= 1 for over in overs)
 
 
 def mlperf(view: View) -> Section | None:
-    """None: no class has a target, or there are no request records."""
-    rows = [row for who in view.measured.whos for row in _rows(view, who)]
+    """Build the section; None if no class has a target, or there are no request records."""
+    rows = [row for policy in view.measured.policies for row in _rows(view, policy)]
     if not rows:
         return None
     columns = (
@@ -89,65 +90,64 @@ def mlperf(view: View) -> Section | None:
     return Section("mlperf", "Rates within the targets", (*texts, table))
 
 
-def _rows(view: View, who: str) -> list[tuple[str, ...]]:
-    """A row per class with a target, and one over all of them."""
-    along = (view.measured.groups.get((who, setting)) for setting in view.slice_through("rate_rps"))
+def _rows(view: View, policy: str) -> list[tuple[str, ...]]:
+    """Return a row per class with a target, and one over all of them."""
+    along = (view.measured.groups.get((policy, setting)) for setting in view.slice_through("rate_rps"))
     groups = [group for group in along if group is not None and group.has_records]
-    unknown = _invalid(view, who)
+    unknown = _invalid(view, policy)
     rows, tails = [], {}
     for name in view.measured.classes:
         tails[name] = [Tail.of(group.columns, name) for group in groups]
         if any(tail.requests for tail in tails[name]):
-            rows.append(_row(who, name, groups, tails[name], unknown))
+            rows.append(_row(policy, name, groups, tails[name], unknown))
         else:
             del tails[name]
     if len(tails) > 1:
         met = [all(tail.meets or not tail.requests for tail in at) for at in zip(*tails.values(), strict=True)]
         highest, lowest = _rates(groups, met, unknown)
-        rows.append((who, "every class", "", "", highest, "", "", "", lowest))
+        rows.append((policy, "every class", "", "", highest, "", "", "", lowest))
     return rows
 
 
-def _invalid(view: View, who: str) -> list[str]:
-    """Rates at which it was measured to no avail."""
-    still = view.focus.but("rate_rps")
+def _invalid(view: View, policy: str) -> list[str]:
+    """Return the rates at which all points of a policy are invalid."""
+    still = view.focus.without("rate_rps")
     lost = [
         at for name, at in view.measured.invalid
-        if name == who and (who, at) not in view.measured.groups and at.but("rate_rps") == still
+        if name == policy and (policy, at) not in view.measured.groups and at.without("rate_rps") == still
     ]  # fmt: skip
     return [at.cell("rate_rps") for at in sorted(lost, key=lambda at: at.order)]
 
 
 def _row(
-    who: str, name: str, groups: Sequence[Group], tails: Sequence[Tail], unknown: Sequence[str]
+    policy: str, name: str, groups: Sequence[PointGroup], tails: Sequence[Tail], unknown: Sequence[str]
 ) -> tuple[str, ...]:  # fmt: skip
     met = [tail.meets for tail in tails]
     shown = max((i for i, each in enumerate(met) if each), default=0)
     highest, lowest = _rates(groups, met, unknown)
     tail = tails[shown]
     return (
-        who, name, _targets(groups, name, "ttft_slo_s"), _targets(groups, name, "tpot_slo_s"), highest,
+        policy, name, _targets(groups, name, "ttft_slo_s"), _targets(groups, name, "tpot_slo_s"), highest,
         f"{tail.requests:,}", _time(tail.ttft_s), _time(tail.tpot_s), lowest,
     )  # fmt: skip
 
 
-def _rates(groups: Sequence[Group], met: Sequence[bool], unknown: Sequence[str]) -> tuple[str, str]:
-    """Highest rate met, with the lower ones that were missed all the same and those whose points are invalid, and
-    lowest rate missed."""
+def _rates(groups: Sequence[PointGroup], met: Sequence[bool], unknown: Sequence[str]) -> tuple[str, str]:
+    """Return the highest rate met and the lowest rate missed; beside the former, lower rates that were missed and rates
+    whose points are invalid."""
     rates = [group.setting.cell("rate_rps") for group in groups]
     missed = [rate for rate, each in zip(rates, met, strict=True) if not each]
     kept = [i for i, each in enumerate(met) if each]
     below = [rate for rate in rates[: kept[-1]] if rate in missed] if kept else []
-    said = [f"{what} {listed(which)}" for what, which in (("missed at", below), ("invalid at", unknown)) if which]
-    highest = (rates[kept[-1]] if kept else "none") + (f" ({'; '.join(said)})" if said else "")
+    notes = [f"{what} {listed(which)}" for what, which in (("missed at", below), ("invalid at", unknown)) if which]
+    highest = (rates[kept[-1]] if kept else "none") + (f" ({'; '.join(notes)})" if notes else "")
     return highest, missed[0] if missed else "none"
 
 
-def _targets(groups: Sequence[Group], name: str, column: str) -> str:
-    """Least and largest target of a class."""
-    held = [getattr(group.columns, column)[group.columns.mask(name)] for group in groups]
-    known = np.concatenate(held)
-    known = known[~np.isnan(known)]
+def _targets(groups: Sequence[PointGroup], name: str, column: str) -> str:
+    """Return the least and largest target of a class as a cell."""
+    targets = np.concatenate([getattr(group.columns, column)[group.columns.mask(name)] for group in groups])
+    known = targets[~np.isnan(targets)]
     return span(*(f"{value * 1e3:,.4g}" for value in (known.min(), known.max()))) if len(known) else "-"
 
 

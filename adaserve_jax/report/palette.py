@@ -1,7 +1,6 @@
-"""The report's colours, light and dark, and how series are told apart where colour does not: markers, dashes, hatches.
+"""Colours of a report, light and dark, and the markers, dashes and hatches that tell series apart without colour.
 
-The first four series colours are those of the dashboard. Every figure is drawn twice, with the light and with the dark
-shades of `shades`.
+The first four series colours are those of the dashboard.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COLOURS = {
     "s6": ("#574700", "#f4ec3c"),
     "s7": ("#808cb0", "#f2f5f8"),
 }
-"""Name -> light, dark."""
+"""Light and dark shade by name."""
 SERIES_COLOURS = tuple(name for name in COLOURS if name[0] == "s" and name[1:].isdecimal())
 MARKERS = "osD^vPX*"
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2.5), (1.5, 2), (8, 2.5, 1.5, 2.5), (3.5, 1.5, 1.5, 1.5, 1.5, 1.5))
@@ -40,7 +39,8 @@ HATCHES = ("", "//", "\\\\", "xx", "--", "||", "/", "++")
 
 @dataclass(frozen=True)
 class Style:
-    """colour: a name of COLOURS. dash: lengths in points, empty: a whole line. hollow: markers without a filling."""
+    """Appearance of a series. colour: a name of COLOURS. dash: lengths in points, empty for a whole line. hollow:
+    markers are not filled."""
 
     colour: str
     marker: str
@@ -50,9 +50,11 @@ class Style:
 
 
 def styles_of(figure: Figure) -> dict[str, Style]:
-    """A style by name of series, the same in all panels. Names that share a colour and a panel differ in dashes and
-    fillings."""
-    looks: dict[str, tuple[int, int]] = {}
+    """Return a style by name of series, the same in all panels.
+
+    Series that share a colour and a panel differ in dashes and fillings.
+    """
+    variants: dict[str, tuple[int, int]] = {}
     beside: dict[str, set[str]] = {}
     for panel in figure.panels:
         names = {series.name for series in panel.series}
@@ -60,18 +62,18 @@ def styles_of(figure: Figure) -> dict[str, Style]:
             beside.setdefault(series.name, set()).update(names)
     for panel in figure.panels:
         for series in panel.series:
-            if series.name not in looks:
-                taken = {looks[name] for name in beside[series.name] & looks.keys()}
-                looks[series.name] = next((series.colour, n) for n in count() if (series.colour, n) not in taken)
-    return {name: _style(colour, again) for name, (colour, again) in looks.items()}
+            if series.name not in variants:
+                taken = {variants[name] for name in beside[series.name] & variants.keys()}
+                variants[series.name] = next((series.colour, n) for n in count() if (series.colour, n) not in taken)
+    return {name: _style(colour, variant) for name, (colour, variant) in variants.items()}
 
 
-def _style(colour: int, again: int) -> Style:
-    """again: how many others beside it have the colour already."""
+def _style(colour: int, variant: int) -> Style:
+    """Return the style of a colour. variant: number of series beside it that have the colour already."""
     lap, kind = divmod(colour, len(SERIES_COLOURS))
-    turn = kind + lap + 2 * again
+    turn = kind + lap + 2 * variant
     hatch = HATCHES[turn % len(HATCHES)]
-    return Style(SERIES_COLOURS[kind], MARKERS[kind], DASHES[turn % len(DASHES)], hatch, again % 2 == 1)
+    return Style(SERIES_COLOURS[kind], MARKERS[kind], DASHES[turn % len(DASHES)], hatch, variant % 2 == 1)
 
 
 def shades(*, dark: bool) -> dict[str, str]:
@@ -80,5 +82,5 @@ def shades(*, dark: bool) -> dict[str, str]:
 
 
 def css_variables(*, dark: bool) -> str:
-    """Definitions of every colour, for a CSS rule."""
+    """Return definitions of every colour, for a CSS rule."""
     return " ".join(f"--{name}: {shade};" for name, shade in shades(dark=dark).items())

@@ -1,4 +1,4 @@
-"""One measured point as trace events, for ui.perfetto.dev: a track per request, and counters of the engine.
+"""Trace events of one measured point for ui.perfetto.dev: a track per request, and counters of the engine.
 
 Format: the Trace Event Format (JSON), as Perfetto reads it: times in microseconds, slices of one track never overlap.
 """
@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.points import Measured, Point, find_point
-from adaserve_jax.report.timeline import default_point
+from adaserve_jax.report.points import Measured, MeasuredPoint, find_point
 from adaserve_jax.report.view import View, point_facts
 from adaserve_jax.results.records import RequestRecord, violation_cause
 from adaserve_jax.results.samples import Sample
 
 REQUESTS, ENGINE = 1, 2
-"""Process ids: of the requests, each a thread of it, and of the engine."""
+"""Process ids of the requests, each of which is a thread, and of the engine."""
 COUNTERS = {
     "requests": ("running", "waiting"),
     "KV pages": ("pages_used", "extension_used"),
@@ -31,9 +30,12 @@ COUNTERS = {
 Event = dict[str, Any]
 
 
-def write_trace(point: Point, path: Path) -> None:
-    """Write the trace of a point, compressed where the path ends in .gz. Raises ConfigError: the point has no request
-    records, or the file cannot be written."""
+def write_trace(point: MeasuredPoint, path: Path) -> None:
+    """Write the trace of a point, compressed if the path ends in .gz.
+
+    Raises:
+        ConfigError: the point has no request records, or the file cannot be written.
+    """
     if not point.records:
         raise ConfigError(
             f"expected request records of {point.name!r} to trace, its folder has none: keep requests.jsonl beside "
@@ -46,23 +48,32 @@ def write_trace(point: Point, path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
-def traced_point(found: Measured, name: str | None, rate: float | None = None) -> Point:
-    """The point of this name; None: the one that a report shows over time, else the first valid one with records, else
-    any. rate: as a report takes it. Raises ConfigError: no such point, no such rate."""
+def traced_point(found: Measured, name: str | None, rate: float | None = None) -> MeasuredPoint:
+    """Return the point to trace.
+
+    Args:
+        found: all points.
+        name: name of the point; None chooses the one that a report shows over time, else the first valid one with
+            records, else any.
+        rate: requests per second of the report.
+
+    Raises:
+        ConfigError: there is no such point or rate.
+    """
     if name is not None:
         return find_point(found.points, name)
-    sampled = default_point(View.of(found, rate)) if found.valid else None
+    sampled = View.of(found, rate).timeline_point() if found.valid else None
     return sampled or min(found.points, key=lambda point: (not point.records, not point.row.valid))
 
 
-def trace(point: Point) -> dict[str, Any]:
-    """The JSON object: all events, and what they hold for."""
+def trace(point: MeasuredPoint) -> dict[str, Any]:
+    """Return the JSON object: all events, and the conditions of the point."""
     events = [*_names(point), *_request_events(point), *_engine_events(point.samples)]
     events.sort(key=lambda event: event.get("ts", -1.0))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(point_facts(point))}
 
 
-def _names(point: Point) -> Iterator[Event]:
+def _names(point: MeasuredPoint) -> Iterator[Event]:
     yield _named("process_name", REQUESTS, 0, f"requests of {point.name}")
     yield _named("process_name", ENGINE, 0, "engine")
     for track, record in enumerate(point.records, 1):
@@ -74,7 +85,7 @@ def _named(kind: str, process: int, track: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": track, "args": {"name": name}}
 
 
-def _request_events(point: Point) -> Iterator[Event]:
+def _request_events(point: MeasuredPoint) -> Iterator[Event]:
     drafted = sum(record.drafted_tokens for record in point.records)
     acceptance_rate = sum(record.accepted_tokens for record in point.records) / drafted if drafted else 0.0
     for track, record in enumerate(point.records, 1):
@@ -99,7 +110,7 @@ def _request_events(point: Point) -> Iterator[Event]:
 
 
 def _stages(record: RequestRecord, arrival_us: float) -> Iterator[tuple[tuple[str, float], tuple[str, float]]]:
-    """Starts and ends of what it went through, each beginning where the one before it ends."""
+    """Return the start and end of each stage of a request; each starts where the one before it ends."""
     since = record.due_s + record.late_s
     edges = [("queued", arrival_us)]
     if record.queue_s is not None:
@@ -111,7 +122,7 @@ def _stages(record: RequestRecord, arrival_us: float) -> Iterator[tuple[tuple[st
 
 
 def _args(record: RequestRecord) -> dict[str, Any]:
-    """What a click on the request shows; times in ms."""
+    """Return the values that a click on the request shows; times in ms."""
     times = ("queue_s", "ttft_s", "tpot_s", "ttft_slo_s", "tpot_slo_s")
     shown = {f"{name.removesuffix('_s')}_ms": _ms(getattr(record, name)) for name in times}
     counts = (
@@ -130,7 +141,7 @@ def _engine_events(samples: Sequence[Sample]) -> Iterator[Event]:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
+    """Return microseconds, rounded to the nanosecond."""
     return round(seconds * 1e6, 3)
 
 

@@ -1,4 +1,4 @@
-"""The measured points of run folders, told apart by who served and under what setting. Pools and draws nothing."""
+"""Measured points of all runs of a report, grouped by policy and load setting; repeats of two groups, paired."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.report.measures import Columns
+from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.results.records import RequestRecord
-from adaserve_jax.results.run_folder import RunFolder, key_of, point_of
+from adaserve_jax.results.run_folder import RunResults, key_of, point_of
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ALL_CLASSES, OWN_SYSTEM, ResultRow
-
-# What load a point had: the axes along which a run varies it, and how their values are written.
 
 AXES = {
     "rate_rps": ("rate", "{:.4g}/s"),
@@ -24,18 +22,32 @@ AXES = {
     "process": ("arrivals", "{}"),
     "workload": ("workload", "{}"),
 }
-"""By column: what people call it, and how a value is written."""
+"""Axes along which a run varies its load: name in the report and format of a value, by column."""
 AXIS_LABELS = {
     "rate_rps": "requests per second", "urgent_share": "share of urgent requests",
     "slo_scale": "factor of all TPOT targets",
     "burstiness": "coefficient of variation of the gaps between arrivals",
 }  # fmt: skip
-"""Of those that are numbers, along which curves are drawn."""
+"""Labels of the axes with numbers, along which curves are drawn."""
+HASH_LETTERS = 12
+SAME_RUN = (
+    "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
+    "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
+)  # fmt: skip
+"""Columns of rows whose points may be pooled as repeats of one another."""
+CHOSEN = ("max_requests", "max_prefill_tokens")
+"""Columns that a run with a label chooses for each point: "tuned" is the best setting of each."""
+ANY = "any"
+_RunKey = tuple[str, tuple[object, ...]]
+"""run_id and the values of `SAME_RUN`; a run that was resumed elsewhere has several keys."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """None: not varied in its run. workload: empty unless another one was measured at the same setting."""
+class LoadSetting:
+    """Load of a point; None for what its run did not vary.
+
+    workload: empty unless several workloads were measured at the same setting.
+    """
 
     process: str
     rate_rps: float
@@ -45,62 +57,53 @@ class Setting:
     workload: str = ""
 
     @classmethod
-    def of(cls, row: ResultRow) -> Setting:
-        """Rows from before burstiness was noted have that of their process."""
+    def of(cls, row: ResultRow) -> LoadSetting:
+        """Return the setting of a row. Old rows without a burstiness get the one of their process."""
         burstiness = 1.0 if row.burstiness is None and row.arrival_process == "poisson" else row.burstiness
         return cls(row.arrival_process, row.rate_rps, row.urgent_share, row.slo_scale, burstiness)
 
     @property
     def order(self) -> tuple[float | str, ...]:
-        """Settings sort by it: rate first."""
+        """Sort key: the rate comes first."""
         return (*(self.number(axis) for axis in AXIS_LABELS), self.process, self.workload)
 
     def value(self, axis: str) -> float | str | None:
-        """None where it was not varied."""
+        """Return the value on an axis, None where it was not varied."""
         return getattr(self, axis) or None if axis == "workload" else getattr(self, axis)
 
     def number(self, axis: str) -> float:
-        """The value of one of `AXIS_LABELS`, -1 where it was not varied."""
+        """Return the value on an axis with numbers, -1 where it was not varied."""
         value = getattr(self, axis)
         return -1.0 if value is None else value
 
     def cell(self, axis: str) -> str:
-        """The value as a table shows it: "2/s", "60%"."""
+        """Return the value as a table shows it: "2/s", "60%"."""
         value = self.value(axis)
         return "-" if value is None else AXES[axis][1].format(value)
 
     def describe(self, axes: Iterable[str]) -> str:
-        """E.g. "2/s, urgent share 60%"; of the axes that are given and known."""
+        """Return the known values on some axes, e.g. "2/s, urgent share 60%"."""
         known = (axis for axis in axes if self.value(axis) is not None)
         return ", ".join(self.cell(a) if a == "rate_rps" else f"{AXES[a][0]} {self.cell(a)}" for a in known)
 
-    def but(self, axis: str) -> tuple[object, ...]:
-        """All of it but one axis. Arrivals of one burstiness have a process of that name, which varies with it."""
+    def without(self, axis: str) -> tuple[object, ...]:
+        """Return the values on all axes but one. The arrival process varies with the burstiness, whose name it has."""
         left_out = ("burstiness", "process") if axis == "burstiness" else (axis,)
         return tuple(self.value(other) for other in AXES if other not in left_out)
 
 
-HASH_LETTERS = 12
-SAME_RUN = (
-    "commit", "machine", "device", "jax_version", "target", "draft", "target_params", "draft_params", "deterministic",
-    "max_requests", "max_context", "max_prefill_tokens", "num_pages", "extension_pages", "elastic", "engine_hash",
-)  # fmt: skip
-"""Points that agree in these may be pooled as repeats of one another."""
-CHOSEN = ("max_requests", "max_prefill_tokens")
-"""Of them, those that are chosen for each point of a label: "tuned" is the best setting of each."""
-
-
 @dataclass(frozen=True, eq=False)
-class Point:
-    """One measurement of one setting. source: of which folder or run, for people. name: unique in the report.
+class MeasuredPoint:
+    """One measurement of one setting.
 
-    rows: by SLO class, "all" among them. records, samples: empty where the folder has none.
+    source: name of the folder or run, for people. name: unique in the report. served_by: policy, with the system where
+    it is another one. rows: by SLO class, "all" among them. records, samples: empty where the folder has none.
     """
 
     source: str
     name: str
     served_by: str
-    setting: Setting
+    setting: LoadSetting
     rows: dict[str, ResultRow]
     records: tuple[RequestRecord, ...]
     samples: tuple[Sample, ...]
@@ -111,26 +114,28 @@ class Point:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every request of the row has its record, so that figures can be made of them."""
+        """True if every request of the row has its record."""
         return len(self.records) == self.row.requests
 
     @cached_property
-    def columns(self) -> Columns:
-        return Columns.of([(self.records, self.row.wall_s)])
+    def columns(self) -> MeasureColumns:
+        return MeasureColumns.of([(self.records, self.row.wall_s)])
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Repeats of one setting by one system under one policy, valid ones only; by run and number of the repeat, however
-    late in the file one that was measured again is."""
+class PointGroup:
+    """Valid repeats of one setting under one policy, in the order of run and repeat.
 
-    who: str
-    setting: Setting
-    points: tuple[Point, ...]
+    policy: `MeasuredPoint.served_by`, with the source where several sources have it.
+    """
+
+    policy: str
+    setting: LoadSetting
+    points: tuple[MeasuredPoint, ...]
 
     @cached_property
-    def columns(self) -> Columns:
-        return Columns.of([(point.records, point.row.wall_s) for point in self.points])
+    def columns(self) -> MeasureColumns:
+        return MeasureColumns.of([(point.records, point.row.wall_s) for point in self.points])
 
     @property
     def has_records(self) -> bool:
@@ -139,73 +144,86 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """All points of a report. whos: who served, in the order of the files; the index is the colour. groups: by who and
-    setting. invalid: who and setting of points that are not valid. notes: what the folders said of themselves."""
+    """All points of a report.
 
-    points: tuple[Point, ...]
-    groups: dict[tuple[str, Setting], Group]
-    invalid: tuple[tuple[str, Setting], ...]
-    whos: tuple[str, ...]
-    settings: tuple[Setting, ...]
+    policies: in the order of the files; the index is the colour. groups: by policy and setting. invalid: policy and
+    setting of points that are not valid. notes: sentences of the folders' readers about what is missing.
+    """
+
+    points: tuple[MeasuredPoint, ...]
+    groups: dict[tuple[str, LoadSetting], PointGroup]
+    invalid: tuple[tuple[str, LoadSetting], ...]
+    policies: tuple[str, ...]
+    settings: tuple[LoadSetting, ...]
     classes: tuple[str, ...]
     sources: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
-    def valid(self) -> list[Point]:
+    def valid(self) -> list[MeasuredPoint]:
         return [point for point in self.points if point.row.valid]
 
     @property
     def varied(self) -> tuple[str, ...]:
-        """Axes on which the valid points differ; not the process of arrivals where its burstiness says which."""
+        """Axes on which the valid points differ, without the arrival process where its burstiness is among them."""
         values = {axis: {setting.value(axis) for setting in self.settings} for axis in AXES}
-        told = len(values["burstiness"]) > 1 and None not in values["burstiness"]
-        return tuple(axis for axis, held in values.items() if len(held) > 1 and not (told and axis == "process"))
+        by_burstiness = len(values["burstiness"]) > 1 and None not in values["burstiness"]
+        return tuple(
+            axis for axis, each in values.items() if len(each) > 1 and not (by_burstiness and axis == "process")
+        )
 
     @property
     def rates(self) -> list[float]:
         return sorted({setting.rate_rps for setting in self.settings})
 
-    def at(self, setting: Setting) -> list[Group]:
-        """Groups of one setting, in the order of whos."""
-        return [self.groups[who, setting] for who in self.whos if (who, setting) in self.groups]
+    def groups_at(self, setting: LoadSetting) -> list[PointGroup]:
+        """Return the groups of one setting, in the order of policies."""
+        return [self.groups[policy, setting] for policy in self.policies if (policy, setting) in self.groups]
 
-    def lost(self, setting: Setting) -> list[str]:
-        """Who was measured at the setting to no avail: all points there are invalid."""
-        return [who for who, at in self.invalid if at == setting and (who, at) not in self.groups]
+    def invalid_at(self, setting: LoadSetting) -> list[str]:
+        """Return the policies whose points at the setting are all invalid."""
+        return [policy for policy, at in self.invalid if at == setting and (policy, at) not in self.groups]
 
-    def colour(self, who: str) -> int:
-        return self.whos.index(who)
+    def colour(self, policy: str) -> int:
+        return self.policies.index(policy)
 
 
-def measured(folders: Sequence[RunFolder], beside: Sequence[RunFolder] = ()) -> Measured:
-    """The points of all folders. beside: other folders, whose names theirs must differ from. Raises ConfigError: none
-    has a row."""
+def measured(folders: Sequence[RunResults], beside: Sequence[RunResults] = ()) -> Measured:
+    """Return the points of all folders, grouped.
+
+    beside: other folders, from whose names theirs must differ.
+
+    Raises:
+        ConfigError: no folder has a row.
+    """
     known = (*folders, *beside)
     points = [point for folder in folders for point in _points(folder, _label(folder, known))]
     points = _named(_loads_apart(_files_apart(points)))
     if not points:
         named = ", ".join(str(folder.path) for folder in folders)
         raise ConfigError(f"expected folders with results to report on, found no row in {named}; run a bench first")
-    held = defaultdict(set)
+    sources: dict[str, set[str]] = defaultdict(set)
     for point in points:
-        held[point.served_by].add(point.source)
-    grouped: dict[tuple[str, Setting], list[Point]] = defaultdict(list)
-    invalid: dict[tuple[str, Setting], None] = {}
-    whos: dict[str, None] = {}
+        sources[point.served_by].add(point.source)
+    grouped: dict[tuple[str, LoadSetting], list[MeasuredPoint]] = defaultdict(list)
+    invalid: dict[tuple[str, LoadSetting], None] = {}
+    policies: dict[str, None] = {}
     for point in points:
-        who = f"{point.source}: {point.served_by}" if len(held[point.served_by]) > 1 else point.served_by
+        policy = f"{point.source}: {point.served_by}" if len(sources[point.served_by]) > 1 else point.served_by
         if point.row.valid:
-            whos[who] = None
-            grouped[who, point.setting].append(point)
+            policies[policy] = None
+            grouped[policy, point.setting].append(point)
         else:
-            invalid[who, point.setting] = None
+            invalid[policy, point.setting] = None
     valid = [point for point in points if point.row.valid]
     return Measured(
         points=tuple(points),
-        groups={key: Group(*key, tuple(sorted(each, key=_repeat))) for key, each in grouped.items()},
+        groups={
+            key: PointGroup(*key, tuple(sorted(each, key=lambda point: (point.row.run_id, point.row.repeat))))
+            for key, each in grouped.items()
+        },
         invalid=tuple(invalid),
-        whos=tuple(whos),
+        policies=tuple(policies),
         settings=tuple(sorted({point.setting for point in valid}, key=lambda s: s.order)),
         classes=tuple(sorted({name for point in valid for name in point.rows} - {ALL_CLASSES})),
         sources=tuple(dict.fromkeys(point.source for point in points)),
@@ -213,12 +231,8 @@ def measured(folders: Sequence[RunFolder], beside: Sequence[RunFolder] = ()) -> 
     )
 
 
-def _repeat(point: Point) -> tuple[str, int]:
-    return point.row.run_id, point.row.repeat
-
-
-def find_point(points: Sequence[Point], name: str) -> Point:
-    """Raises ConfigError listing the points that there are."""
+def find_point(points: Sequence[MeasuredPoint], name: str) -> MeasuredPoint:
+    """Return the point of this name. Raises ConfigError listing all points if there is none."""
     for point in points:
         if point.name == name:
             return point
@@ -226,8 +240,8 @@ def find_point(points: Sequence[Point], name: str) -> Point:
     raise ConfigError(f"expected one of the points {known}, got {name!r}")
 
 
-def _points(folder: RunFolder, label: str) -> list[Point]:
-    """Points of one folder. Rows of old files whose points cannot be told apart by name keep no requests."""
+def _points(folder: RunResults, label: str) -> list[MeasuredPoint]:
+    """Return the points of one folder. Points of old files that share a name get no requests."""
     by_key: dict[tuple[str, str], list[dict[str, ResultRow]]] = defaultdict(list)
     for row in folder.rows:
         found = by_key[key_of(row)]
@@ -237,11 +251,11 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
     whole = {key: [rows for rows in found if ALL_CLASSES in rows] for key, found in by_key.items()}
     sources = _sources([rows[ALL_CLASSES] for found in whole.values() for rows in found], label)
     return [
-        Point(
-            source=sources[_made(rows[ALL_CLASSES])],
+        MeasuredPoint(
+            source=sources[_run_key(rows[ALL_CLASSES])],
             name=point_of(rows[ALL_CLASSES]),
             served_by=_served_by(rows[ALL_CLASSES]),
-            setting=Setting.of(rows[ALL_CLASSES]),
+            setting=LoadSetting.of(rows[ALL_CLASSES]),
             rows=rows,
             records=folder.records.get(key, ()) if len(found) == 1 else (),
             samples=folder.samples.get(key, ()) if len(found) == 1 else (),
@@ -251,45 +265,41 @@ def _points(folder: RunFolder, label: str) -> list[Point]:
     ]
 
 
-ANY = "any"
-_Made = tuple[str, tuple[object, ...]]
-"""Of a run, as the values of `SAME_RUN` tell it: one that was resumed elsewhere has several."""
-
-
-def _made(row: ResultRow) -> _Made:
-    """With "any" for what was chosen for this point."""
+def _run_key(row: ResultRow) -> _RunKey:
+    """Return the key of the run of a row, with ANY for what was chosen for its point."""
     chosen = CHOSEN if row.label is not None else ()
     return row.run_id, tuple(ANY if name in chosen else getattr(row, name) for name in SAME_RUN)
 
 
-def _agree(one: _Made, other: _Made) -> bool:
+def _agree(one: _RunKey, other: _RunKey) -> bool:
     return all(a == b or ANY in (a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
-def _sources(rows: Sequence[ResultRow], label: str) -> dict[_Made, str]:
-    """The folder's label, and the first run's that was made alike where those of one folder were not."""
-    loads: dict[_Made, dict[Setting, set[tuple[str, float]]]] = defaultdict(lambda: defaultdict(set))
+def _sources(rows: Sequence[ResultRow], label: str) -> dict[_RunKey, str]:
+    """Return the source of each run: the folder's label, with the first run that was measured alike where the runs of
+    the folder were not all measured alike."""
+    loads: dict[_RunKey, dict[LoadSetting, set[tuple[str, float]]]] = defaultdict(lambda: defaultdict(set))
     for row in rows:
-        loads[_made(row)][Setting.of(row)].add((row.workload_hash, row.duration_s))
-    firsts: dict[_Made, _Made] = {}
-    for made, own in loads.items():
+        loads[_run_key(row)][LoadSetting.of(row)].add((row.workload_hash, row.duration_s))
+    firsts: dict[_RunKey, _RunKey] = {}
+    for key, own in loads.items():
         alike = (
             first for first in firsts.values()
-            if _agree(first, made) and all(loads[first].get(s, load) == load for s, load in own.items())
+            if _agree(first, key) and all(loads[first].get(s, load) == load for s, load in own.items())
         )  # fmt: skip
-        firsts[made] = next(alike, made)
+        firsts[key] = next(alike, key)
     apart = list(dict.fromkeys(firsts.values()))
     if len(apart) == 1:
         return dict.fromkeys(firsts, label)
-    of_run: dict[str, list[_Made]] = defaultdict(list)
-    for made in apart:
-        of_run[made[0]].append(made)
-    parts = {made: f" part {i}" if i > 1 else "" for each in of_run.values() for i, made in enumerate(each, 1)}
-    return {made: f"{label} {first[0]}{parts[first]}" for made, first in firsts.items()}
+    by_run: dict[str, list[_RunKey]] = defaultdict(list)
+    for key in apart:
+        by_run[key[0]].append(key)
+    parts = {key: f" part {i}" if i > 1 else "" for each in by_run.values() for i, key in enumerate(each, 1)}
+    return {key: f"{label} {first[0]}{parts[first]}" for key, first in firsts.items()}
 
 
 def _served_by(row: ResultRow) -> str:
-    """Policy, before it the system where that is another one, and after it what else tells settings apart."""
+    """Return the policy, after the system where that is another one, and before label and replicas."""
     name = row.policy
     if row.system != OWN_SYSTEM:
         name = row.system if row.policy in ("", row.system) else f"{row.system} {row.policy}"
@@ -298,8 +308,8 @@ def _served_by(row: ResultRow) -> str:
     return name if row.replicas == 1 else f"{name}, {row.replicas} replicas by {row.router}"
 
 
-def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
-    """The folder's name, with those above it as far as it takes to tell folders apart."""
+def _label(folder: RunResults, folders: Sequence[RunResults]) -> str:
+    """Return the folder's name, with as many parents as it takes to tell folders apart."""
     parts = folder.path.resolve().parts
     others = [other.path.resolve().parts for other in folders if other is not folder]
     for length in range(1, len(parts)):
@@ -308,8 +318,8 @@ def _label(folder: RunFolder, folders: Sequence[RunFolder]) -> str:
     return str(folder.path)
 
 
-def _files_apart(points: Sequence[Point]) -> list[Point]:
-    """With the hash of the policy's file where several versions of one were measured."""
+def _files_apart(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Add the hash of the policy's file where several versions of one were measured."""
     files: dict[str, set[str]] = defaultdict(set)
     for point in points:
         files[point.served_by].add(point.row.policy_hash)
@@ -321,25 +331,25 @@ def _files_apart(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def _loads_apart(points: Sequence[Point]) -> list[Point]:
-    """With the workload in those settings at which several were measured, which are no repeats of each other."""
-    loads: dict[Setting, dict[str, str]] = defaultdict(dict)
+def _loads_apart(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Add the workload to settings at which several were measured: they are not repeats of each other."""
+    loads: dict[LoadSetting, dict[str, str]] = defaultdict(dict)
     for point in points:
         loads[point.setting][point.row.workload_hash] = point.row.workload
     apart = []
     for point in points:
-        held = loads[point.setting]
-        if len(held) > 1:
-            name = held[point.row.workload_hash]
-            if list(held.values()).count(name) > 1:
+        workloads = loads[point.setting]
+        if len(workloads) > 1:
+            name = workloads[point.row.workload_hash]
+            if list(workloads.values()).count(name) > 1:
                 name += f" {point.row.workload_hash[:HASH_LETTERS]}"
             point = replace(point, setting=replace(point.setting, workload=name))
         apart.append(point)
     return apart
 
 
-def _named(points: Sequence[Point]) -> list[Point]:
-    """With names that are unique: by source, then by run, then by number where they are not."""
+def _named(points: Sequence[MeasuredPoint]) -> list[MeasuredPoint]:
+    """Make names unique: by source, then by run, then by number."""
     for prefix in (lambda p, n: f"{p.source}: {p.name}", lambda p, n: f"{p.row.run_id}: {p.name}",
                    lambda p, n: f"{p.name} ({n})"):  # fmt: skip
         count = Counter(point.name for point in points)
@@ -350,24 +360,24 @@ def _named(points: Sequence[Point]) -> list[Point]:
     return list(points)
 
 
-# Which repeats of two groups were given the same requests, so that one can be set against the other in pairs.
-
-
 @dataclass(frozen=True)
 class Pairing:
-    """Two groups as they are compared. paired: repeat by repeat with the same requests; else they are whole, and
-    independent of each other. left_out: repeats that have no match, of both groups together."""
+    """Two groups as they are compared.
 
-    one: Group
-    other: Group
+    paired: repeat by repeat with the same requests; otherwise the groups are whole and independent of each other.
+    left_out: number of repeats without a match, of both groups together.
+    """
+
+    one: PointGroup
+    other: PointGroup
     paired: bool
     left_out: int = 0
 
 
-def pair_up(one: Group, other: Group) -> Pairing:
-    """Restrict both to the repeats that both have, in the same order; where there is none, leave them as they are.
+def pair_up(one: PointGroup, other: PointGroup) -> Pairing:
+    """Restrict two groups to the repeats that both have, in the same order; leave them whole where there is none.
 
-    Of repeats with the same requests, those of one run and one number belong together first, then those of one number.
+    Among repeats with the same requests, those of one run and number are paired first, then those of one number.
     """
     candidates = [
         (a.row.run_id != b.row.run_id, a.row.repeat != b.row.repeat, i, j)
@@ -387,20 +397,20 @@ def pair_up(one: Group, other: Group) -> Pairing:
     return Pairing(one, other, one.has_records and other.has_records, left_out)
 
 
-def _same_load(one: Point, other: Point) -> bool:
-    """By their requests; without records by what they were made from."""
+def _same_load(one: MeasuredPoint, other: MeasuredPoint) -> bool:
+    """Compare two points by their requests; without records by the seed and workload that made them."""
     if one.is_complete and other.is_complete:
         return one.columns.same_requests(other.columns)
     return _load(one) == _load(other)
 
 
-def _load(point: Point) -> tuple[object, ...]:
+def _load(point: MeasuredPoint) -> tuple[object, ...]:
     row = point.row
     return row.repeat, row.seed, row.workload_hash, row.duration_s, row.requests
 
 
-def _restricted(group: Group, kept: Sequence[int]) -> Group:
-    """The group itself where it is whole and in order, so that what was drawn for it serves again."""
+def _restricted(group: PointGroup, kept: Sequence[int]) -> PointGroup:
+    """Return the group itself where it is whole and in order, so that its resamples are used again."""
     if list(kept) == list(range(len(group.points))):
         return group
     return replace(group, points=tuple(group.points[i] for i in kept))

@@ -1,9 +1,10 @@
-"""Measures against whatever a run varied: rate, urgent share, scale of targets, burstiness."""
+"""Sections of a report: curves, latency, accepted tokens, users and machine, phases of a step, violations, timeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,40 +21,61 @@ from adaserve_jax.report.measures import (
     TPOT_P50,
     WITH_TARGET,
     WITHOUT_TARGET,
-    Columns,
     Measure,
+    MeasureColumns,
 )
-from adaserve_jax.report.points import AXES, AXIS_LABELS, Group, Setting
-from adaserve_jax.report.view import MOST_PANELS, View, series_of, spread
+from adaserve_jax.report.points import AXES, AXIS_LABELS, LoadSetting, MeasuredPoint, PointGroup, find_point
+from adaserve_jax.report.view import MOST_PANELS, View, condition_line, invalid_point, series_of, spread
+from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
 JOINT = (ATTAINMENT, GOODPUT)
 TPOT_ONLY = (ATTAINMENT_TPOT, GOODPUT_TPOT)
 ONLY_ALL = (THROUGHPUT,)
-"""Measures of the whole machine, that have no use by class."""
-SAME = (
+"""Measures of the whole machine, without figures by class."""
+SAME_FIGURES = (
     "Joint and TPOT-only figures are the same here, as no request missed its TTFT target alone: only the joint ones "
     "are drawn."
 )
+TIMES_OVER = np.linspace(0.0, 3.0, 151)
+"""Values of TPOT / target at which its distribution is shown; 1 is one of them."""
+PHASES_TITLE = "Where the time goes"
+NO_SAMPLES = "No point has samples: what was measured through a URL has none, nor have runs from before they existed."
+PHASES = ("plan_s", "draft_s", "select_s", "verify_s", "commit_s")
+CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
+TOKEN_RATE_S = 1.0
+"""Shortest time over which a rate of tokens is taken: between two samples there may be no step, or two."""
+Read = Callable[[Sample], float]
+TIMELINE_PANELS: tuple[tuple[str, str, tuple[tuple[str, Read], ...]], ...] = (
+    ("Draft", "levels, nodes", (("depth", lambda s: s.depth), ("width", lambda s: s.width))),
+    ("Budget", "verified tree nodes", (("budget", lambda s: s.budget),)),
+    ("Requests", "requests", (("running", lambda s: s.running), ("waiting", lambda s: s.waiting))),
+    ("KV pages", "pages", (
+        ("used", lambda s: s.pages_used), ("all", lambda s: s.pages_total),
+        ("extension used", lambda s: s.extension_used), ("extension", lambda s: s.extension_total))),
+    ("Draft in device memory", "1: there", (("draft", lambda s: float(s.draft_resident)),)),
+    ("Tokens", "tokens per second", ()),
+)  # fmt: skip
+"""Title, y axis and series of each panel over time; the last one is a rate between samples."""
 
 
 def curves(view: View) -> Section:
-    """One figure per axis and measure, a panel per class; bars by class where nothing varies."""
+    """Build a figure per axis and measure, with a panel per class; bars by class where nothing varies."""
     measures = _measures(view)
     drawn = figures(view, measures)
     if ATTAINMENT_TPOT in measures:
         return Section("curves", "Attainment and goodput", tuple(drawn))
-    return Section("curves", "Attainment and goodput", (Text(SAME), *drawn))
+    return Section("curves", "Attainment and goodput", (Text(SAME_FIGURES), *drawn))
 
 
 def figures(view: View, measures: Sequence[Measure]) -> list[Figure]:
-    """Each measure along each axis that varies; by class at the focus where none does."""
+    """Return each measure along each axis that varies, or by class at the focus where none does."""
     lines = [figure for axis in view.axes for figure in _along(view, axis, measures)]
     return lines or [by_class(view, measure) for measure in measures]
 
 
 def _measures(view: View) -> tuple[Measure, ...]:
-    """Those worth a figure: TPOT-only ones where they differ from the joint ones anywhere."""
+    """Return the measures to draw: TPOT-only ones where they differ from the joint ones anywhere."""
     groups = view.measured.groups.values()
     differ = any(
         view.estimates.value(group, joint) != view.estimates.value(group, tpot)
@@ -64,20 +86,20 @@ def _measures(view: View) -> tuple[Measure, ...]:
 
 
 def _along(view: View, axis: str, measures: Sequence[Measure]) -> Iterator[Figure]:
-    for index, (held, settings) in enumerate(view.slices(axis)):
+    for index, (others, settings) in enumerate(view.slices(axis)):
         key = f"{axis.removesuffix('_rps').replace('_', '-')}{f'-{index + 1}' if index else ''}"
         for measure in measures:
-            yield _figure(view, axis, settings, held, measure, key)
+            yield _figure(view, axis, settings, others, measure, key)
 
 
-def _figure(view: View, axis: str, settings: Sequence[Setting], held: str, measure: Measure, key: str) -> Figure:
+def _figure(view: View, axis: str, settings: Sequence[LoadSetting], others: str, measure: Measure, key: str) -> Figure:
     classes = (ALL_CLASSES,) if measure in ONLY_ALL else view.classes
     x = [setting.number(axis) for setting in settings]
     intervals = "Bands: 95% intervals." if any(group.has_records for group in view.measured.groups.values()) else ""
     return Figure(
         key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-{key}",
-        title=f"{titled(measure)} against {AXES[axis][0]}" + (f", at {held}" if held else ""),
-        caption=view.caption(f"{_said(measure)} {intervals}".strip()),
+        title=f"{titled(measure)} against {AXES[axis][0]}" + (f", at {others}" if others else ""),
+        caption=view.caption(f"{_explanation(measure)} {intervals}".strip()),
         kind="line",
         x_label=AXIS_LABELS[axis],
         panels=tuple(_panel(view, axis, settings, measure, name) for name in classes),
@@ -85,31 +107,31 @@ def _figure(view: View, axis: str, settings: Sequence[Setting], held: str, measu
     )
 
 
-def _panel(view: View, axis: str, settings: Sequence[Setting], measure: Measure, slo_class: str) -> Panel:
+def _panel(view: View, axis: str, settings: Sequence[LoadSetting], measure: Measure, slo_class: str) -> Panel:
     series = []
-    for who in view.measured.whos:
-        groups = [view.measured.groups.get((who, setting)) for setting in settings]
+    for policy in view.measured.policies:
+        groups = [view.measured.groups.get((policy, setting)) for setting in settings]
         known = [(s, g) for s, g in zip(settings, groups, strict=True) if g is not None]
         estimates = [view.estimates.of(group, measure, slo_class) for _, group in known]
         if any(each.value is not None for each in estimates):
             x = [setting.number(axis) for setting, _ in known]
-            series.append(series_of(who, x, estimates, view.colour(who)))
+            series.append(series_of(policy, x, estimates, view.colour(policy)))
     return _axes(slo_class, series, measure)
 
 
 def by_class(view: View, measure: Measure) -> Figure:
-    """Bars at the focus, of all requests and of each class."""
+    """Draw bars at the focus, of all requests and of each class."""
     classes = (ALL_CLASSES,) if measure in ONLY_ALL else view.classes
-    found = {g.who: [view.estimates.of(g, measure, name) for name in classes] for g in view.focus_groups()}
+    found = {g.policy: [view.estimates.of(g, measure, name) for name in classes] for g in view.focus_groups()}
     series = [
-        series_of(who, classes, estimates, view.colour(who))
-        for who, estimates in found.items()
+        series_of(policy, classes, estimates, view.colour(policy))
+        for policy, estimates in found.items()
         if any(each.value is not None for each in estimates)
     ]
     return Figure(
         key=f"{measure.name.removesuffix('_tps').replace('_', '-')}-by-class",
         title=f"{titled(measure)} by class",
-        caption=view.caption(f"{_said(measure)} {view.at_focus} Whiskers: 95% intervals."),
+        caption=view.caption(f"{_explanation(measure)} {view.at_focus} Whiskers: 95% intervals."),
         kind="bars",
         x_label="SLO class",
         panels=(_axes("", series, measure),),
@@ -121,7 +143,7 @@ def _axes(title: str, series: Sequence[Series], measure: Measure) -> Panel:
     return Panel(title, tuple(series), heading(measure), (0.0, 1.0) if share else None, share)
 
 
-def _said(measure: Measure) -> str:
+def _explanation(measure: Measure) -> str:
     return {
         ATTAINMENT: "Requests that finished and met all targets that they carry, of all that carry one.",
         ATTAINMENT_TPOT: "Requests that met their TPOT target, of all that carry one; the first token may be late.",
@@ -132,21 +154,16 @@ def _said(measure: Measure) -> str:
     }[measure]
 
 
-# Times of requests: percentiles of TTFT, TPOT and queueing, and how TPOT stands to each request's own target.
-
-TIMES_OVER = np.linspace(0.0, 3.0, 151)
-"""Where the distribution of TPOT / target is told; 1 is one of them."""
-
-
 def latency(view: View) -> Section:
-    items: list[Text | Table | Figure] = [_table(view)]
+    """Build the percentiles of TTFT, TPOT and queue time, and the distribution of TPOT / target."""
+    items: list[Text | Table | Figure] = [_latency_table(view)]
     figure = _distribution(view)
     if figure is not None:
         items.append(figure)
     return Section("latency", "Latency", tuple(items))
 
 
-def _table(view: View) -> Table:
+def _latency_table(view: View) -> Table:
     rows = tuple((*first, *cells) for group, first in view.along_line() for cells in _rows(view, group))
     columns = (*view.line_titles, "requests", "number", "finished", *(m.title for m in PERCENTILES))
     others = view.measured.varied[1:]
@@ -156,8 +173,8 @@ def _table(view: View) -> Table:
     return Table("percentiles", "TTFT and TPOT percentiles", view.caption(caption), columns, rows, numeric)
 
 
-def _rows(view: View, group: Group) -> Iterator[tuple[str, ...]]:
-    """Of all requests, of those with and without a target where there are both, and of each class."""
+def _rows(view: View, group: PointGroup) -> Iterator[tuple[str, ...]]:
+    """Yield a row for all requests, for those with and without a target where there are both, and for each class."""
     for name in (ALL_CLASSES, *_kinds(group), *view.measured.classes):
         count = _counts(group, name)
         if count[0]:
@@ -165,15 +182,15 @@ def _rows(view: View, group: Group) -> Iterator[tuple[str, ...]]:
             yield (name, f"{count[0]:,}", f"{count[1]:,}", *times)
 
 
-def _kinds(group: Group) -> tuple[str, ...]:
+def _kinds(group: PointGroup) -> tuple[str, ...]:
     if not group.has_records:
         return ()
     with_target = group.columns.mask(WITH_TARGET)
     return (WITH_TARGET, WITHOUT_TARGET) if with_target.any() and not with_target.all() else ()
 
 
-def _counts(group: Group, name: str) -> tuple[int, int]:
-    """Requests, and those of them that finished."""
+def _counts(group: PointGroup, name: str) -> tuple[int, int]:
+    """Return the number of requests, and of those that finished."""
     if name in (WITH_TARGET, WITHOUT_TARGET):
         mask = group.columns.mask(name)
         return int(mask.sum()), int(group.columns.finished[mask].sum())
@@ -182,12 +199,12 @@ def _counts(group: Group, name: str) -> tuple[int, int]:
 
 
 def _distribution(view: View) -> Figure | None:
-    """Of requests with a TPOT target: the share at or below each multiple of it. None: nobody carries one."""
+    """Draw the share of requests with a TPOT target at or below each multiple of it; None if no request has one."""
     groups = [group for group in view.focus_groups() if group.has_records]
     panels = []
     for name in view.classes:
         series = tuple(
-            Series(group.who, tuple(TIMES_OVER.tolist()), shares, colour=view.colour(group.who))
+            Series(group.policy, tuple(TIMES_OVER.tolist()), shares, colour=view.colour(group.policy))
             for group in groups
             if (shares := shares_within(group.columns, name))
         )
@@ -210,8 +227,8 @@ def _distribution(view: View) -> Figure | None:
     )
 
 
-def shares_within(columns: Columns, slo_class: str) -> tuple[float, ...]:
-    """Share of a class's requests with TPOT / target at most each of `TIMES_OVER`; empty: nobody carries a target."""
+def shares_within(columns: MeasureColumns, slo_class: str) -> tuple[float, ...]:
+    """Return the share of a class's requests with TPOT / target at most each of `TIMES_OVER`; empty without targets."""
     over = columns.tpot_over[columns.mask(slo_class)]
     over = np.sort(over[~np.isnan(over)])
     if not len(over):
@@ -219,11 +236,8 @@ def shares_within(columns: Columns, slo_class: str) -> tuple[float, ...]:
     return tuple((np.searchsorted(over, TIMES_OVER, side="right") / len(over)).tolist())
 
 
-# How much speculation earned: accepted tokens per verification, and the drafts they are of.
-
-
 def acceptance(view: View) -> Section | None:
-    """None: nobody drafted."""
+    """Build accepted tokens per verification, and counts of drafts; None if no policy drafted."""
     if not any(_sums(group)[1] for group in view.measured.groups.values()):
         return None
     bars = by_class(view, MEAN_ACCEPTED)
@@ -248,8 +262,8 @@ def _acceptance_table(view: View) -> Table:
     return Table("drafts", "Drafts and what became of them", view.caption(caption), columns, tuple(rows), numeric)
 
 
-def _sums(group: Group) -> tuple[int, int, int]:
-    """Verifications, drafted and accepted tokens of all repeats."""
+def _sums(group: PointGroup) -> tuple[int, int, int]:
+    """Return verifications, drafted and accepted tokens of all repeats."""
     rows = [point.row for point in group.points]
     return (
         sum(row.verify_steps for row in rows), sum(row.drafted_tokens for row in rows),
@@ -257,23 +271,20 @@ def _sums(group: Group) -> tuple[int, int, int]:
     )  # fmt: skip
 
 
-# What one user gets against what the machine gives: tokens per second of one request, and of all together.
-
-
 def pareto(view: View) -> Section | None:
-    """None: no group has both figures."""
+    """Build the figure of tokens per second and user over tokens per second; None if no group has both."""
     axes = view.measured.varied
     known = [(group, at) for group in view.measured.groups.values() if (at := _place(view, group)) is not None]
     if not known:
         return None
     series = []
-    for who in view.measured.whos:
-        own = sorted(((g, at) for g, at in known if g.who == who), key=lambda each: each[0].setting.order)
+    for policy in view.measured.policies:
+        own = sorted(((g, at) for g, at in known if g.policy == policy), key=lambda each: each[0].setting.order)
         if own:
             x, y = zip(*(at for _, at in own), strict=True)
             labels = tuple(group.setting.describe(axes) for group, _ in own)
-            series.append(Series(who, x, y, labels=labels, colour=view.colour(who)))
-    front = [f"{group.who} {group.setting.describe(axes)}".strip() for group, _ in undominated(known)]
+            series.append(Series(policy, x, y, labels=labels, colour=view.colour(policy)))
+    front = [f"{group.policy} {group.setting.describe(axes)}".strip() for group, _ in undominated(known)]
     figure = Figure(
         key="pareto",
         title="Tokens per second and user against tokens per second",
@@ -287,9 +298,9 @@ def pareto(view: View) -> Section | None:
 
 
 def undominated(
-    placed: Sequence[tuple[Group, tuple[float, float]]],
-) -> list[tuple[Group, tuple[float, float]]]:
-    """Those to which no other is equal or better in both and better in one, from least to most throughput."""
+    placed: Sequence[tuple[PointGroup, tuple[float, float]]],
+) -> list[tuple[PointGroup, tuple[float, float]]]:
+    """Return the groups that no other dominates, from least to most throughput."""
     front = [
         (group, at)
         for group, at in placed
@@ -298,22 +309,17 @@ def undominated(
     return sorted(front, key=lambda each: each[1])
 
 
-def _place(view: View, group: Group) -> tuple[float, float] | None:
+def _place(view: View, group: PointGroup) -> tuple[float, float] | None:
     throughput, tpot_s = (view.estimates.value(group, measure) for measure in (THROUGHPUT, TPOT_P50))
     return (throughput, 1 / tpot_s) if throughput and tpot_s else None
 
 
-# Where the time of a step goes: planning, drafting, selecting, verifying and committing, from samples.
-
-TITLE = "Where the time goes"
-NO_SAMPLES = "No point has samples: what was measured through a URL has none, nor have runs from before they existed."
-PHASES = ("plan_s", "draft_s", "select_s", "verify_s", "commit_s")
-
-
 @dataclass(frozen=True)
-class Steps:
-    """What the last samples of all repeats counted. seconds: by phase; of_s: that they cover; wait_s: waiting for the
-    device, inside of drafting and verifying."""
+class StepTotals:
+    """Sums of the last samples of all repeats of a group.
+
+    seconds: by phase. of_s: time that the samples cover. wait_s: waiting for the device while drafting and verifying.
+    """
 
     steps: int
     spec_steps: int
@@ -324,8 +330,8 @@ class Steps:
     of_s: float
 
     @classmethod
-    def of(cls, group: Group) -> Steps | None:
-        """None: a point has no samples, or no step was taken."""
+    def of(cls, group: PointGroup) -> StepTotals | None:
+        """Add up the last samples of a group; None if a point has no samples, or no step was taken."""
         if not all(point.samples for point in group.points):
             return None
         last = [max(point.samples, key=lambda s: s.t_s) for point in group.points]
@@ -343,17 +349,18 @@ class Steps:
 
 
 def phases(view: View) -> Section:
-    known = {group: steps for group in view.measured.groups.values() if (steps := Steps.of(group)) is not None}
+    """Build the mean time of a step by phase, and the counts of steps."""
+    known = {group: steps for group in view.measured.groups.values() if (steps := StepTotals.of(group)) is not None}
     if not known:
-        return Section("phases", TITLE, (Text(NO_SAMPLES),))
+        return Section("phases", PHASES_TITLE, (Text(NO_SAMPLES),))
     panels = []
     for setting in spread(view.line, MOST_PANELS):
-        groups = [group for group in view.measured.at(setting) if group in known]
+        groups = [group for group in view.measured.groups_at(setting) if group in known]
         if groups:
             series = tuple(
                 Series(
                     phase.removesuffix("_s"),
-                    tuple(group.who for group in groups),
+                    tuple(group.policy for group in groups),
                     tuple(known[group].seconds[i] / known[group].steps * 1e3 for group in groups),
                     colour=i,
                 )
@@ -365,13 +372,13 @@ def phases(view: View) -> Section:
         text = "Mean milliseconds of a step by phase; drafting is spread over all steps, also those without a draft."
         items.append(Figure("phases", "Time per phase", view.caption(text), "stack", "policy", tuple(panels)))
     items.append(_phases_table(view, known))
-    absent = dict.fromkeys(group.who for group in view.measured.groups.values() if group not in known)
+    absent = dict.fromkeys(group.policy for group in view.measured.groups.values() if group not in known)
     if absent:
         items.append(Text(f"Without samples, and so without phases, at some setting or all: {listed(list(absent))}."))
-    return Section("phases", TITLE, tuple(items))
+    return Section("phases", PHASES_TITLE, tuple(items))
 
 
-def _phases_table(view: View, known: dict[Group, Steps]) -> Table:
+def _phases_table(view: View, known: dict[PointGroup, StepTotals]) -> Table:
     rows = []
     for group, first in view.along_line():
         if group in known:
@@ -392,22 +399,20 @@ def _phases_table(view: View, known: dict[Group, Steps]) -> Table:
     return Table("steps", "Steps", view.caption(caption), columns, tuple(rows), numeric)
 
 
-# Why requests missed their targets: the causes that results name, stacked to all violations.
-
-CAUSES = tuple(field.name for field in fields(Summary) if field.name.startswith("cause_"))
-
-
 def violations(view: View) -> Section | None:
-    """None: no request carries a target."""
-    missed = [setting for setting in view.measured.settings if any(map(_missed, view.measured.at(setting)))]
+    """Build the violations by cause; None if no request has a target."""
+    missed = [setting for setting in view.measured.settings if any(map(_missed, view.measured.groups_at(setting)))]
     settings = [setting for setting in view.line if setting in missed] or missed
     shown = spread(settings, MOST_PANELS)
     panels = []
     for setting in shown:
-        groups = [group for group in view.measured.at(setting) if targeted(group)]
+        groups = [group for group in view.measured.groups_at(setting) if targeted(group)]
         series = tuple(
             Series(
-                _name(cause), tuple(g.who for g in groups), tuple(cause_share(g, cause) for g in groups), colour=colour
+                cause.removeprefix("cause_").replace("_", " "),
+                tuple(g.policy for g in groups),
+                tuple(cause_share(g, cause) for g in groups),
+                colour=colour,
             )
             for colour, cause in enumerate(CAUSES)
             if any(cause_share(group, cause) for group in groups)
@@ -433,19 +438,69 @@ def violations(view: View) -> Section | None:
     return Section("violations", "Violations", (figure,))
 
 
-def targeted(group: Group) -> int:
-    """Requests with a target, of all repeats."""
+def targeted(group: PointGroup) -> int:
+    """Return the number of requests with a target, of all repeats."""
     return sum(point.row.requests_with_slo for point in group.points)
 
 
-def _missed(group: Group) -> bool:
+def _missed(group: PointGroup) -> bool:
     return any(getattr(point.row, cause) for point in group.points for cause in CAUSES)
 
 
-def cause_share(group: Group, cause: str) -> float:
-    """Violations of one cause over the requests with a target."""
+def cause_share(group: PointGroup, cause: str) -> float:
+    """Return the violations of one cause over the requests with a target."""
     return sum(getattr(point.row, cause) for point in group.points) / targeted(group)
 
 
-def _name(cause: str) -> str:
-    return cause.removeprefix("cause_").replace("_", " ")
+def over_time(view: View, name: str | None) -> Section | None:
+    """Build the course of one point: the scheduler's choices, its requests, memory and tokens, from samples.
+
+    name: the point, which may be invalid, as the section then says; None for `View.timeline_point`, and no section
+    without one.
+
+    Raises:
+        ConfigError: there is no such point.
+    """
+    point = view.timeline_point() if name is None else find_point(view.measured.points, name)
+    if point is None:
+        return None
+    drawn = (
+        _timeline(point) if point.samples else Text(f"{point.name} has no samples, and so no course over time.", True)
+    )
+    items = (drawn,) if point.row.valid else (Text(invalid_point(point), warns=True), drawn)
+    return Section("timeline", "One run over time", items)
+
+
+def _timeline(point: MeasuredPoint) -> Figure:
+    samples = sorted(point.samples, key=lambda s: s.t_s)
+    x = tuple(sample.t_s for sample in samples)
+    panels = []
+    for title, y_label, read in TIMELINE_PANELS:
+        series = [
+            Series(name, x, values, colour=colour)
+            for colour, (name, of) in enumerate(read)
+            if not name.startswith("extension") or any(sample.extension_total for sample in samples)
+            for values in (tuple(float(of(sample)) for sample in samples),)
+        ] or [Series("generated", *generation_rates(samples))]
+        panels.append(Panel(title, tuple(series), y_label))
+    return Figure(
+        key="timeline",
+        title=f"{point.name} over time",
+        caption=f"Every value holds until the next sample. {condition_line([point])}",
+        kind="step",
+        x_label="seconds since the start of the point",
+        panels=tuple(panels),
+    )
+
+
+def generation_rates(samples: Sequence[Sample]) -> tuple[tuple[float, ...], tuple[float | None, ...]]:
+    """Return times, and tokens per second from each time to the next; the last rate is unknown.
+
+    Samples within TOKEN_RATE_S of the one before are skipped.
+    """
+    kept = list(samples[:1])
+    for sample in samples[1:]:
+        if sample.t_s >= kept[-1].t_s + TOKEN_RATE_S:
+            kept.append(sample)
+    rates = [(b.generation_tokens - a.generation_tokens) / (b.t_s - a.t_s) for a, b in pairwise(kept)]
+    return tuple(sample.t_s for sample in kept), (*rates, None)

@@ -1,1 +1,1 @@
-"""What a measurement leaves behind: request records, result rows, their files and their aggregation. Imports no jax."""
+"""Results of a measurement: request records, result rows, their files and their aggregation."""

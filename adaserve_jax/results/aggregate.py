@@ -1,39 +1,45 @@
-"""Turns request records into the summary of one class or of all. Definitions: docs/metrics.md."""
+"""Summaries of request records, per SLO class and over all: of a measured point, or of what a server did in a time.
+
+Definitions: docs/metrics.md. Axis: N requests.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from adaserve_jax.results.records import RequestRecord, Status, violation_cause
+from adaserve_jax.results.record_store import FileExtent, read_records
+from adaserve_jax.results.records import Cause, RequestRecord, ServedRecord, ServerRun, Status, violation_cause
 from adaserve_jax.results.schema import ALL_CLASSES, Summary
 
-# What request records are summed up from, as columns: about 130 bytes a request where its record takes 1,000.
-#
-# For runs of so many requests that their records are not to be kept. N: requests.
-
 STATUSES: tuple[Status, ...] = get_args(Status)
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 TIMES = ("due_s", "late_s", "queue_s", "ttft_s", "tpot_s", "tpot_paper_s", "tpot_slo_s", "ttft_slo_s")
-"""f64, nan where a record has None."""
+"""Columns of f64, NaN where a record has None."""
 COUNTS = ("prompt_tokens", "output_tokens", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions")
 OUTCOMES = ("tpot_met", "ttft_met", "slo_met", "slo_feasible", "tpot_paper_met")
-"""i8: 1, 0, or UNKNOWN where a record has None."""
+"""Columns of i1: 1, 0, or UNKNOWN where a record has None."""
 UNKNOWN = -1
 ROW = np.dtype(
     [("slo_class", "i4"), ("status", "i1"), ("late_tokens", "i4"), ("gaps", "i4")]
     + [(name, "f8") for name in TIMES] + [(name, "i8") for name in COUNTS] + [(name, "i1") for name in OUTCOMES]
 )  # fmt: skip
+"""About 130 bytes a request, where its record takes 1,000. slo_class: an index of `RecordColumns.classes`. status: an
+index of STATUSES. gaps: number of tokens after the first whose times are known."""
+Percentiles = tuple[float | None, float | None, float | None]
+"""50th, 90th and 99th percentile."""
 
 
 class RecordColumns:
-    """Records, added one by one, of which only columns are kept; times of tokens stay as they are where there are any.
+    """Columns of records that are added one by one, for runs of too many requests to keep their records.
 
-    classes: in the order in which they came. rows: ROW[N], slo_class an index of `classes`, status one of STATUSES;
-    late_tokens as of the record; gaps: tokens after the first whose times are known.
+    Token times are kept as they are. classes: in the order in which they came. rows: ROW[N].
     """
 
     def __init__(self, records: Iterable[RequestRecord] = ()):
@@ -71,12 +77,12 @@ class RecordColumns:
         self._count += 1
 
     def gaps_s(self, chosen: np.ndarray) -> np.ndarray:
-        """f64, times between successive tokens of each chosen request (bool[N]); 0 between tokens of one step."""
-        of = [np.diff(np.asarray(offsets_s)) for row, offsets_s in self._offsets_s.items() if chosen[row]]
-        return np.concatenate(of) if of else np.zeros(0)
+        """Return f64, the times between successive tokens of the chosen requests (bool[N]); 0 within one step."""
+        gaps = [np.diff(np.asarray(offsets_s)) for row, offsets_s in self._offsets_s.items() if chosen[row]]
+        return np.concatenate(gaps) if gaps else np.zeros(0)
 
     def record(self, row: int) -> RequestRecord:
-        """A record with what is kept of it; its names and the times of its tokens are empty."""
+        """Return a record with the values that are kept; its names and token times are empty."""
         at: dict[str, Any] = dict(zip(ROW.names or (), self._rows[row].item(), strict=True))
         values: dict[str, Any] = {name: None if np.isnan(at[name]) else float(at[name]) for name in TIMES}
         values |= {name: int(at[name]) for name in COUNTS}
@@ -92,7 +98,7 @@ def _number(value: float | None, missing: float) -> float:
 
 
 def summarize(records: Iterable[RequestRecord] | RecordColumns, *, wall_s: float) -> list[Summary]:
-    """One summary over all records, then one per SLO class in name order. wall_s: wall time of the whole run."""
+    """Return a summary over all records, then one per SLO class in name order. wall_s: wall time of the whole run."""
     columns = records if isinstance(records, RecordColumns) else RecordColumns(records)
     kinds, missed = columns.rows["slo_class"], np.flatnonzero(columns.rows["slo_met"] == 0)
     run_acceptance = _ratio(*(int(columns.rows[name].sum()) for name in ("accepted_tokens", "drafted_tokens"))) or 0.0
@@ -109,28 +115,22 @@ def summarize(records: Iterable[RequestRecord] | RecordColumns, *, wall_s: float
 def _summary(
     name: str, columns: RecordColumns, chosen: np.ndarray, wall_s: float, causes: Counter[str | None]
 ) -> Summary:
-    """chosen: bool[N], the requests that count. causes: of their violations."""
+    """Sum up the chosen requests, bool[N]. causes: number of their violations by cause."""
     rows = columns.rows[chosen]
     outputs, ttfts, queues = rows["output_tokens"], rows["ttft_s"], rows["queue_s"]
     totals = {name: int(rows[name].sum()) for name in COUNTS}
-    status = Counter({name: int(np.count_nonzero(rows["status"] == at)) for at, name in enumerate(STATUSES)})
     attainment = _share(rows["slo_met"])
-    ttft, tpot, queue = (percentiles(_known(rows[name])) for name in ("ttft_s", "tpot_s", "queue_s"))
-    itl = percentiles(columns.gaps_s(chosen))
     e2es = ttfts + np.where(np.isnan(rows["tpot_s"]), 0.0, rows["tpot_s"]) * (outputs - 1)
     ended = ~np.isnan(e2es)
     finished = e2es[ended & (rows["status"] == STATUSES.index("finished"))]
     running = e2es - np.where(np.isnan(queues), 0.0, queues)
+    queue = percentiles(_known(queues))
     return Summary(
         slo_class=name,
         requests=len(rows),
         requests_with_slo=int(np.count_nonzero(rows["slo_met"] != UNKNOWN)),
-        finished=status["finished"],
-        rejected=status["rejected"],
-        failed=status["failed"],
-        unfinished=status["unfinished"],
-        prompt_tokens=totals["prompt_tokens"],
-        output_tokens=totals["output_tokens"],
+        **{name: int(np.count_nonzero(rows["status"] == at)) for at, name in enumerate(STATUSES)},
+        **totals,
         attainment=attainment,
         attainment_tpot=_share(rows["tpot_met"]),
         attainment_ttft=_share(rows["ttft_met"]),
@@ -139,39 +139,26 @@ def _summary(
         goodput_tps=_rate(outputs[rows["slo_met"] == 1], wall_s),
         goodput_tpot_tps=_rate(outputs[rows["tpot_met"] == 1], wall_s),
         throughput_tps=_rate(outputs, wall_s),
-        ttft_p50_s=ttft[0],
-        ttft_p90_s=ttft[1],
-        ttft_p99_s=ttft[2],
+        **_named_percentiles("ttft", _known(ttfts)),
+        **_named_percentiles("tpot", _known(rows["tpot_s"])),
+        **_named_percentiles("itl", columns.gaps_s(chosen)),
         tpot_mean_s=_mean(_known(rows["tpot_s"])),
-        tpot_p50_s=tpot[0],
-        tpot_p90_s=tpot[1],
-        tpot_p99_s=tpot[2],
         tpot_paper_mean_s=_mean(_known(rows["tpot_paper_s"])),
-        itl_p50_s=itl[0],
-        itl_p90_s=itl[1],
-        itl_p99_s=itl[2],
         queue_p50_s=queue[0],
         queue_p99_s=queue[2],
-        verify_steps=totals["verify_steps"],
-        drafted_tokens=totals["drafted_tokens"],
-        accepted_tokens=totals["accepted_tokens"],
         mean_accepted=_ratio(totals["accepted_tokens"], totals["verify_steps"]),
         acceptance_rate=_ratio(totals["accepted_tokens"], totals["drafted_tokens"]),
-        preemptions=totals["preemptions"],
         fluidity=_fluidity(rows),
-        cause_rejected=causes["rejected"],
-        cause_failed=causes["failed"],
-        cause_unfinished=causes["unfinished"],
-        cause_queueing=causes["queueing"],
-        cause_prefill=causes["prefill"],
-        cause_infeasible=causes["infeasible"],
-        cause_preemption=causes["preemption"],
-        cause_low_acceptance=causes["low_acceptance"],
-        cause_budget=causes["budget"],
+        **{f"cause_{cause}": causes[cause] for cause in CAUSES},
         e2e_mean_s=_mean(finished),
         running_mean=_ratio(_sum(running[ended]), wall_s),
         busy_throughput_tps=_ratio(totals["output_tokens"], _busy_s(rows[ended], e2es[ended])),
     )
+
+
+def _named_percentiles(name: str, values: np.ndarray) -> dict[str, float | None]:
+    p50, p90, p99 = percentiles(values)
+    return {f"{name}_p50_s": p50, f"{name}_p90_s": p90, f"{name}_p99_s": p99}
 
 
 def _known(values: np.ndarray) -> np.ndarray:
@@ -179,7 +166,7 @@ def _known(values: np.ndarray) -> np.ndarray:
 
 
 def _sum(values: np.ndarray) -> float:
-    """One after the other, so that it does not depend on how an array is added up."""
+    """Add up one value after the other, so that the sum does not depend on how numpy splits an array."""
     return sum(values.tolist())
 
 
@@ -196,7 +183,7 @@ def _rate(tokens: np.ndarray, wall_s: float) -> float:
 
 
 def _busy_s(rows: np.ndarray, e2e_s: np.ndarray) -> float:
-    """Time with at least one request between its arrival and its last token."""
+    """Return the time during which at least one request was between its arrival and its last token."""
     busy_s, until_s = 0.0, -math.inf
     starts = rows["due_s"] + rows["late_s"]
     for start_s, end_s in sorted(zip(starts.tolist(), (starts + e2e_s).tolist(), strict=True)):
@@ -206,12 +193,12 @@ def _busy_s(rows: np.ndarray, e2e_s: np.ndarray) -> float:
 
 
 def _share(outcomes: np.ndarray) -> float | None:
-    """Share of True among the outcomes that are known."""
+    """Return the share of True among the known outcomes."""
     return _ratio(int(np.count_nonzero(outcomes == 1)), int(np.count_nonzero(outcomes != UNKNOWN)))
 
 
-def percentiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, float | None, float | None]:
-    """50th, 90th and 99th percentile, linearly interpolated."""
+def percentiles(values: Sequence[float] | np.ndarray) -> Percentiles:
+    """Return the 50th, 90th and 99th percentile, linearly interpolated; None without values."""
     if not len(values):
         return None, None, None
     p50, p90, p99 = (float(p) for p in np.percentile(np.asarray(values, np.float64), (50, 90, 99)))
@@ -219,7 +206,97 @@ def percentiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, flo
 
 
 def _fluidity(rows: np.ndarray) -> float | None:
-    """Share of the tokens after each first one that came by first token + i * target."""
+    """Return the share of tokens after each first one that came by first token + i * target."""
     paced = rows[~np.isnan(rows["tpot_slo_s"])]
     total = int(paced["gaps"].sum())
     return _ratio(total - int(paced["late_tokens"].sum()), total)
+
+
+@dataclass(frozen=True)
+class TargetSummary:
+    """Targets of one kind in one class, and how its choices met them.
+
+    least_s, most_s: least and largest target, None without any. over: percentiles of measured / target, over the
+    choices that have both.
+    """
+
+    least_s: float | None
+    most_s: float | None
+    over: Percentiles
+
+
+@dataclass(frozen=True)
+class ClassReport:
+    """One SLO class at a server, or all classes.
+
+    aborted: number of the failed choices that their client or the server's shutdown stopped. errors: error codes and
+    the number of choices that ended with them, the most frequent first.
+    """
+
+    summary: Summary
+    tpot: TargetSummary
+    ttft: TargetSummary
+    cached_tokens: int
+    aborted: int
+    errors: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class ServedReport:
+    """Choices of a server that ended from `since` until before `until`.
+
+    held: extent of the whole file. first_unix_s, last_unix_s: the first arrival and the last end, None without choices;
+    wall_s: between the two, also where only one key or class is reported. runs: the engines that served the choices.
+    classes: all classes together first, then each; empty where no choice fits.
+    """
+
+    held: FileExtent
+    since_unix_s: float
+    until_unix_s: float
+    first_unix_s: float | None
+    last_unix_s: float | None
+    wall_s: float
+    runs: tuple[ServerRun, ...]
+    classes: tuple[ClassReport, ...]
+
+
+def report_of(
+    path: Path, *, since_unix_s: float, until_unix_s: float, slo_class: str | None = None, key: str | None = None
+) -> ServedReport:
+    """Report on a server's file of records, or on one class or one API key of it.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    records, held = read_records(path, since_unix_s=since_unix_s, until_unix_s=until_unix_s)
+    first = min((record.arrival_unix_s for record in records), default=None)
+    last = max((record.ended_unix_s for record in records), default=None)
+    wall_s = 0.0 if first is None or last is None else last - first
+    chosen = [record for record in records if key is None or record.key == key]
+    summaries = summarize(chosen, wall_s=wall_s) if chosen else []
+    classes = tuple(
+        _class_report(each, [r for r in chosen if each.slo_class in (ALL_CLASSES, r.slo_class)])
+        for each in summaries
+        if slo_class is None or each.slo_class == slo_class
+    )
+    runs = tuple(dict.fromkeys(record.run for record in chosen))
+    return ServedReport(held, since_unix_s, until_unix_s, first, last, wall_s, runs, classes)
+
+
+def _class_report(summary: Summary, records: Sequence[ServedRecord]) -> ClassReport:
+    errors = Counter(record.error_code for record in records if record.error_code is not None)
+    return ClassReport(
+        summary=summary,
+        tpot=_targets([(r.tpot_slo_s, r.tpot_s) for r in records]),
+        ttft=_targets([(r.ttft_slo_s, r.ttft_s) for r in records]),
+        cached_tokens=sum(record.cached_tokens for record in records),
+        aborted=sum(record.ending == "abort" for record in records),
+        errors=tuple(errors.most_common()),
+    )
+
+
+def _targets(pairs: Sequence[tuple[float | None, float | None]]) -> TargetSummary:
+    """Sum up pairs of target and measured time."""
+    targets = [target_s for target_s, _ in pairs if target_s is not None]
+    over = [measured_s / target_s for target_s, measured_s in pairs if target_s is not None and measured_s is not None]
+    return TargetSummary(min(targets, default=None), max(targets, default=None), percentiles(over))

@@ -1,7 +1,7 @@
-"""Bootstrap intervals of what was measured on requests, of one run or of its repeats. numpy only.
+"""Bootstrap intervals of measures of requests, of one run or of its repeats.
 
-A resample is told by how often it holds each record, so that shares and means are products of matrices and percentiles
-are positions in running sums: no record is copied.
+A resample is given by how often it has each record, so that shares and means are products of matrices and percentiles
+are positions in running sums: no record is copied. Axes: S resamples, N records, K statistics.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 LEVEL = 0.95
 SAMPLES = 2000
 ENOUGH_REPEATS = 5
-"""From so many repeats on, whole repeats are resampled instead of requests."""
+"""Number of repeats from which on whole repeats are resampled instead of requests."""
 CHUNK = 1 << 21
-"""Counts that are held at once."""
+"""Most counts in memory at once."""
 
 Counted = Callable[[np.ndarray], np.ndarray]
-"""How often each record is held, f64[S, N], to the statistic of each resample, f64[S], nan where it is undefined."""
+"""Statistic of each resample, f64[S], from how often the resample has each record, f64[S, N]; NaN if undefined."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Where a figure lies with the stated confidence; None: it is not known."""
+    """Confidence interval; None where it is unknown."""
 
     low: float | None
     high: float | None
@@ -34,16 +34,16 @@ class Interval:
 def distributions(
     statistics: Sequence[Counted], sizes: Sequence[int], *, samples: int = SAMPLES, seed: int = 0
 ) -> np.ndarray:
-    """f64[K, S]: each statistic on the same resamples. sizes: records of each repeat, in the order of the counts' axis.
+    """Return f64[K, S], each statistic on the same resamples. sizes: number of records of each repeat, in order.
 
-    With `ENOUGH_REPEATS` repeats or more, repeats are drawn whole: intervals see what differs from run to run (the
-    machine's drift, another warm-up) and what requests of one run have in common. With fewer, requests are drawn within
-    each repeat: intervals see which requests happened to be there, take them as independent of each other, and are
-    blind to what all requests of a run shared, so that they are too narrow under overload. An extreme percentile of few
-    requests has no honest interval by either.
+    With `ENOUGH_REPEATS` repeats or more, whole repeats are drawn: intervals then include what differs from run to run
+    (the machine's drift, another warm-up) and what requests of one run have in common. With fewer, requests are drawn
+    within each repeat: intervals include only which requests happened to come, take them as independent, and miss what
+    all requests of a run share, so that they are too narrow under overload. Neither gives an honest interval for an
+    extreme percentile of few requests.
 
-    The draws depend on sizes, samples and seed only: differences of two systems that were given the same requests are
-    those of paired samples when both are drawn with the same seed.
+    The draws depend on sizes, samples and seed only: two systems with the same requests and the same seed are drawn in
+    pairs.
     """
     ratios = [each for each in statistics if isinstance(each, Ratio)]
     columns = np.concatenate([each.columns for each in ratios], axis=1) if ratios else None
@@ -55,8 +55,10 @@ def distributions(
 
 
 def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
-    """The middle `level` of what was drawn, infinite where infinity is next to its end; unknown when more than half of
-    the resamples could not say."""
+    """Return the middle `level` of the drawn values.
+
+    A bound is infinite if infinity is next to it. The interval is unknown if half of the values or more are NaN.
+    """
     known = drawn[~np.isnan(drawn)]
     if 2 * len(known) <= len(drawn):
         return Interval(None, None)
@@ -69,7 +71,7 @@ def between(drawn: np.ndarray, level: float = LEVEL) -> Interval:
 
 
 class Ratio:
-    """Sum of one column over the sum of another, f64[N] each. Of several, `distributions` makes one product."""
+    """Sum of one column / sum of another, f64[N] each. `distributions` computes several ratios in one product."""
 
     def __init__(self, above: np.ndarray, below: np.ndarray):
         self.columns = np.stack([above, below], axis=1)
@@ -79,13 +81,15 @@ class Ratio:
 
     @staticmethod
     def of_sums(sums: np.ndarray) -> np.ndarray:
-        """sums: f64[S, 2], of both columns."""
+        """Divide sums of both columns, f64[S, 2]."""
         return np.divide(sums[:, 0], sums[:, 1], out=np.full(len(sums), np.nan), where=sums[:, 1] > 0)
 
 
 def percentile(values: np.ndarray, q: float) -> Counted:
-    """The q-th percentile (0 to 100) of f64[N], linear between the two nearest, of the records that have a value: nan
-    is none, infinity is one."""
+    """Return the statistic of the q-th percentile (0 to 100) of f64[N], linear between the two nearest values.
+
+    NaN is no value; infinity is one.
+    """
     known = np.flatnonzero(~np.isnan(values))
     order = known[np.argsort(values[known], kind="stable")]
     ordered = values[order]
@@ -105,18 +109,20 @@ def percentile(values: np.ndarray, q: float) -> Counted:
 
 
 def sure_share(records: int, level: float = LEVEL) -> float:
-    """The least share that all of so many independent records having it allows: Clopper and Pearson's bound, which the
-    bootstrap, that never draws what it has not seen, puts at 1."""
+    """Return the lower bound of a share that all of so many independent records have, by Clopper and Pearson.
+
+    The bootstrap would put it at 1, as it never draws what it has not seen.
+    """
     return ((1 - level) / 2) ** (1 / records)
 
 
 def _at(running: np.ndarray, place: np.ndarray) -> np.ndarray:
-    """Index of the record at a place, from 0, of each resample: the first whose running count is beyond it."""
+    """Return the index of the record at a place, from 0, of each resample: the first with a greater running count."""
     return np.minimum((running <= place[:, None]).sum(axis=1), running.shape[1] - 1)
 
 
 def _resamples(sizes: Sequence[int], samples: int, seed: int) -> Iterator[np.ndarray]:
-    """Counts f64[S, N], in chunks of S."""
+    """Yield counts f64[S, N], in chunks of S."""
     total = sum(sizes)
     if not total:
         return
@@ -131,11 +137,11 @@ def _resamples(sizes: Sequence[int], samples: int, seed: int) -> Iterator[np.nda
 
 
 def _draw(rng: np.random.Generator, rows: int, size: int) -> np.ndarray:
-    """f64[rows, size]: how often each of `size` was drawn in as many draws."""
+    """Return f64[rows, size], how often each of `size` was drawn in as many draws."""
     cells = rng.integers(0, max(size, 1), (rows, size)) + np.arange(rows)[:, None] * size
     return np.bincount(cells.ravel(), minlength=rows * size).reshape(rows, size).astype(np.float64)
 
 
 def resamples_for(records: int) -> int:
-    """How many resamples a report draws: `SAMPLES`, fewer of so many records that they would take minutes."""
+    """Return the number of resamples of a report: SAMPLES, or fewer of so many records that they would take minutes."""
     return min(SAMPLES, max(SAMPLES // 4, math.floor(2 * CHUNK / max(records, 1))))

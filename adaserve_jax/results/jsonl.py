@@ -1,7 +1,7 @@
-"""Reads and writes dataclasses as JSON lines; a wrong line is named by file, line and column.
+"""Reader and writer of dataclasses as JSON lines; errors name file, line and column.
 
-A run may be killed while it writes, so that the last line of a file can be half a line. Nothing is ever appended to
-such a line, and `read_good_rows` reads what is before it.
+A run may be killed while it writes, so that the last line of a file can be half a line. Nothing is appended to such a
+line, and `read_good_rows` reads the lines before it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,30 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.schema import READABLE, SCHEMA_VERSION
 
-# What values the columns of a dataclass may have in a JSON line, from its type hints.
-
 NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list",
          dict: "an object", NoneType: "null"}  # fmt: skip
+TAIL_BYTES = 1 << 16
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
-class Columns:
-    """names: all of them. required: those without a default. types: by column, what `type` its values may have; what
-    lists and objects hold is not looked at."""
+class RowSchema:
+    """Columns of a dataclass in a JSON line.
+
+    required: names without a default. types: Python types of a column's values; elements of lists and objects are not
+    checked.
+    """
 
     names: frozenset[str]
     required: frozenset[str]
     types: Mapping[str, frozenset[type]]
 
-    def first_wrong(self, values: Mapping[str, Any]) -> tuple[str, str] | None:
-        """A column whose value is of another type, and what it must be; None when all are right."""
-        for name, value in values.items():
-            if type(value) not in self.types[name]:
-                return name, _named(self.types[name])
-        return None
-
 
 @cache
-def columns_of(kind: type) -> Columns:
-    """The columns of a dataclass of numbers, texts, None, tuples and dicts."""
+def schema_of(kind: type) -> RowSchema:
+    """Return the columns of a dataclass of numbers, texts, None, tuples and dicts."""
     hints, own = get_type_hints(kind), fields(kind)
-    return Columns(
+    return RowSchema(
         names=frozenset(f.name for f in own),
         required=frozenset(f.name for f in own if f.default is MISSING),
         types={f.name: frozenset(_types(hints[f.name])) for f in own},
@@ -65,16 +61,12 @@ def _types(hint: Any) -> set[type]:
 
 
 def _named(types: frozenset[type]) -> str:
-    told = types - {int} if float in types else types
-    return " or ".join(text for kind, text in NAMES.items() if kind in told)
-
-
-Row = TypeVar("Row")
-TAIL_BYTES = 1 << 16
+    shown = types - {int} if float in types else types
+    return " or ".join(text for kind, text in NAMES.items() if kind in shown)
 
 
 def make_folder(out: Path) -> None:
-    """Create an output folder and those above it. Raises ConfigError when that cannot be."""
+    """Create an output folder and its parents. Raises ConfigError if that fails."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -82,8 +74,10 @@ def make_folder(out: Path) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Append one line per row, and flush: rows written survive whatever happens later. Half a line at the end of the
-    file, which nobody can read, is removed first."""
+    """Append one line per row, and close the file, so that the rows survive the process.
+
+    Half a line at the end of the file is removed first: no reader could parse it.
+    """
     text = "".join(as_line(row) for row in rows)
     if path.exists():
         end_last_line(path)
@@ -92,20 +86,29 @@ def append_rows(path: Path, rows: Iterable[Any]) -> None:
 
 
 def as_line(row: Any) -> str:
-    """The line of a dataclass whose fields are numbers, texts, None and tuples of such."""
+    """Return the line of a dataclass whose fields are numbers, texts, None and tuples of these."""
     values = {f.name: getattr(row, f.name) for f in fields(row)}
     return json.dumps(values, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_rows(path: Path, kind: type[Row]) -> list[Row]:
-    """Rows of `path` as `kind`; a column that has a default may be absent. Raises ConfigError naming file, line and
-    column."""
+    """Read the rows of a file as `kind`; a column that has a default may be absent.
+
+    Raises:
+        ConfigError: names file, line and column of what is wrong.
+    """
     return [_parse(line, f"{path}:{number}", kind) for number, line in _lines(path)]
 
 
 def read_good_rows(path: Path, kind: type[Row]) -> tuple[list[Row], str | None]:
-    """As `read_rows`, but a last line that was not written to its end is left out, and the second value says so, else
-    it is None. Whatever else is wrong, in this line or another, raises ConfigError."""
+    """Read rows like `read_rows`, but leave out a last line that was not written to its end.
+
+    Returns:
+        The rows, and a sentence about the line that was left out, or None.
+
+    Raises:
+        ConfigError: anything else is wrong, in this line or another.
+    """
     lines = _lines(path)
     if not lines or _is_whole(lines[-1][1]):
         return [_parse(line, f"{path}:{number}", kind) for number, line in lines], None
@@ -114,7 +117,7 @@ def read_good_rows(path: Path, kind: type[Row]) -> tuple[list[Row], str | None]:
 
 
 def _lines(path: Path) -> list[tuple[int, bytes]]:
-    """Lines that are not blank, each with its number and its line end, which a half-written one has not."""
+    """Return the lines that are not blank, with their numbers and line ends."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -123,8 +126,7 @@ def _lines(path: Path) -> list[tuple[int, bytes]]:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a last line was written to its end, of which the line end is the least: an object that lost another part
-    is no JSON."""
+    """Return whether a last line was written to its end: an object that lacks more than the line end is no JSON."""
     return line.endswith(b"\n") or _is_object(line)
 
 
@@ -136,7 +138,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def end_last_line(path: Path) -> None:
-    """Make a file end in a whole line: one that lacks only its end gets it, one that lacks more is removed."""
+    """Make a file end in a whole line: add a line end that is missing, or remove a half-written line."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -165,16 +167,15 @@ def _parse(line: bytes, where: str, kind: type[Row]) -> Row:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {type(values).__name__}")
     values = cast("dict[str, Any]", values)
-    columns = columns_of(kind)
+    schema = schema_of(kind)
     version = values.get("schema_version", SCHEMA_VERSION)
     if version not in READABLE:
         known = " and ".join(str(each) for each in READABLE)
         raise ConfigError(f"{where}: schema_version is {version!r}, this version reads {known}")
-    for problem, keys in (("unknown", values.keys() - columns.names), ("missing", columns.required - values.keys())):
+    for problem, keys in (("unknown", values.keys() - schema.names), ("missing", schema.required - values.keys())):
         if keys:
             raise ConfigError(f"{where}: {problem} column {min(keys)!r} for a {kind.__name__}")
-    wrong = columns.first_wrong(values)
-    if wrong is not None:
-        name, expected = wrong
-        raise ConfigError(f"{where}: column {name!r} must be {expected}, got {values[name]!r}")
+    for name, value in values.items():
+        if type(value) not in schema.types[name]:
+            raise ConfigError(f"{where}: column {name!r} must be {_named(schema.types[name])}, got {value!r}")
     return kind(**values)

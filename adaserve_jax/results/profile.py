@@ -1,7 +1,6 @@
-"""The profile of a machine and a pair of models: measured times, what follows from them, and what they hold for.
+"""Profile of a machine and a pair of models: measured times, what follows from them, and where they hold.
 
 `adaserve profile` writes it; an engine starts from it instead of timing, and the simulator takes it as a machine.
-Imports no jax.
 """
 
 from __future__ import annotations
@@ -19,25 +18,26 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.whole_file import SHARED, write_whole
 from adaserve_jax.types import CostSamples, Limits
 
-# Times of programs as they were measured, and the lines in the context load that are fitted to them.
-#
-# What warm-up and `adaserve profile` measure alike. Imports no jax.
-
+KIND, VERSION = "adaserve profile", 1
+FREE_LIMITS = ("num_pages", "extension_pages")
+"""Limits that times do not depend on."""
 LEAST_S = 1e-6
-"""No level of a search is quicker than this; the difference of two times may be noise."""
+"""Least time of a level of a search; the difference of two times may be noise."""
 LEAST_BASE = 0.25
-"""A fitted time without context is at least this share of the least measured one: lines are not trusted beyond."""
+"""Least fitted time without context, as a share of the least measured one: lines are not trusted beyond that."""
+_TIMED = {"verify": 3, "catchup": 3, "search": 4, "switching": 2}
+"""Tables of `Timings`, and the number of sizes in a key."""
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds by what was run, every row having `context` committed tokens.
+    """Seconds of the programs that warm-up and `adaserve profile` time; every row has `context` committed tokens.
 
-    verify: by (bucket tokens, rows, context); catchup: the same, of the draft; search: by (rows, width, depth,
-    context). switching: by (lag, rows), from the start of the context until the draft of each row has that lag behind
-    it; empty: not measured. typical_context: where lines are anchored; context_rows: rows that read their context
-    together.
+    verify: by (bucket tokens, rows, context). catchup: the same, of the draft. search: by (rows, width, depth,
+    context). switching: by (lag, rows), from the start of the context until the draft of each row has caught up that
+    lag; empty if not measured. typical_context: context at which lines are anchored. context_rows: rows that read their
+    context together.
     """
 
     typical_context: int
@@ -48,7 +48,7 @@ class Timings:
     switching: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def samples(self) -> CostSamples:
-        """What the cost table starts from. Catch-up: with the most rows that were timed."""
+        """Return the samples that the cost table starts from; catch-up with the most rows that were timed."""
         verify = self._lines(((t, r), min(t, r), c, s) for (t, r, c), s in self.verify.items())
         catchup = self._lines(((t, r), min(t, r), c, s) for (t, r, c), s in self.catchup.items())
         most = dict(sorted(catchup))  # of equal tokens the last one stays, which has the most rows
@@ -66,12 +66,14 @@ class Timings:
         )
 
     def load(self, context: int, rows: int) -> float:
-        """The context load of so many rows with the same context."""
+        """Return the context load of so many rows with the same context."""
         return float(context * -(-rows // self.context_rows))
 
     def _levels(self) -> dict[tuple[int, int, int], float]:
-        """Seconds of one level by (rows, width, context): what one more costs, the first being the catch-up's. With one
-        depth only, the whole call is the best that is known of a level."""
+        """Return the seconds that one more level costs, by (rows, width, context); the first level is the catch-up's.
+
+        With one depth only, the time of the whole call stands for that of a level.
+        """
         depths: dict[tuple[int, int, int], list[tuple[int, float]]] = defaultdict(list)
         for (rows, width, depth, context), seconds in self.search.items():
             depths[rows, width, context].append((depth, seconds))
@@ -83,8 +85,10 @@ class Timings:
         return levels
 
     def _lines(self, timed: Iterable[tuple[Key, int, int, float]]) -> dict[Key, tuple[float, float]]:
-        """Per key: seconds at the typical context, and per token of context load. timed: (key, rows, context,
-        seconds)."""
+        """Return by key the seconds at the typical context, and the seconds per token of context load.
+
+        timed: (key, rows, context, seconds).
+        """
         points: dict[Key, list[tuple[float, float]]] = defaultdict(list)
         typical: dict[Key, float] = {}
         for key, rows, context, seconds in timed:
@@ -98,8 +102,10 @@ class Timings:
 
 
 def fit_line(load: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Base and slope of least relative squared error, the slope not below 0 and the base not far below what was
-    measured. load, seconds: f64[N]."""
+    """Return base and slope of least relative squared error, with limits to both.
+
+    The slope is not below 0, and the base not far below the least measured time. load, seconds: f64[N].
+    """
     weight = 1.0 / seconds**2
     mean_load, mean_s = np.average(load, weights=weight), np.average(seconds, weights=weight)
     spread = (weight * (load - mean_load) ** 2).sum()
@@ -111,15 +117,13 @@ def fit_line(load: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     return float(least), float((weight * load * (seconds - least)).sum() / (weight * load**2).sum())
 
 
-KIND, VERSION = "adaserve profile", 1
-FREE_LIMITS = ("num_pages", "extension_pages")
-"""Limits that times do not depend on."""
-
-
 @dataclass(frozen=True)
 class Identity:
-    """What times hold for. machine: processor, cores, memory; device: as jax names it, and how many; target, draft:
-    `provenance.model_hash`, None without a draft. settings: what else decides which programs run."""
+    """Machine, models and settings for which times hold.
+
+    machine: processor, cores, memory. device: as jax names it, and how many. target, draft: `provenance.model_hash`,
+    None without a draft. settings: other settings that decide which programs run.
+    """
 
     machine: str
     device: str
@@ -129,7 +133,7 @@ class Identity:
     settings: dict[str, Any]
 
     def difference(self, other: Identity) -> tuple[str, Any, Any] | None:
-        """The first thing in which they differ, here and there; None when times hold for both."""
+        """Return the first difference as (name, ours, theirs); None when times hold for both."""
         ours, theirs = self._flat(), other._flat()
         for name in ours | theirs:
             if ours.get(name) != theirs.get(name):
@@ -137,17 +141,21 @@ class Identity:
         return None
 
     def _flat(self) -> dict[str, Any]:
-        held = {"machine": self.machine, "device": self.device, "target": self.target, "draft": self.draft}
+        place = {"machine": self.machine, "device": self.device, "target": self.target, "draft": self.draft}
         limits = {name: value for name, value in asdict(self.limits).items() if name not in FREE_LIMITS}
-        return held | limits | self.settings
+        return place | limits | self.settings
 
 
 @dataclass(frozen=True)
 class Profile:
-    """name: what a simulation calls it. baseline_s: seconds per token of one request alone, through the whole step;
-    acceptance: chance that the target takes the draft's first choice; None: not measured. c1, c2: of AdaServe's eq. 8
-    and 9, None: not searched. errors: of the predictions, by kind; proposal: what the times suggest. serving: factors
-    of verify and draft times while serving, and overhead_s of a step outside them; None: not measured."""
+    """Measured times and what follows from them.
+
+    name: name in a simulation. baseline_s: seconds per token of one request alone, through the whole step.
+    acceptance: chance that the target takes the draft's first choice; None if not measured. c1, c2: of AdaServe's
+    eq. 8 and 9; None if not searched. errors: of the predictions, by kind. proposal: settings that the times suggest.
+    serving: factors of verify and draft times while serving, and overhead_s of a step outside them; None if not
+    measured.
+    """
 
     name: str
     made_at: str
@@ -165,7 +173,7 @@ class Profile:
     serving: dict[str, float] | None = None
 
     def check(self, identity: Identity, where: str) -> None:
-        """Raise ConfigError unless these times hold for `identity`; the message says what differs."""
+        """Raise ConfigError, which names the difference, unless these times hold for `identity`."""
         found = self.identity.difference(identity)
         if found is not None:
             name, ours, theirs = found
@@ -176,12 +184,12 @@ class Profile:
 
 
 def is_profile(values: Any) -> bool:
-    """Whether parsed JSON says that it is a profile, of whatever version."""
+    """Return whether parsed JSON is a profile of any version."""
     return isinstance(values, dict) and cast("dict[str, Any]", values).get("kind") == KIND
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    """Written beside it first, so that no reader sees half of it. Raises ConfigError: it cannot be written."""
+    """Write a profile so that no reader sees half of it. Raises ConfigError if it cannot be written."""
     values = {"kind": KIND, "version": VERSION} | asdict(profile)
     values["timings"] = asdict(profile.timings) | {name: _rows(getattr(profile.timings, name)) for name in _TIMED}
     try:
@@ -192,7 +200,7 @@ def write_profile(path: Path, profile: Profile) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ConfigError saying what is wrong with the file."""
+    """Read a profile. Raises ConfigError, which says what is wrong with the file."""
     try:
         values = json.loads(path.read_text())
     except OSError as error:
@@ -203,7 +211,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def parse_profile(values: Any, where: str) -> Profile:
-    """Raises ConfigError naming the field that is missing, unknown or wrong."""
+    """Parse a profile. Raises ConfigError, which names the field that is missing, unknown or wrong."""
     if not is_profile(values):
         raise ConfigError(
             f"{where} is no profile: expected an object of kind {KIND!r}; make one with `adaserve profile`"
@@ -243,12 +251,8 @@ def parse_profile(values: Any, where: str) -> Profile:
     return profile
 
 
-_TIMED = {"verify": 3, "catchup": 3, "search": 4, "switching": 2}
-"""Tables of `Timings` and the sizes in a key."""
-
-
 def _rows(table: dict[tuple[int, ...], float]) -> list[list[float]]:
-    """[*key, seconds] of every entry, in order."""
+    """Return [*key, seconds] of every entry, in order."""
     return [[*key, seconds] for key, seconds in sorted(table.items())]
 
 
@@ -259,7 +263,7 @@ def _by_key(rows: list[list[float]], size: int) -> dict[tuple[int, ...], float]:
 
 
 def _json(values: dict[str, Any]) -> str:
-    """Indented, with one line for each timing."""
+    """Return indented JSON with one line for each timing."""
     text = json.dumps(values | {"timings": None}, indent=1, allow_nan=False)
     timings = values["timings"]
     lines: list[str] = []

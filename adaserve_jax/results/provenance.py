@@ -1,4 +1,4 @@
-"""Finds out what code and machine a measurement ran on, without importing jax."""
+"""Code and machine that a measurement ran on, found without importing jax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "unknown"
 
 
 def source_commit(folder: Path | None = None) -> str:
-    """Commit of the checkout that this package runs from, with "-dirty" when tracked files differ; else "unknown"."""
+    """Return the commit of this package's checkout, with "-dirty" if tracked files differ, or "unknown"."""
     where = Path(__file__).resolve().parent if folder is None else folder
     tracked = folder is not None or _git(where, "ls-files", "--error-unmatch", Path(__file__).name)
     commit = _git(where, "rev-parse", "HEAD") if tracked else ""
@@ -30,25 +30,25 @@ def source_commit(folder: Path | None = None) -> str:
 
 
 def new_run_id() -> str:
-    """Unique, and in order of time."""
+    """Return a unique id; ids sort by time."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
 
 
 def settings_hash(settings: Mapping[str, Any]) -> str:
-    """SHA-256, in hex, of settings that JSON can hold, in whatever order they come."""
+    """Return the SHA-256, in hex, of settings that JSON can hold, in any order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def machine_name() -> str:
-    """Processor, cores and memory, e.g. "Intel Xeon, 2 cores, 16 GiB, Linux x86_64"; no host name."""
+    """Return processor, cores and memory, e.g. "Intel Xeon, 2 cores, 16 GiB, Linux x86_64", without the host name."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{_cpu_model()}, {cores} cores, {memory_gib:.0f} GiB, {platform.system()} {platform.machine()}"
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Parameters of a checkpoint, read from headers only: of its safetensors, or of the arrays that `adaserve convert`
-    wrote. None when there are none to read."""
+    """Return the number of parameters of a checkpoint, from the headers of its safetensors or of the arrays that
+    `adaserve convert` wrote; None if there are none to read."""
     files = sorted(folder.glob("*.safetensors"))
     arrays = sorted(folder.glob("weights/*/zarr.json"))
     try:
@@ -60,8 +60,15 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def model_hash(folder: Path) -> str:
-    """SHA-256, in hex, of what a checkpoint's times depend on: its config.json, and the names, sizes and headers
-    (names, shapes and types of all tensors) of its weights. The weights are not read. Raises OSError, ValueError."""
+    """Return the SHA-256, in hex, of everything that a checkpoint's times depend on.
+
+    That is its config.json, and names, sizes and headers (names, shapes and types of all tensors) of its weights. The
+    weights are not read.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a header is wrong.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size} ".encode())
@@ -72,12 +79,12 @@ def model_hash(folder: Path) -> str:
 
 
 def _tensor_sizes(path: Path) -> int:
-    """Elements of all tensors of one file."""
+    """Return the number of elements of all tensors of one file."""
     return sum(math.prod(entry["shape"]) for name, entry in _header(path).items() if name != "__metadata__")
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Of a safetensors file: u64 little-endian length, then JSON."""
+    """Read the header of a safetensors file: u64 little-endian length, then JSON."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

@@ -1,24 +1,60 @@
-"""One line of requests.jsonl: what happened to one request. Numbers and names only, never the request's text."""
+"""Records of requests: one line of requests.jsonl, or one row of a server's file.
+
+A record holds numbers and names. It has the request's text only where a server was told to keep it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
+from adaserve_jax.errors import SLO_INFEASIBLE, AdaServeError, EngineDeadError, EngineRestartingError
 from adaserve_jax.types import RequestMetrics
 
 Status = Literal["finished", "rejected", "failed", "unfinished"]
+Cause = Literal[
+    "rejected",
+    "failed",
+    "unfinished",
+    "queueing",
+    "prefill",
+    "infeasible",
+    "preemption",
+    "low_acceptance",
+    "budget",
+]
+"""Reasons why a request missed its target, as far as its own record tells."""
+STATUS_OF: dict[str, Status] = {
+    "stop": "finished",
+    "length": "finished",
+    "abort": "failed",
+    "error": "failed",
+    "rejected": "rejected",
+}
+"""Status by how a choice ended at a server. An abort comes from the client or from a server that shuts down: the
+request failed."""
+LOST = (EngineDeadError.code, EngineRestartingError.code, AdaServeError.code)
+"""Error codes of choices that the engine took and lost by ending or failing. They failed; they were not rejected."""
+
+_COPIED = (
+    "slo_class", "prompt_tokens", "output_tokens", "queue_s", "ttft_s", "tpot_s", "tpot_slo_s", "ttft_slo_s",
+    "slo_feasible", "verify_steps", "drafted_tokens", "accepted_tokens", "preemptions",
+)  # fmt: skip
+"""Fields of a record with the value that the engine's metrics have under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """Timings and counts of one request, in seconds and tokens; definitions: docs/metrics.md.
 
+    A request that did not finish meets none of its targets.
+
     status: finished (stop or length), rejected (refused at submission), failed (an error or a foreign abort),
-    unfinished (cut off by the end of the run). due_s, late_s: when it was due since the start of the run, and how
-    much later the client submitted it. token_offsets_s: time of each output token since the first one; tokens that
-    one step emitted share their time. point: what was measured, as in results.jsonl. A request that did not finish
-    meets no target that it carries.
+    unfinished (cut off by the end of the run).
+    due_s: when the request was due, since the start of the run; at a server, its arrival in Unix time.
+    late_s: how much later than due_s the client submitted it.
+    token_offsets_s: time of each output token since the first; tokens of one step share their time.
+    point: name of the measured point, the same as in results.jsonl.
     """
 
     run_id: str
@@ -71,97 +107,167 @@ class RequestRecord:
         replica: int = 0,
         point: str = "",
     ) -> RequestRecord:
-        """The record of a request whose engine metrics are `metrics`."""
+        """Build the record of a request from the metrics that the engine gave."""
         finished = status == "finished"
-        tpot_met = _met(metrics.tpot_met, finished)
         paper_s = tpot_paper_s(metrics)
-        return cls(
+        paper_met = None
+        if metrics.tpot_slo_s is not None:
+            paper_met = finished and paper_s is not None and paper_s <= metrics.tpot_slo_s
+        return RequestRecord(
             run_id=run_id,
             policy=policy,
             rate_rps=rate_rps,
             request_id=request_id,
-            slo_class=metrics.slo_class,
             status=status,
             error_code=error_code,
             due_s=due_s,
             late_s=late_s,
-            prompt_tokens=metrics.prompt_tokens,
-            output_tokens=metrics.output_tokens,
-            queue_s=metrics.queue_s,
-            ttft_s=metrics.ttft_s,
-            tpot_s=metrics.tpot_s,
             tpot_paper_s=paper_s,
-            tpot_slo_s=metrics.tpot_slo_s,
-            ttft_slo_s=metrics.ttft_slo_s,
-            tpot_met=tpot_met,
+            tpot_met=_met(metrics.tpot_met, finished),
             ttft_met=_met(metrics.ttft_met, finished),
             slo_met=_met(metrics.slo_met, finished),
-            slo_feasible=metrics.slo_feasible,
-            tpot_paper_met=_paper_met(paper_s, metrics.tpot_slo_s, finished),
-            verify_steps=metrics.verify_steps,
-            drafted_tokens=metrics.drafted_tokens,
-            accepted_tokens=metrics.accepted_tokens,
-            preemptions=metrics.preemptions,
+            tpot_paper_met=paper_met,
             token_offsets_s=token_offsets_s,
             replica=replica,
             point=point,
+            **{name: getattr(metrics, name) for name in _COPIED},
         )
 
     @property
     def e2e_s(self) -> float | None:
-        """Arrival to last token; None without a token."""
+        """Time from arrival to the last token; None without a token."""
         return None if self.ttft_s is None else self.ttft_s + (self.tpot_s or 0.0) * (self.output_tokens - 1)
 
     @property
     def late_tokens(self) -> int:
-        """Tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
+        """Number of tokens after the first that came later than first token + i * target; 0 without a TPOT target."""
         if self.tpot_slo_s is None:
             return 0
         return sum(offset > i * self.tpot_slo_s for i, offset in enumerate(self.token_offsets_s) if i)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerRun:
+    """One start of an engine behind a server.
+
+    started_unix_s: when the first of its choices ended. model: the model's name in the API. target, draft: checkpoints
+    as configured.
+    """
+
+    run_id: str
+    started_unix_s: float
+    package_version: str
+    jax_version: str
+    device: str
+    policy: str
+    model: str
+    target: str
+    draft: str | None
+    baseline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRecord(RequestRecord):
+    """Record of one choice of one HTTP request, with the fields that only a server has.
+
+    It has no token times, and its due_s is the arrival in Unix time; for a choice that the engine never began, due_s is
+    when it ended.
+
+    choice: index in the answer. key: name of the API key, "" without keys. ending: stop, length, abort, error or
+    rejected. cause: why a target was missed, judged by the acceptance rate of the server until then. prompt, output:
+    texts, None unless the server keeps them.
+    """
+
+    run: ServerRun
+    choice: int
+    key: str
+    ending: str
+    cause: str | None
+    cached_tokens: int
+    ended_unix_s: float
+    prompt: str | None = None
+    output: str | None = None
+
+    @property
+    def arrival_unix_s(self) -> float:
+        return self.due_s
+
+
+def served_record(
+    metrics: RequestMetrics,
+    *,
+    run: ServerRun,
+    request_id: str,
+    choice: int,
+    key: str,
+    ending: str,
+    error_code: str | None,
+    arrival_unix_s: float,
+    ended_unix_s: float,
+    acceptance_rate: float,
+    prompt: str | None = None,
+    output: str | None = None,
+) -> ServedRecord:
+    """Build the record of a choice from the metrics that the engine gave.
+
+    acceptance_rate: accepted / drafted tokens of the server so far; it decides the cause of a missed target.
+    """
+    record = RequestRecord.of(
+        metrics,
+        run_id=run.run_id,
+        policy=run.policy,
+        rate_rps=0.0,
+        request_id=request_id,
+        status=status_of(ending, error_code),
+        error_code=error_code,
+        due_s=arrival_unix_s,
+    )
+    return ServedRecord(
+        **{column.name: getattr(record, column.name) for column in fields(record)},
+        run=run,
+        choice=choice,
+        key=key,
+        ending=ending,
+        cause=violation_cause(record, acceptance_rate=acceptance_rate),
+        cached_tokens=metrics.cached_tokens,
+        ended_unix_s=ended_unix_s,
+        prompt=prompt,
+        output=output,
+    )
+
+
+def unstarted_metrics(
+    tpot_slo_s: float | None, ttft_slo_s: float | None, slo_class: str, error_code: str | None
+) -> RequestMetrics:
+    """Return metrics of a choice that the engine never began: its targets, and whether they were infeasible."""
+    feasible = False if error_code == SLO_INFEASIBLE else None
+    return RequestMetrics(
+        arrival_s=0.0, tpot_slo_s=tpot_slo_s, ttft_slo_s=ttft_slo_s, slo_class=slo_class, slo_feasible=feasible
+    )
+
+
+def status_of(ending: str, error_code: str | None) -> Status:
+    """Return the status of a choice that ended so; records, dashboard and metrics all use it."""
+    return "failed" if error_code in LOST else STATUS_OF[ending]
+
+
 def arrival_order(record: RequestRecord) -> tuple[float, int]:
-    """Sorts the records of a point as the client sent them: by due time, then by the number that ends the id."""
+    """Return a sort key for the order in which the client sent requests: due time, then the number that ends the id."""
     number = record.request_id[len(record.request_id.rstrip("0123456789")) :]
     return record.due_s, int(number or 0)
 
 
 def tpot_paper_s(metrics: RequestMetrics) -> float | None:
-    """(last token - first token) / N: the AdaServe authors' count, with the prefill's token inside N."""
+    """Return (last token - first token) / N, as the AdaServe authors count TPOT: N includes the prefill's token."""
     if metrics.output_tokens == 0 or metrics.first_token_s is None or metrics.last_token_s is None:
         return None
     return (metrics.last_token_s - metrics.first_token_s) / metrics.output_tokens
 
 
-def _met(outcome: bool | None, finished: bool) -> bool | None:
-    return outcome if finished or outcome is None else False
-
-
-def _paper_met(paper_s: float | None, target_s: float | None, finished: bool) -> bool | None:
-    if target_s is None:
-        return None
-    return finished and paper_s is not None and paper_s <= target_s
-
-
-# Why a request missed its target, as far as one request's own record tells.
-
-Cause = Literal[
-    "rejected",
-    "failed",
-    "unfinished",
-    "queueing",
-    "prefill",
-    "infeasible",
-    "preemption",
-    "low_acceptance",
-    "budget",
-]
-
-
 def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause | None:
-    """The first cause that applies, in the order of docs/metrics.md; None when no target was missed.
+    """Return the first cause that applies, in the order of docs/metrics.md; None when no target was missed.
 
-    acceptance_rate: of the whole run, accepted/drafted.
+    acceptance_rate: accepted / drafted tokens of the whole run.
     """
     if record.slo_met is not False:
         return None
@@ -171,17 +277,13 @@ def violation_cause(record: RequestRecord, *, acceptance_rate: float) -> Cause |
         return record.status
     if record.tpot_met is False:
         return _tpot_cause(record, acceptance_rate)
-    return _ttft_cause(record)
-
-
-def _ttft_cause(record: RequestRecord) -> Cause:
-    """Queueing when the wait to be scheduled was the greater part of the time to the first token."""
     queue_s, ttft_s = record.queue_s or 0.0, record.ttft_s or 0.0
     return "queueing" if queue_s >= ttft_s - queue_s else "prefill"
 
 
 def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
-    """Low acceptance when the run's mean acceptance of the tokens drafted here would have met the target."""
+    """Return why TPOT was missed: low acceptance when the run's mean acceptance would have met the target with the
+    tokens drafted here."""
     target_s, tpot_s = record.tpot_slo_s or 0.0, record.tpot_s or 0.0
     if record.preemptions:
         return "preemption"
@@ -191,3 +293,7 @@ def _tpot_cause(record: RequestRecord, acceptance_rate: float) -> Cause:
         if tokens_at_mean * target_s >= step_s:
             return "low_acceptance"
     return "budget"
+
+
+def _met(outcome: bool | None, finished: bool) -> bool | None:
+    return outcome if finished or outcome is None else False

@@ -1,29 +1,35 @@
-"""Reads a folder that `adaserve bench` or `adaserve simulate` wrote: rows, requests and samples, by measured point."""
+"""Reader of measured runs: a folder of `adaserve bench` or `adaserve simulate`, or a server's file of records."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.jsonl import read_good_rows
-from adaserve_jax.results.records import RequestRecord
+from adaserve_jax.results.provenance import UNKNOWN
+from adaserve_jax.results.record_store import read_records
+from adaserve_jax.results.records import RequestRecord, ServedRecord, ServerRun
 from adaserve_jax.results.samples import Sample
-from adaserve_jax.results.schema import ResultRow
+from adaserve_jax.results.schema import ALL_CLASSES, SERVED, Conditions, Provenance, ResultRow
 
 RESULTS, REQUESTS, SAMPLES = "results.jsonl", "requests.jsonl", "samples.jsonl"
 PointKey = tuple[str, str]
-"""run_id, point."""
-Kind = TypeVar("Kind", RequestRecord, Sample)
+"""run_id and name of a point."""
+Line = TypeVar("Line", RequestRecord, Sample)
 
 
 @dataclass(frozen=True)
-class RunFolder:
-    """rows: in the order of the file. records, samples: by run and point, in the order of the file; points without any
-    are absent. notes: what is not as it should be, for people: lines that were half written, files that are not there.
+class RunResults:
+    """Rows, records and samples of all measured points of one folder or file.
+
+    rows: in the order of the file. records, samples: by run and point, in the order of the file; points without any are
+    absent. notes: sentences for people about half-written lines and missing files.
     """
 
     path: Path
@@ -33,8 +39,14 @@ class RunFolder:
     notes: tuple[str, ...]
 
     @classmethod
-    def load(cls, path: Path) -> RunFolder:
-        """Read all files of a folder. Raises ConfigError: it has no results.jsonl, or a line of a file is wrong."""
+    def load(cls, path: Path) -> RunResults:
+        """Read a folder, or the file of `adaserve serve --records`, in which each start of an engine is a point.
+
+        Raises:
+            ConfigError: the folder has no results.jsonl, the file is not a server's, or a line is wrong.
+        """
+        if path.is_file():
+            return _load_server_file(path)
         if not (path / RESULTS).is_file():
             raise ConfigError(
                 f"expected a folder that `adaserve bench` or `adaserve simulate` wrote, found no {RESULTS} in {path}"
@@ -49,19 +61,19 @@ class RunFolder:
 
 
 def point_of(measured: ResultRow | RequestRecord | Sample) -> str:
-    """The point that a line belongs to; of files from before points had names, by policy and rate."""
+    """Return the name of the point that a line belongs to; old files without names get one of policy and rate."""
     if measured.point or isinstance(measured, Sample):
         return measured.point
     return f"{measured.policy}@{measured.rate_rps:g}/s"
 
 
 def key_of(measured: ResultRow | RequestRecord | Sample) -> PointKey:
-    """What tells a point from all others, of other runs too."""
+    """Return the key of a line's point, which is unique among all runs."""
     return measured.run_id, point_of(measured)
 
 
-def _by_point(path: Path, kind: type[Kind], known: set[PointKey], notes: list[str]) -> dict[PointKey, tuple[Kind, ...]]:
-    """Lines of the points that have rows; adds to `notes` what is missing or left out."""
+def _by_point(path: Path, kind: type[Line], known: set[PointKey], notes: list[str]) -> dict[PointKey, tuple[Line, ...]]:
+    """Read the lines of points that have rows; append to `notes` what is missing or left out."""
     if not path.exists():
         notes.append(f"{path.name} is not there")
         return {}
@@ -73,8 +85,66 @@ def _by_point(path: Path, kind: type[Kind], known: set[PointKey], notes: list[st
     return {key: tuple(lines) for key, lines in found.items() if key in known}
 
 
-def _grouped(lines: Iterable[Kind]) -> dict[PointKey, list[Kind]]:
-    groups: dict[PointKey, list[Kind]] = defaultdict(list)
+def _grouped(lines: Iterable[Line]) -> dict[PointKey, list[Line]]:
+    groups: dict[PointKey, list[Line]] = defaultdict(list)
     for line in lines:
         groups[key_of(line)].append(line)
     return groups
+
+
+def _load_server_file(path: Path) -> RunResults:
+    found, _ = read_records(path)
+    by_run: dict[ServerRun, list[ServedRecord]] = defaultdict(list)
+    for record in found:
+        by_run[record.run].append(record)
+    rows: list[ResultRow] = []
+    records: dict[PointKey, tuple[RequestRecord, ...]] = {}
+    for run, own in by_run.items():
+        made = _rows_of_server(run, own)
+        rows += made
+        records[key_of(made[0])] = tuple(own)
+    return RunResults(path, tuple(rows), records, {}, ())
+
+
+def _rows_of_server(run: ServerRun, records: list[ServedRecord]) -> list[ResultRow]:
+    """Return the rows of one start of an engine, over all classes first. The rate is the mean rate of arrivals; what
+    the file does not hold, such as the engine's limits, is left unknown."""
+    first_s = min(record.arrival_unix_s for record in records)
+    wall_s = max(record.ended_unix_s for record in records) - first_s
+    rate_rps = len(records) / wall_s if wall_s else 0.0
+    provenance = Provenance(
+        run_id=run.run_id,
+        started_at=datetime.fromtimestamp(run.started_unix_s, UTC).isoformat(timespec="seconds"),
+        commit=UNKNOWN,
+        package_version=run.package_version,
+        machine=UNKNOWN,
+        device=run.device,
+        jax_version=run.jax_version,
+        target=run.target,
+        draft=run.draft,
+        target_params=None,
+        draft_params=None,
+        deterministic=False,
+        max_requests=0,
+        max_context=0,
+        baseline_s=run.baseline_s,
+        workload="requests of clients",
+        workload_hash="",
+        seed=0,
+    )
+    conditions = Conditions(
+        policy=run.policy,
+        arrival_process=SERVED,
+        rate_rps=rate_rps,
+        duration_s=max(record.arrival_unix_s for record in records) - first_s,
+        wall_s=wall_s,
+        compiles_after_ready=0,
+        client_late_max_s=0.0,
+        client_late_p99_s=0.0,
+        valid=True,
+        invalid_reason=None,
+        point=f"{run.policy}@{rate_rps:.3g}/s {run.run_id[:8]}",
+    )
+    summaries = summarize(records, wall_s=wall_s)
+    assert summaries[0].slo_class == ALL_CLASSES
+    return [ResultRow.join(provenance, conditions, summary) for summary in summaries]

@@ -1,4 +1,4 @@
-"""One line of samples.jsonl: what an engine had done by a moment of a measured point, and how it was then."""
+"""Samples of an engine over time: one line of samples.jsonl each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from adaserve_jax.stats import StepStats
 
 SAMPLE_S = 0.1
-"""Seconds from one sample to the next."""
+"""Interval between two samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """t_s: since the start of the point; what was counted is counted from there too. docs/metrics.md has the columns.
+    """State of an engine at one moment of a point, and its counts since the point's start; columns: docs/metrics.md.
 
-    depth, width, budget: of the latest step, the budget being its verified tree nodes. Of several replicas counts,
-    requests, pages and budgets are added up, depth and width the greatest, and the draft is resident where all have it.
+    t_s: since the start of the point. depth, width, budget: of the latest step; budget counts its verified tree nodes.
+    Over several replicas counts, requests, pages and budgets are added up, depth and width are the greatest, and the
+    draft is resident if it is on all replicas.
     """
 
     run_id: str
@@ -49,8 +50,10 @@ class Sample:
     def of(
         cls, stats: StepStats, since: StepStats, *, run_id: str, point: str, t_s: float, host: bool = True
     ) -> Sample:  # fmt: skip
-        """The sample of `stats`, which were read t_s after a start at which they were `since`. host: whether phases of
-        the host count; else they are 0."""
+        """Build a sample from the statistics at t_s and at the start of the point.
+
+        host: keep the times of host phases; otherwise they are 0.
+        """
         return cls(
             run_id=run_id,
             point=point,

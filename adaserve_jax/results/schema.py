@@ -1,6 +1,6 @@
-"""The columns of results.jsonl: one row per policy, rate and SLO class, with everything needed to repeat it.
+"""Columns of results.jsonl: one flat row per policy, rate and SLO class, with everything needed to repeat it.
 
-A row is flat, so that any table tool reads it. docs/metrics.md defines every column; a test holds the two together.
+docs/metrics.md defines every column.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from dataclasses import dataclass, field, fields
 
 SCHEMA_VERSION = 2
 READABLE = (1, SCHEMA_VERSION)
-"""Versions with the same columns. In 1 a violation was infeasible when its TPOT target was below `baseline_s`."""
+"""Versions with the same columns. In version 1 a violation was infeasible when its TPOT target was below
+`baseline_s`."""
 ALL_CLASSES = "all"
 OWN_SYSTEM = "adaserve_jax"
-"""What served, unless it was something else behind a URL."""
+"""System that served, unless it was another one behind a URL."""
+SERVED = "served"
+"""Arrival process of rows that are made from a server's records. The engine's limits are unknown in them."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where, when and with what the row was measured; the same for all rows of one bench run. plan_hash, hex: of all
-    that was to be measured, and how; the same for a run and for what resumes it. engine_hash, hex: of the settings of
-    what served, beside the policy; empty: not noted."""
+    """Place, time and means of the measurement; the same for all rows of one bench run.
+
+    plan_hash: hash, in hex, of everything that was to be measured; a resumed run has the same. engine_hash: hash, in
+    hex, of the engine's settings without the policy; empty where it was not noted.
+    """
 
     run_id: str
     started_at: str
@@ -49,10 +54,10 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was varied, and whether the client kept up. slo_class "all" is the row over every class.
+    """Varied settings of one point, and whether the client kept up.
 
-    point: readable name of one measured setting and repeat, unique in its run and the same after a resume. policy_hash,
-    hex: of the file that the policy is from; empty: it is one of the package.
+    point: readable name of one measured setting and repeat, unique in its run and the same after a resume.
+    policy_hash: hash, in hex, of the policy's file; empty for a policy of the package.
     """
 
     policy: str
@@ -80,7 +85,10 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one SLO class (or all) got. Seconds, tokens and tokens per second; None where nothing was measured."""
+    """Measured figures of one SLO class, or of all classes together (slo_class "all").
+
+    Units are seconds, tokens and tokens per second; None where nothing was measured.
+    """
 
     slo_class: str
     requests: int
@@ -135,12 +143,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class ResultRow(Summary, Conditions, Provenance):
-    """One line of results.jsonl. `schema_version` rises when a column changes its meaning or goes away; a column with
-    a default may be absent from files that were written before it was added."""
+    """One line of results.jsonl.
+
+    `schema_version` rises when a column changes its meaning or goes away. A column with a default may be absent from
+    files that were written before it was added.
+    """
 
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
     def join(cls, provenance: Provenance, conditions: Conditions, summary: Summary) -> ResultRow:
+        """Build a row of its three parts."""
         parts = (provenance, conditions, summary)
         return cls(**{f.name: getattr(part, f.name) for part in parts for f in fields(part)})

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever a reader looks and whatever stops the writer. Knows no format."""
+"""Atomic writes: a reader finds the whole old file or the whole new one, whatever stops the writer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 PRIVATE = 0o600
-"""Only the owner may read it."""
+"""Mode of a file that only its owner may read."""
 SHARED = 0o666
-"""Whoever the umask lets may read it."""
+"""Mode of a file that everyone may read whom the umask allows."""
 
 
 @contextmanager
 def whole_file(path: Path, *, mode: int) -> Generator[BinaryIO, None, None]:
-    """A file to write, which takes the place of `path` once the block ends, and is on the disk by then. Where the block
-    raises, what was at `path` stays, and nothing is left beside it. mode: PRIVATE or SHARED. Raises OSError."""
+    """Yield a file that replaces `path` when the block ends, and is on the disk by then.
+
+    If the block raises, the old file stays, and nothing is left beside it. mode: PRIVATE or SHARED.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -33,6 +38,6 @@ def whole_file(path: Path, *, mode: int) -> Generator[BinaryIO, None, None]:
 
 
 def write_whole(path: Path, content: str | bytes, *, mode: int) -> None:
-    """The same of what is at hand; a text in UTF-8."""
+    """Write content as `whole_file` does; a text in UTF-8."""
     with whole_file(path, mode=mode) as file:
         file.write(content.encode() if isinstance(content, str) else content)

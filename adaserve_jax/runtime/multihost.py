@@ -147,7 +147,7 @@ class Leader:
 
     def config(self) -> EngineConfig:
         """Process 0's configuration without "auto"; waits for it."""
-        return EngineConfig.from_dict(json.loads(_receive(self._connection)) | self._own)
+        return EngineConfig(**json.loads(_receive(self._connection)) | self._own)
 
     def next_step(self) -> PackedStep | None:
         """The next step to run, None once process 0 has stopped. Raises EngineDeadError: it is gone without a word."""

@@ -1,4 +1,4 @@
-"""The FastAPI application over an engine client: routes, error shapes, layers, one complete OpenAPI document."""
+"""FastAPI application over an engine client: routes, error handlers, middleware, OpenAPI document and its page."""
 
 from __future__ import annotations
 
@@ -14,18 +14,30 @@ import adaserve_jax
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.server import errors, routes_generate, routes_info
 from adaserve_jax.server.dashboard import routes as dashboard
-from adaserve_jax.server.dashboard.live import Live
-from adaserve_jax.server.dashboard.routes import BasicAtDashboard
-from adaserve_jax.server.middleware import OPEN_ROUTES, ApiKeys, BodyLimit, Boundary, HeadLimit, Methods
+from adaserve_jax.server.dashboard.live import DashboardMonitor
+from adaserve_jax.server.dashboard.routes import BasicAuthMiddleware
+from adaserve_jax.server.middleware import (
+    OPEN_ROUTES,
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    HeaderLimitMiddleware,
+    MethodsMiddleware,
+    RequestBoundaryMiddleware,
+)
 from adaserve_jax.server.schema import ChatChunk
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState, TextCodec
 
-# The page at /docs: the OpenAPI document as plain HTML, made here. No script, nothing loaded from anywhere.
-
-PATH = "/docs"
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_STYLE = (
+_TITLE = "adaserve_jax"
+_ABOUT = (
+    "OpenAI-compatible text generation in which every request carries its own speed target: "
+    "`slo_tpot_ms` milliseconds per output token, `slo_ttft_ms` milliseconds to the first."
+)
+DOCS_PATH = "/docs"
+DOCS_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_DOCS_STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
     "color:#222;background:#fff}code{background:#f2f2f2;padding:0 .2em}table{border-collapse:collapse;width:100%}"
     "td,th{text-align:left;vertical-align:top;padding:.2rem .6rem;border-bottom:1px solid #ddd}"
@@ -34,21 +46,81 @@ _STYLE = (
 )
 
 
-def router(app: FastAPI) -> APIRouter:
+def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> FastAPI:
+    """Return the application that serves `client`, which the caller starts and closes.
+
+    tokenizer: None while the engine still starts; then call `app.state.server.become_ready(tokenizer)` once it has.
+    """
+    state = ServerState(client, settings)
+    if tokenizer is not None:
+        state.become_ready(tokenizer)
+    monitor = DashboardMonitor(state) if settings.dashboard else None
+    app = FastAPI(
+        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT,
+        redirect_slashes=False,  # a redirect has no error body, and clients do not repeat the request body
+        docs_url=None, redoc_url=None,  # those pages load scripts from elsewhere
+        lifespan=None if monitor is None else monitor.lifespan,
+    )  # fmt: skip
+    app.state.server = state
+    app.include_router(routes_generate.router(state))
+    app.include_router(routes_info.router(state))
+    app.include_router(docs_router(app))
+    if monitor is not None:
+        state.observers.append(monitor.observe)
+        app.include_router(dashboard.router(monitor))
+    errors.add_handlers(app)
+    app.add_middleware(MethodsMiddleware)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=settings.max_body_bytes)
+    if state.keyring:
+        app.add_middleware(ApiKeyMiddleware, keyring=state.keyring, metrics=state.metrics)
+        if monitor is not None:
+            app.add_middleware(BasicAuthMiddleware, path=dashboard.PATH)
+    if settings.cors_origins:  # outside of the keys: a browser sends its preflight request without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "x-adaserve-warning", "retry-after"),
+        )
+    app.add_middleware(HeaderLimitMiddleware, max_bytes=settings.max_header_bytes)
+    app.add_middleware(RequestBoundaryMiddleware)  # added last: outermost
+    app.openapi = lambda: _document(app, keyed=bool(state.keyring))
+    return app
+
+
+def _document(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
+    """Return FastAPI's OpenAPI document, built once, with the stream's event type and the API key's scheme."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        components = schema["components"]
+        event = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
+        components["schemas"] |= event.pop("$defs") | {"ChatChunk": event}
+        if keyed:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            schema["security"] = [{"key": []}]
+            for path in OPEN_ROUTES:
+                schema["paths"][path]["get"]["security"] = []
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def docs_router(app: FastAPI) -> APIRouter:
+    """Return the route of /docs: the OpenAPI document as plain HTML, without scripts and without foreign files."""
     routes = APIRouter()
 
-    @routes.get(PATH, include_in_schema=False)
+    @routes.get(DOCS_PATH, include_in_schema=False)
     async def docs() -> Response:
-        page = "".join(render(app.openapi()))
-        return Response(page, media_type="text/html", headers={"content-security-policy": POLICY})
+        page = "".join(render_docs(app.openapi()))
+        return Response(page, media_type="text/html", headers={"content-security-policy": DOCS_POLICY})
 
     return routes
 
 
-def render(document: dict[str, Any]) -> Iterator[str]:
-    """The parts of the page: each operation with what it takes and returns."""
+def render_docs(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the parts of the page: each operation with its fields and answers."""
     title = escape(document["info"]["title"])
-    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+    yield f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_DOCS_STYLE}</style>"
     yield f"<h1>{title} {escape(document['info']['version'])}</h1><p>{_prose(document['info']['description'])}</p>"
     yield "<p>The same for programs: <a href=openapi.json>openapi.json</a></p>"
     schemas = document["components"]["schemas"]
@@ -87,72 +159,6 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Escaped text, with `code` marked up."""
+    """Return escaped text, with `code` marked up."""
     parts = escape(text).split("`")
     return "".join(f"<code>{part}</code>" if index % 2 else part for index, part in enumerate(parts))
-
-
-_TITLE = "adaserve_jax"
-_ABOUT = (
-    "OpenAI-compatible text generation in which every request carries its own speed target: "
-    "`slo_tpot_ms` milliseconds per output token, `slo_ttft_ms` milliseconds to the first."
-)
-
-
-def create_app(client: EngineClient, tokenizer: TextCodec | None, settings: ServerSettings) -> FastAPI:
-    """Serve `client`, which the caller starts and closes.
-
-    tokenizer: None while the engine still starts; call `app.state.server.become_ready(tokenizer)` once it has.
-    """
-    state = ServerState(client, settings)
-    if tokenizer is not None:
-        state.become_ready(tokenizer)
-    live = Live(state) if settings.dashboard else None
-    app = FastAPI(
-        title=_TITLE, version=adaserve_jax.__version__, description=_ABOUT,
-        redirect_slashes=False,  # a redirect has no error body, and clients drop the request's
-        docs_url=None, redoc_url=None,  # those pages load scripts from elsewhere
-        lifespan=None if live is None else live.lifespan,
-    )  # fmt: skip
-    app.state.server = state
-    app.include_router(routes_generate.router(state))
-    app.include_router(routes_info.router(state))
-    app.include_router(router(app))
-    if live is not None:
-        state.observers.append(live.ended)
-        app.include_router(dashboard.router(live))
-    errors.install(app)
-    app.add_middleware(Methods)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    if state.keyring:
-        app.add_middleware(ApiKeys, keyring=state.keyring, metrics=state.metrics)
-        if live is not None:
-            app.add_middleware(BasicAtDashboard, path=dashboard.PATH)
-    if settings.cors_origins:  # outside of the keys: a browser asks for leave without one
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "x-adaserve-warning", "retry-after"),
-        )
-    app.add_middleware(HeadLimit, max_bytes=settings.max_header_bytes)
-    app.add_middleware(Boundary)  # added last: outermost
-    app.openapi = lambda: _document(app, keyed=bool(state.keyring))
-    return app
-
-
-def _document(app: FastAPI, *, keyed: bool) -> dict[str, Any]:
-    """The OpenAPI document, built once: FastAPI's, with the stream's event type and the key's scheme."""
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        components = schema["components"]
-        event = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
-        components["schemas"] |= event.pop("$defs") | {"ChatChunk": event}
-        if keyed:
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            schema["security"] = [{"key": []}]
-            for path in OPEN_ROUTES:
-                schema["paths"][path]["get"]["security"] = []
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -1,4 +1,7 @@
-"""All API keys of a server: finds the account that a secret belongs to, in time that tells nothing of the secrets."""
+"""API keys: the account of a secret, compared in constant time, and its limits on choices, requests and tokens.
+
+Used from the event loop only.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,11 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.server.errors import ApiError
 from adaserve_jax.server.settings import KeySettings, ServerSettings, digest_of
 
-# What requests of one API key may take: room, requests and tokens per minute. Used from the event loop only.
-
 _TOLERANCE = 1e-6
 
 
 class RateLimited(ApiError):
-    """A key is over one of its limits; Retry-After says when the same request has room. limit: which, for metrics."""
+    """429 of a key that is over one of its limits; Retry-After says when the same request has room."""
 
     def __init__(self, limit: Literal["requests", "inflight", "tokens"], allowed: str, wait_s: float):
         self.limit = limit
@@ -33,7 +34,10 @@ class RateLimited(ApiError):
 
 
 class TokenBucket:
-    """Fills at a rate, up to what `burst_s` seconds bring (at least 1), and is full at first but for what is `used`."""
+    """Token bucket that fills at `per_minute` up to what `burst_s` seconds bring (at least 1).
+
+    used: amount that is missing at the start.
+    """
 
     def __init__(
         self, per_minute: float, burst_s: float, clock: Callable[[], float] = time.monotonic, used: float = 0.0
@@ -47,7 +51,7 @@ class TokenBucket:
     def take(self, amount: float) -> float:
         """Take `amount` and return 0; or take nothing and return the seconds until there is enough.
 
-        More than the bucket holds is taken when it is full, and leaves a debt, so that nothing is refused for ever.
+        An amount above the capacity is taken when the bucket is full and leaves a debt, so nothing is refused for ever.
         """
         self._fill()
         short = min(amount, self._capacity) - self._level
@@ -57,13 +61,13 @@ class TokenBucket:
         return 0.0
 
     def give_back(self, amount: float) -> None:
-        """Put back what was taken and not used."""
+        """Put back an amount that was taken and not used."""
         self._fill()
         self._level = min(self._capacity, self._level + amount)
 
     @property
     def used(self) -> float:
-        """What is missing until it is full."""
+        """Amount that is missing until the bucket is full."""
         self._fill()
         return self._capacity - self._level
 
@@ -74,9 +78,9 @@ class TokenBucket:
 
 
 class Account:
-    """One key's limits and what it has in use; without limits, that of a server that asks for no key.
+    """Limits of one API key and what it has in use; without limits, the account of a server that asks for no key.
 
-    salt_key: what the salts of its requests are made with; empty: they are those that the requests bring. may_learn:
+    salt_key: key under which the cache salts of its requests are hashed; empty: they stay as they are. may_learn:
     whether drafts may learn from its requests.
     """
 
@@ -87,15 +91,15 @@ class Account:
         self._salt_key = salt_key
         self._clock = clock
         self._requests = self._tokens = None
-        self.limit(limits)
+        self.set_limits(limits)
 
-    def limit(self, limits: KeySettings | None) -> None:
-        """Have these limits from now on. What is in flight stays so, and what was used of a rate is used of the new."""
+    def set_limits(self, limits: KeySettings | None) -> None:
+        """Replace the limits. Choices stay in flight, and what was used of a rate counts against the new one."""
         self.limits = limits
         self.name = "" if limits is None else limits.name
         self.is_operator = limits is None or limits.operator
         self.may_learn = limits is None or limits.learn
-        self.most_choices: float = math.inf if limits is None else limits.max_inflight or math.inf
+        self.max_choices: float = math.inf if limits is None else limits.max_inflight or math.inf
         if limits is not None:
             self._requests = self._bucket(limits.requests_per_minute, limits.burst_s, self._requests)
             self._tokens = self._bucket(limits.tokens_per_minute, limits.burst_s, self._tokens)
@@ -111,30 +115,30 @@ class Account:
             assert self.limits is not None
             raise RateLimited("requests", f"{self.limits.requests_per_minute:g} requests per minute", wait_s)
 
-    def hold(self, choices: int) -> Hold:
+    def reserve(self, choices: int) -> KeyReservation:
         """Count `choices` as in flight. Raises RateLimited."""
-        if self.in_flight + choices > self.most_choices:
-            allowed = f"{self.most_choices} choices in flight, has {self.in_flight} and asks for {choices}"
+        if self.in_flight + choices > self.max_choices:
+            allowed = f"{self.max_choices} choices in flight, has {self.in_flight} and asks for {choices}"
             raise RateLimited("inflight", allowed, 1)
         self.in_flight += choices
-        return Hold(self, choices)
+        return KeyReservation(self, choices)
 
     def charge(self, tokens: int) -> None:
-        """Take `tokens`: those of the prompts, and the most that may be generated. Raises RateLimited."""
+        """Take `tokens`, the prompts' and the most that may be generated, from the rate. Raises RateLimited."""
         if self._tokens is not None and (wait_s := self._tokens.take(tokens)):
             assert self.limits is not None
             allowed = f"{self.limits.tokens_per_minute:g} tokens per minute, and {tokens} are asked for"
             raise RateLimited("tokens", allowed, wait_s)
 
     def give_back(self, tokens: int) -> None:
-        """Tokens that were charged and not generated."""
+        """Return tokens that were charged and not generated to the rate."""
         if self._tokens is not None:
             self._tokens.give_back(tokens)
 
     def salt(self, cache_salt: str | None) -> str:
-        """What separates a request's cached KV from others': the salt that it brings, under the key that it came with.
+        """Return the salt of a request's cached KV: its own `cache_salt`, hashed under its API key.
 
-        Those that share both share pages, and can tell from `cached_tokens` what others sent.
+        Requests that share both share pages, and can tell from `cached_tokens` what others sent.
         """
         salt = cache_salt or ""
         if not self._salt_key:
@@ -142,19 +146,19 @@ class Account:
         return blake2b(salt.encode(), key=self._salt_key, digest_size=16).hexdigest()
 
 
-class Hold:
-    """What one HTTP request has of its account; given back choice by choice, or all at once, never more than it has."""
+class KeyReservation:
+    """Choices in flight that one HTTP request counts on its account, given back one by one or all at once."""
 
     def __init__(self, account: Account, choices: int):
         self._account = account
         self._choices = choices
 
     def end(self, unused_tokens: int) -> None:
-        """One choice has ended; it was allowed so many tokens more than it generated."""
+        """Give back a choice that ended, and the tokens that it was charged for and did not generate."""
         self._release(min(1, self._choices), unused_tokens)
 
     def drop(self, choices: int | None = None, unused_tokens: int = 0) -> None:
-        """So many choices, or all that are left, never begin; so many tokens were charged for them."""
+        """Give back choices that never begin, or all that are left, and the tokens that were charged for them."""
         self._release(self._choices if choices is None else min(choices, self._choices), unused_tokens)
 
     def _release(self, choices: int, tokens: int) -> None:
@@ -164,10 +168,13 @@ class Hold:
 
 
 class Keyring:
-    """The accounts of a server, by key; true when a key is asked for.
+    """Accounts of a server by API key; true when a key is asked for.
 
-    anonymous: the account, without limits, of everybody where no key is asked for. environ: where the secrets of keys
-    with `key_env` are. Raises ConfigError when two keys are the same secret, or one is not where its settings say.
+    anonymous is the account, without limits, of all requests where no key is asked for. Raises ConfigError when two
+    keys have the same secret, or a secret is not where its settings say.
+
+    Args:
+        environ: Variables that hold the secrets of keys with `key_env`.
     """
 
     def __init__(
@@ -186,8 +193,7 @@ class Keyring:
         return bool(self._accounts)
 
     def replace(self, settings: ServerSettings) -> None:
-        """Take the keys of `settings` from now on; one that was there goes on with what it has in flight and has used,
-        under its limits now.
+        """Take the keys of `settings`; known keys keep what they have in flight and used, under their new limits.
 
         Raises ConfigError, and then nothing changes.
         """
@@ -204,11 +210,11 @@ class Keyring:
         for digest, limits in keys.items():
             accounts[digest] = self._accounts.get(digest) or Account(limits, digest, self._clock)
             if accounts[digest].limits != limits:
-                accounts[digest].limit(limits)
+                accounts[digest].set_limits(limits)
         self._accounts = accounts
 
     def find(self, secret: bytes) -> Account | None:
-        """The account of a secret. Compares digests of one length with those of every key, whichever fits."""
+        """Return the account of a secret; compares with every key's digest, so that the time tells nothing."""
         given = digest_of(secret)
         found = None
         for digest, account in self._accounts.items():

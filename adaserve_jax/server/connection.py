@@ -1,5 +1,6 @@
-"""How connections are kept: uvicorn's HTTP protocol with a limit on the time that a client takes to send a request, and
-with a short way for the parts of a stream.
+"""HTTP connections: uvicorn's configuration and TLS, a time limit for requests, direct writes of a stream, draining.
+
+It uses parts of uvicorn that are not documented, so pyproject.toml bounds its version (docs/dependencies.md).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from adaserve_jax.certificates import check_certificates
 from adaserve_jax.server.settings import ServerSettings
 
-# https: the files are checked before the port opens, so that what is wrong with them is one clear error.
-
 CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-"""Of TLS 1.2, the oldest version that is spoken: forward secret and authenticated. Those of TLS 1.3 all are."""
+"""Ciphers of TLS 1.2, the oldest version allowed: forward secret and authenticated, as all of TLS 1.3's are."""
+DIRECT_BODY = "adaserve.direct_body"
+"""Key of the ASGI extension that holds a connection's DirectBody."""
+POLL_S = 0.05
+ABORT_GRACE_S = 2.0
+"""Seconds that aborted requests get to end when the server stops."""
 
 
 def tls_options(settings: ServerSettings) -> dict[str, Any]:
-    """What uvicorn needs to speak https; nothing without a certificate. Raises ConfigError."""
+    """Return uvicorn's options for https; none without a certificate. Raises ConfigError."""
     if settings.tls_cert is None:
         return {}
     check_tls(settings)
@@ -40,19 +44,16 @@ def tls_options(settings: ServerSettings) -> dict[str, Any]:
 
 
 def check_tls(settings: ServerSettings) -> None:
-    """Load certificate, key and CA once. Raises ConfigError naming the setting, the file and what is wrong."""
+    """Load certificate, key and CA before the port opens. Raises ConfigError naming setting, file and cause."""
     assert settings.tls_cert is not None and settings.tls_key is not None
     check_certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-DIRECT = "adaserve.direct_body"
-
-
 class DirectBody:
-    """Writes parts of a chunked body (RFC 9112, 7.1) to the connection at once: `send` takes a task switch, every layer
-    of the application, and an HTTP state machine that has nothing to say about them.
+    """Direct writes of parts of a chunked body (RFC 9112, 7.1) to the connection.
 
-    Only between a response's head and its end, both of which go through `send`.
+    They save what `send` costs: a task switch, every middleware, and an HTTP state machine that does not change between
+    a response's head and its end. Head and end must go through `send`.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl):
@@ -61,46 +62,48 @@ class DirectBody:
 
     @property
     def ready(self) -> bool:
-        """Whether the client reads as fast as it is written to; if not, `send` waits for it."""
+        """True while the client reads fast enough; otherwise use `send`, which waits for it."""
         return not self._flow.write_paused and not self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """data: not empty, which would end the body."""
+        """Write one chunk; `data` must not be empty, which would end the body."""
         self._transport.write(b"%x\r\n%s\r\n" % (len(data), data))
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Close the connection at once."""
         self._transport.abort()
 
 
 def direct_body(scope: Scope) -> DirectBody | None:
-    """Of this response, when its body is sent in chunks because nothing says its length."""
-    direct = scope.get("extensions", {}).get(DIRECT)
+    """Return the DirectBody of a response that is sent in chunks; None for HTTP/1.0 and HEAD."""
+    direct = scope.get("extensions", {}).get(DIRECT_BODY)
     return direct if scope["http_version"] == "1.1" and scope["method"] != "HEAD" else None
 
 
 def cut_off(scope: Scope) -> None:
-    """End the connection of a response that has begun and will have no end, so that its client does not take what came
-    for the whole."""
-    direct = scope.get("extensions", {}).get(DIRECT)
+    """Close the connection of a response that fails midway, so that its client does not take it for complete."""
+    direct = scope.get("extensions", {}).get(DIRECT_BODY)
     if direct is not None:
         direct.abort()
 
 
-class PatientProtocol(H11Protocol):
-    """Closes a connection whose client takes longer than `receive_timeout`, seconds, for a request's headers, counted
-    from the first byte or from the connection, or after them for its body. uvicorn only limits idle time."""
+class ReceiveTimeoutProtocol(H11Protocol):
+    """HTTP protocol that closes a connection whose client takes too long to send a request.
+
+    The client gets `receive_timeout` seconds for the headers, from the connection or the first byte, and again for the
+    body. uvicorn only limits the time between requests.
+    """
 
     def __init__(self, receive_timeout: float, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._receive_timeout = receive_timeout
         self._deadline: asyncio.TimerHandle | None = None
         self._awaited: object = None
-        self._served, self.app = self.app, self._with_direct_body
+        self._inner_app, self.app = self.app, self._with_direct_body
 
     async def _with_direct_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("extensions", {})[DIRECT] = DirectBody(self.transport, self.flow)
-        await self._served(scope, receive, send)
+        scope.setdefault("extensions", {})[DIRECT_BODY] = DirectBody(self.transport, self.flow)
+        await self._inner_app(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -112,7 +115,7 @@ class PatientProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is not h11.IDLE:  # idle connections have uvicorn's limit, until something comes
+        if self.conn.their_state is not h11.IDLE:  # uvicorn limits idle connections
             self._await(self.conn.their_state)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -120,7 +123,7 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _await(self, part: object) -> None:
-        """A part of a request is awaited: headers (IDLE), a body (SEND_BODY), or nothing."""
+        """Start the timer for a part of a request: headers (IDLE), a body (SEND_BODY), or none."""
         part = part if part in (h11.IDLE, h11.SEND_BODY) else None
         if part is self._awaited:
             return
@@ -129,16 +132,16 @@ class PatientProtocol(H11Protocol):
             self._deadline = None
         self._awaited = part
         if part is not None:
-            self._deadline = self.loop.call_later(self._receive_timeout, self._give_up)
+            self._deadline = self.loop.call_later(self._receive_timeout, self._time_out)
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
 
 
 def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
-    """uvicorn's configuration for these settings. Raises ConfigError (see tls)."""
-    protocol: Any = partial(PatientProtocol, settings.receive_timeout)
+    """Return uvicorn's configuration for these settings. Raises ConfigError (see `check_tls`)."""
+    protocol: Any = partial(ReceiveTimeoutProtocol, settings.receive_timeout)
     tls = tls_options(settings)
     return uvicorn.Config(
         app,
@@ -155,19 +158,12 @@ def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvico
     )
 
 
-# The HTTP server's end: on SIGTERM or SIGINT what is in flight finishes within a time limit, nothing new is
-# taken.
-
-POLL_S = 0.05
-ABORT_GRACE_S = 2.0
-
-
 class Drainable(Protocol):
-    """What is served: `ServerState`, or a router's."""
+    """State of a server that can be drained: `ServerState`, or a router's."""
 
     @property
     def phase(self) -> str:
-        """Is "draining" once `drain` was called."""
+        """Phase of the server; "draining" once `drain` was called."""
         ...
 
     @property
@@ -175,25 +171,28 @@ class Drainable(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything that was taken has not ended."""
+        """True while a request has not ended."""
         ...
 
     def drain(self) -> None:
-        """Take nothing new."""
+        """Take no new requests."""
         ...
 
     def abort_all(self) -> None:
-        """End what is left."""
+        """Stop every request that is left."""
         ...
 
 
-Served = TypeVar("Served", bound=Drainable)
+StateT = TypeVar("StateT", bound=Drainable)
 
 
-class DrainingServer(uvicorn.Server, Generic[Served]):
-    """On the first signal takes nothing new and waits for what is in flight; on the second stops at once."""
+class DrainingServer(uvicorn.Server, Generic[StateT]):
+    """uvicorn's server that takes nothing new after SIGTERM or SIGINT and lets requests in flight finish.
 
-    def __init__(self, config: uvicorn.Config, state: Served):
+    They get `shutdown_timeout` seconds; a second signal stops it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, state: StateT):
         super().__init__(config)
         self.state = state
         self._drain: asyncio.Task[None] | None = None
@@ -204,7 +203,7 @@ class DrainingServer(uvicorn.Server, Generic[Served]):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by the signal; the base class would end connections at once and re-raise the signal afterwards."""
+        """Begin to drain; the base class would close connections at once and re-raise the signal afterwards."""
         if self._loop is None or self.state.phase == "draining":
             self.should_exit = self.force_exit = True
             return
@@ -212,23 +211,23 @@ class DrainingServer(uvicorn.Server, Generic[Served]):
         self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
-        """Take nothing new from now on, and exit when nothing is left to do. Call it on the event loop."""
+        """Take no new requests and exit when none is left. Call it on the event loop."""
         self.state.drain()
         self._drain = asyncio.ensure_future(self.drain())
 
     async def drain(self) -> None:
-        """Wait until all is answered and sent or the time is up, end what is left, then let the server exit."""
+        """Wait until all responses are sent or the time is up, stop what is left, then let the server exit."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.state.settings.shutdown_timeout
         while (self.state.is_busy or self.is_answering()) and loop.time() < end:
             await asyncio.sleep(POLL_S)
         while self.state.is_busy and loop.time() < end + ABORT_GRACE_S:
-            self.state.abort_all()  # again and again: a long prompt may be tokenised only now
+            self.state.abort_all()  # repeatedly: a long prompt may be submitted only now
             await asyncio.sleep(POLL_S)
         self.should_exit = True
 
     def is_answering(self) -> bool:
-        """Whether a response is being made, or a client has not taken all of one."""
+        """Return whether a response is being made, or a client has not read all of one."""
         connections: set[Any] = self.server_state.connections
         return bool(self.server_state.tasks) or any(
             each.transport is not None and each.transport.get_write_buffer_size() for each in connections

@@ -1,4 +1,4 @@
-"""Errors on the wire: every failure of a request becomes `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses: every failure of a request becomes `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adaserve_jax.errors import AdaServeError
 
 MAX_MESSAGE = 1000
 RETRY_AFTER_S = 1.0
-"""What a client is told to wait where nothing better is known, seconds."""
-_FIELD_OF = {"json_schema": "response_format"}  # where the engine has another name for a field
+"""Value of Retry-After where nothing better is known."""
+_API_FIELD = {"json_schema": "response_format"}  # names of the engine that differ from the API's
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -61,10 +61,11 @@ CODES: dict[str, str] = {
     "unsupported_content": "400: a message holds a part that is not text",
     "unsupported_parameter": "400: OpenAI's API knows the field, this server does not implement it",
 }
+"""Every error code: its status, and what it means."""
 
 
 class ApiError(HTTPException):
-    """One error response. Raised anywhere below a route; `install` turns it into the body."""
+    """One error response, raised anywhere below a route; the handlers of `add_handlers` send it."""
 
     def __init__(
         self,
@@ -90,26 +91,27 @@ class ApiError(HTTPException):
 
 
 class _AsciiResponse(JSONResponse):
-    """JSON in ASCII: an error may quote text that is not valid Unicode."""
+    """Response of JSON in ASCII, since an error may quote text that is not valid Unicode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode("ascii")
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
+    """Return the 400 for a wrong field."""
     return ApiError(400, message, code=code, param=param)
 
 
-def of_code(message: str, code: str, param: str | None = None, retry_after_s: float | None = None) -> ApiError:
-    """The response for an error of the engine: its code decides the status. retry_after_s: None: unknown."""
+def from_code(message: str, code: str, param: str | None = None, retry_after_s: float | None = None) -> ApiError:
+    """Return the response of an error code, which decides the status. retry_after_s: None: unknown."""
     status = int(CODES.get(code, "400")[:3])
     wait_s = RETRY_AFTER_S if retry_after_s is None else retry_after_s
     headers = {"retry-after": str(max(1, math.ceil(wait_s)))} if status in (429, 503) else None
-    return ApiError(status, message, code=code, param=_FIELD_OF.get(param or "", param), headers=headers)
+    return ApiError(status, message, code=code, param=_API_FIELD.get(param or "", param), headers=headers)
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """One 400 out of pydantic's list: the first field at fault, with all that was expected of it."""
+    """Return one 400 for pydantic's list of errors: the first wrong field, with everything that it could have been."""
     first = next((error for error in errors if error["type"] == "invalid_text"), errors[0])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "unreadable")
@@ -118,11 +120,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
         return ApiError(
             400, "the body must be a JSON object, sent as content-type application/json", code="invalid_json"
         )
-    param, where = str(first["loc"][1]), _spelled(first["loc"], body)
+    param, where = str(first["loc"][1]), _field_path(first["loc"], body)
     if first["type"] == "missing":
         return ApiError(400, f"{where} must be given", code="missing_field", param=param)
     alternatives = [first] if first["type"] == "invalid_text" else errors
-    expected = dict.fromkeys(_expected(e) for e in alternatives if _spelled(e["loc"], body).startswith(where))
+    expected = dict.fromkeys(_expected(e) for e in alternatives if _field_path(e["loc"], body).startswith(where))
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:80] + "..."
     code = "invalid_slo" if param.startswith("slo_") else "invalid_value"
@@ -130,8 +132,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     return ApiError(400, f"{where} must be {' or '.join(list(expected)[:4])}, got {shown}", code=code, param=param)
 
 
-def _spelled(location: Sequence[str | int], body: Any) -> str:
-    """`messages[0].role` for pydantic's ("body", "messages", 0, "role"); its names of types are left out."""
+def _field_path(location: Sequence[str | int], body: Any) -> str:
+    """Return `messages[0].role` for pydantic's ("body", "messages", 0, "role"); its names of types are left out."""
     spelled, value = str(location[1]), body.get(location[1]) if isinstance(body, dict) else None
     for position, part in enumerate(location[2:], 2):
         if isinstance(value, list) and isinstance(part, int):
@@ -148,7 +150,7 @@ def _expected(error: Mapping[str, Any]) -> str:
 
 
 def from_http(error: StarletteHTTPException) -> ApiError:
-    """An error that Starlette or FastAPI raised: no such route, wrong method, unreadable body."""
+    """Return the response of an error of Starlette or FastAPI: no such route, wrong method, unreadable body."""
     if isinstance(error, ApiError):
         return error
     known = {
@@ -160,8 +162,8 @@ def from_http(error: StarletteHTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
-def install(app: FastAPI) -> None:
-    """Give every error of `app` the one shape."""
+def add_handlers(app: FastAPI) -> None:
+    """Make `app` answer every error with an ApiError's body."""
 
     async def on_validation(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
@@ -173,7 +175,7 @@ def install(app: FastAPI) -> None:
 
     async def on_package(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, AdaServeError)
-        return of_code(str(error), error.code, error.param, error.retry_after_s).response()
+        return from_code(str(error), error.code, error.param, error.retry_after_s).response()
 
     app.add_exception_handler(RequestValidationError, on_validation)
     app.add_exception_handler(StarletteHTTPException, on_http)

@@ -1,4 +1,4 @@
-"""How each endpoint spells the same generation: text completions and chat. Pure functions of texts and counts."""
+"""Format a generation for each endpoint: engine chunks to deltas, deltas to the bodies of completions and chat."""
 
 from __future__ import annotations
 
@@ -31,21 +31,19 @@ from adaserve_jax.server.schema import (
 )
 from adaserve_jax.types import TokenLogprob
 
-# From the engine's chunks to what a client is shown: prompts echoed, log probabilities with the bytes they
-# stand for.
-#
-# Knows no endpoint's spelling and no HTTP.
-
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say; OpenAI's own value."""
+"""Value written for minus infinity, which JSON cannot express; OpenAI uses the same."""
 Token = bytes | str
-"""The bytes that a token spells, or the name of one that spells nothing, as of Tokenizer.spelled."""
-Spelled = Callable[[int], Token]
+"""Bytes that a token spells, or the name of a special token (`Tokenizer.spelled`)."""
+SpellToken = Callable[[int], Token]
 
 
 @dataclass(frozen=True)
 class SpelledLogprob:
-    """One output token. offset: characters of the output before it. top: the likeliest in its place, best first."""
+    """Log probability of one output token.
+
+    offset: characters of the output before the token. top: the likeliest tokens at its place, best first.
+    """
 
     token: Token
     logprob: float
@@ -54,9 +52,11 @@ class SpelledLogprob:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text of one choice: a part of it in a stream, all of it in a full response. logprobs: one
-    per token; None: they were not asked for."""
+class ChoiceDelta:
+    """New text of one choice, or all of it in a full response.
+
+    logprobs: one per token; None when the request did not ask for them.
+    """
 
     index: int
     text: str
@@ -64,101 +64,106 @@ class Piece:
     logprobs: tuple[SpelledLogprob, ...] | None = None
 
     @property
-    def reason(self) -> FinishedBy | None:
+    def shown_finish_reason(self) -> FinishedBy | None:
         return cast("FinishedBy | None", self.finish_reason)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether there is only text."""
+    def is_text_only(self) -> bool:
         return bool(self.text) and self.finish_reason is None and self.logprobs is None
 
     @staticmethod
-    def joined(parts: Sequence[Piece]) -> Piece:
-        """Pieces of one choice, in order, as one."""
-        logprobs = None if parts[0].logprobs is None else tuple(one for part in parts for one in part.logprobs or ())
-        return Piece(parts[0].index, "".join(part.text for part in parts), parts[-1].finish_reason, logprobs)
+    def join(deltas: Sequence[ChoiceDelta]) -> ChoiceDelta:
+        """Concatenate deltas of one choice, in order."""
+        first, last = deltas[0], deltas[-1]
+        logprobs = None if first.logprobs is None else tuple(one for delta in deltas for one in delta.logprobs or ())
+        return ChoiceDelta(first.index, "".join(delta.text for delta in deltas), last.finish_reason, logprobs)
 
 
-class Speller:
-    """Adds spellings and offsets to the log probabilities of one choice's tokens, in order."""
+class LogprobSpeller:
+    """Add spellings and text offsets to the log probabilities of one choice's tokens, in order."""
 
-    def __init__(self, spelled: Spelled):
-        self._spelled = spelled
+    def __init__(self, spell: SpellToken):
+        self._spell = spell
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._characters = 0
 
-    def spell(self, given: Sequence[TokenLogprob]) -> tuple[SpelledLogprob, ...]:
-        return tuple(self._one(item) for item in given)
-
-    def _one(self, item: TokenLogprob) -> SpelledLogprob:
-        token, offset = self._spelled(item.token_id), self._characters
+    def add(self, item: TokenLogprob) -> SpelledLogprob:
+        token, offset = self._spell(item.token_id), self._characters
         if isinstance(token, bytes):
             self._characters += len(self._decoder.decode(token))
-        top = tuple((self._spelled(other), max(value, LEAST_LOGPROB)) for other, value in item.top)
+        top = tuple((self._spell(other), max(value, LEAST_LOGPROB)) for other, value in item.top)
         return SpelledLogprob(token, max(item.logprob, LEAST_LOGPROB), offset, top)
 
 
 @dataclass
-class Pieces:
-    """The choices of one HTTP request. echo: the prompts' texts, to be shown before each of their choices, or none.
-    spelled: where log probabilities were asked for."""
+class DeltaBuilder:
+    """Build the deltas of one HTTP request's choices from the engine's chunks.
+
+    A chunk without text, whose tokens end inside a character, is held back and joined with the next one.
+
+    Args:
+        choices_per_prompt: The request's `n`.
+        echo: Prompt texts that are put before each of their choices, or none.
+        spell: Spells tokens; None when no log probabilities were asked for.
+    """
 
     choices_per_prompt: int = 1
     echo: tuple[str, ...] = ()
-    spelled: Spelled | None = None
-    _held: dict[int, Piece] = field(default_factory=dict)
-    _spellers: dict[int, Speller] = field(default_factory=dict)
+    spell: SpellToken | None = None
+    _held: dict[int, ChoiceDelta] = field(default_factory=dict)
+    _spellers: dict[int, LogprobSpeller] = field(default_factory=dict)
 
-    def opens(self, index: int) -> bool:
-        """No chunk of this choice has come yet."""
+    def is_new(self, index: int) -> bool:
+        """Return whether no chunk of this choice was added yet."""
         return index not in self._held
 
-    def shows_as_is(self, index: int, chunk: OutputChunk) -> bool:
-        """Whether this chunk is a plain piece by itself, as most are: then `take` would only say its text."""
+    def is_text_only(self, index: int, chunk: OutputChunk) -> bool:
+        """Return whether the chunk's text is all that `add` would return for it, and there is nothing to hold back."""
         held = self._held.get(index)
-        as_is = self.spelled is None and held is not None and not held.text
-        return as_is and bool(chunk.text) and chunk.finish_reason is None
+        nothing_held = self.spell is None and held is not None and not held.text
+        return nothing_held and bool(chunk.text) and chunk.finish_reason is None
 
-    def take(self, index: int, chunk: OutputChunk) -> Piece | None:
-        """What to show now: this chunk, and with it what was held back before. None: its tokens end inside a
-        character, and it is held back."""
+    def add(self, index: int, chunk: OutputChunk) -> ChoiceDelta | None:
+        """Return the delta to show now, held chunks included; None when this chunk is held back."""
         logprobs = None
-        if self.spelled is not None:
-            speller = self._spellers.setdefault(index, Speller(self.spelled))
-            logprobs = speller.spell(chunk.logprobs)
-        piece = Piece(index, chunk.text, chunk.finish_reason, logprobs)
-        before = self._held.get(index) or self._opening(index)
-        whole = Piece.joined([before, piece])
+        if self.spell is not None:
+            speller = self._spellers.setdefault(index, LogprobSpeller(self.spell))
+            logprobs = tuple(speller.add(item) for item in chunk.logprobs)
+        held = self._held.get(index)
+        if held is None:
+            prompt = self.echo[index // self.choices_per_prompt] if self.echo else ""
+            held = ChoiceDelta(index, prompt, logprobs=None if self.spell is None else ())
+        delta = ChoiceDelta.join([held, ChoiceDelta(index, chunk.text, chunk.finish_reason, logprobs)])
         if not chunk.text and chunk.finish_reason is None:
-            self._held[index] = whole
+            self._held[index] = delta
             return None
-        self._held[index] = Piece(index, "", logprobs=None if logprobs is None else ())
-        return whole
-
-    def _opening(self, index: int) -> Piece:
-        text = self.echo[index // self.choices_per_prompt] if self.echo else ""
-        return Piece(index, text, logprobs=None if self.spelled is None else ())
+        self._held[index] = ChoiceDelta(index, "", logprobs=None if logprobs is None else ())
+        return delta
 
 
-class Dialect(Protocol):
+class ResponseFormatter(Protocol):
+    """Format of one endpoint's responses."""
+
     @property
     def id(self) -> str: ...
 
     def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
-        """The event that comes before a choice's first text, if the endpoint has one. extras: as of `event`."""
+        """Return the event that precedes a choice's first text, if the endpoint has one. extras: see `event`."""
         ...
 
-    def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
-        """One event of a stream. extras: usage and metrics, written only when given."""
+    def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
+        """Return one event of a stream. extras: usage and metrics, written only when given."""
         ...
 
-    def full(self, pieces: list[Piece], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
-        """The whole response in one body."""
+    def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
+        """Return the whole response as one body."""
         ...
 
 
 @dataclass(frozen=True)
-class CompletionDialect:
+class CompletionFormatter:
+    """Format of /v1/completions."""
+
     model: str
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
@@ -166,87 +171,91 @@ class CompletionDialect:
     def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
         return None
 
-    def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
+    def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
         choices = [
-            CompletionChoice(index=p.index, text=p.text, logprobs=_completion_logprobs(p), finish_reason=p.reason)
-            for p in pieces
+            CompletionChoice(
+                index=d.index, text=d.text, logprobs=_completion_logprobs(d), finish_reason=d.shown_finish_reason
+            )
+            for d in deltas
         ]
         return Completion.model_validate(
             {"id": self.id, "created": self.created, "model": self.model, "choices": choices, **extras}
         )
 
-    def full(self, pieces: list[Piece], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
-        return self.event(pieces, usage=usage, metrics=metrics)
+    def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
+        return self.event(choices, usage=usage, metrics=metrics)
 
 
 @dataclass(frozen=True)
-class ChatDialect:
+class ChatFormatter:
+    """Format of /v1/chat/completions."""
+
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def opening(self, index: int, **extras: Usage | ResponseMetrics | None) -> BaseModel | None:
         delta = Delta(role="assistant", content="")
-        return self._event([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], **extras)
+        return self._chunk([ChatChunkChoice(index=index, delta=delta, finish_reason=None)], **extras)
 
-    def event(self, pieces: list[Piece], **extras: Usage | ResponseMetrics | None) -> BaseModel:
-        return self._event([
+    def event(self, deltas: list[ChoiceDelta], **extras: Usage | ResponseMetrics | None) -> BaseModel:
+        return self._chunk([
             ChatChunkChoice(
-                index=p.index, delta=Delta(content=p.text) if p.text else Delta(), logprobs=_chat_logprobs(p),
-                finish_reason=p.reason,
+                index=d.index, delta=Delta(content=d.text) if d.text else Delta(), logprobs=_chat_logprobs(d),
+                finish_reason=d.shown_finish_reason,
             )
-            for p in pieces
+            for d in deltas
         ], **extras)  # fmt: skip
 
-    def _event(self, choices: list[ChatChunkChoice], **extras: Usage | ResponseMetrics | None) -> BaseModel:
+    def _chunk(self, choices: list[ChatChunkChoice], **extras: Usage | ResponseMetrics | None) -> BaseModel:
         return ChatChunk.model_validate(
             {"id": self.id, "created": self.created, "model": self.model, "choices": choices, **extras}
         )
 
-    def full(self, pieces: list[Piece], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
-        choices = [
+    def full(self, choices: list[ChoiceDelta], usage: Usage, metrics: ResponseMetrics) -> BaseModel:
+        answers = [
             ChatChoice(
-                index=p.index,
-                message=AssistantMessage(content=p.text),
-                logprobs=_chat_logprobs(p),
-                finish_reason=p.reason or "stop",
+                index=d.index,
+                message=AssistantMessage(content=d.text),
+                logprobs=_chat_logprobs(d),
+                finish_reason=d.shown_finish_reason or "stop",
             )
-            for p in pieces
+            for d in choices
         ]
         return ChatCompletion(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage, metrics=metrics
+            id=self.id, created=self.created, model=self.model, choices=answers, usage=usage, metrics=metrics
         )
 
 
 def to_json(model: BaseModel) -> str:
-    """JSON of a response; usage and metrics only where they were set."""
+    """Return the JSON of a response, with usage and metrics only where they were set."""
     return model.model_dump_json(exclude={"usage", "metrics"} - model.model_fields_set)
 
 
-def _completion_logprobs(piece: Piece) -> CompletionLogprobs | None:
-    if piece.logprobs is None:
+def _completion_logprobs(delta: ChoiceDelta) -> CompletionLogprobs | None:
+    if delta.logprobs is None:
         return None
-    asked = any(item.top for item in piece.logprobs)
+    asked = any(item.top for item in delta.logprobs)
     return CompletionLogprobs(
-        tokens=[shown(item.token, "bytes:") for item in piece.logprobs],
-        token_logprobs=[item.logprob for item in piece.logprobs],
+        tokens=[token_text(item.token, "bytes:") for item in delta.logprobs],
+        token_logprobs=[item.logprob for item in delta.logprobs],
         top_logprobs=[
-            {shown(token, "bytes:"): value for token, value in (*item.top, (item.token, item.logprob))}
-            for item in piece.logprobs
+            {token_text(token, "bytes:"): value for token, value in (*item.top, (item.token, item.logprob))}
+            for item in delta.logprobs
         ] if asked else None,
-        text_offset=[item.offset for item in piece.logprobs],
+        text_offset=[item.offset for item in delta.logprobs],
     )  # fmt: skip
 
 
-def _chat_logprobs(piece: Piece) -> ChatLogprobs | None:
-    if piece.logprobs is None:
+def _chat_logprobs(delta: ChoiceDelta) -> ChatLogprobs | None:
+    if delta.logprobs is None:
         return None
     return ChatLogprobs(content=[
         ChatLogprob(
-            token=shown(item.token), logprob=item.logprob, bytes=_numbers(item.token),
-            top_logprobs=[TopLogprob(token=shown(t), logprob=value, bytes=_numbers(t)) for t, value in item.top],
+            token=token_text(item.token), logprob=item.logprob, bytes=_numbers(item.token),
+            top_logprobs=[TopLogprob(token=token_text(t), logprob=value, bytes=_numbers(t)) for t, value in item.top],
         )
-        for item in piece.logprobs
+        for item in delta.logprobs
     ])  # fmt: skip
 
 
@@ -254,8 +263,8 @@ def _numbers(token: Token) -> list[int] | None:
     return list(token) if isinstance(token, bytes) else None
 
 
-def shown(token: Token, prefix: str = "") -> str:
-    """A token as text; its bytes in hexadecimal, behind `prefix`, where they are no whole characters."""
+def token_text(token: Token, prefix: str = "") -> str:
+    """Return a token as text; where its bytes are not whole characters, in hexadecimal behind `prefix`."""
     if isinstance(token, str):
         return token
     try:

@@ -1,4 +1,4 @@
-"""One HTTP request's run through the engine: submits its prompts, hands out their chunks, gives the room back."""
+"""One HTTP request in the engine: submit its prompts, deliver their chunks, give back what was reserved for them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from functools import cached_property
 from adaserve_jax.engine.client import GenerateRequest, OutputChunk, Sink
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.server.admission import Reservation
-from adaserve_jax.server.auth import Hold
-from adaserve_jax.server.errors import ApiError, of_code
-from adaserve_jax.server.formatting import Pieces
+from adaserve_jax.server.auth import KeyReservation
+from adaserve_jax.server.errors import ApiError, from_code
+from adaserve_jax.server.formatting import DeltaBuilder
 from adaserve_jax.server.observers import ChoiceText, EndedChoice, Origin
 from adaserve_jax.server.schema import PromptTokensDetails, ResponseMetrics, SloMetrics, SpeculativeMetrics, Usage
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.types import RequestMetrics
 
 _log = logging.getLogger(__name__)
-Taker = Callable[[int, OutputChunk], bool]
-"""taker(index, chunk): whether it took the chunk at once."""
+Receiver = Callable[[int, OutputChunk], bool]
+"""Called with (index, chunk); returns whether it used the chunk."""
 
 
 @dataclass
 class _Choice:
-    """What is known of one choice. last_s: when its last tokens came, on this process's clock. text: its pieces, where
-    the server keeps texts."""
+    """Progress of one choice.
+
+    last_s: arrival of its last tokens on this process's clock. text: its chunks' texts, where the server records texts.
+    """
 
     tokens: int = 0
     last_s: float | None = None
@@ -40,30 +42,38 @@ class _Choice:
 
 @dataclass(eq=False)
 class Generation:
-    """The choices of one HTTP request, prompt after prompt; choice c of prompt p has index p * n + c.
+    """The choices of one HTTP request; choice c of prompt p has index p * n + c. Used on the event loop.
 
-    `reservation`, of the server's room, and `hold`, of the key's limits, cover them all; each is given back when the
-    engine has ended it, whoever still reads.
-    pieces: turns chunks into what is shown.
+    Args:
+        state: The server.
+        requests: One per prompt.
+        reservation: The server's room for all choices; a choice's share is given back when the engine ends it, whether
+            or not somebody still reads.
+        key_reservation: The same of the API key's limits.
+        origin: The HTTP request, for observers.
+        deltas: Turns chunks into what is shown.
     """
 
     state: ServerState
     requests: list[GenerateRequest]
     reservation: Reservation
-    hold: Hold
+    key_reservation: KeyReservation
     origin: Origin = field(default_factory=Origin)
-    pieces: Pieces = field(default_factory=Pieces)
+    deltas: DeltaBuilder = field(default_factory=DeltaBuilder)
     _choices: list[_Choice] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, OutputChunk]] = field(default_factory=asyncio.Queue)
-    _taker: Taker | None = None
+    _receiver: Receiver | None = None
 
     @cached_property
     def choices_per_prompt(self) -> int:
         return self.requests[0].sampling.n
 
     def start(self) -> None:
-        """Submit every prompt: what `submit` raises stops those before, which give their room back as they end, and
-        gives back that of the others. Call it on the event loop."""
+        """Submit every prompt.
+
+        Raises what `submit` raises. Prompts submitted before are then aborted and give back their room as they end;
+        that of the others is given back here.
+        """
         loop = asyncio.get_running_loop()
         self._choices = [_Choice() for _ in range(len(self.requests) * self.choices_per_prompt)]
         for position, request in enumerate(self.requests):
@@ -74,14 +84,62 @@ class Generation:
                 for earlier in self.requests[:position]:
                     self.state.client.abort(earlier.request_id)
                 left = range(position * self.choices_per_prompt, len(self._choices))
-                self.hold.drop(len(left), tokens_of(self.requests[position:]))
+                self.key_reservation.drop(len(left), max_tokens_of(self.requests[position:]))
                 self.reservation.release(len(left))
                 if isinstance(error, AdaServeError):
                     self.state.rejected(self.origin, request.slo, request.slo_class, left, error)
                 raise
 
+    def abort(self) -> None:
+        """Stop the choices that still run."""
+        for position, request in enumerate(self.requests):
+            if not self._has_ended(position):
+                self.state.client.abort(request.request_id)
+
+    def deliver_to(self, receiver: Receiver) -> None:
+        """Offer chunks to `receiver` before `chunks` yields them, until that ends.
+
+        It is offered no chunk that would overtake a queued one and none that ends a choice.
+        """
+        self._receiver = receiver
+
+    async def chunks(self) -> AsyncIterator[tuple[int, OutputChunk]]:
+        """Yield (index, chunk) as they come, but for those that a receiver used, until every choice has ended.
+
+        Raises ApiError when a choice ends with an error or is stopped by the server; the others are then aborted.
+        """
+        unfinished = len(self._choices)
+        try:
+            while unfinished:
+                index, chunk = await self._queue.get()
+                if chunk.finish_reason in ("error", "abort"):
+                    self.abort()
+                    raise self._failure(chunk)
+                unfinished -= chunk.finish_reason is not None
+                yield index, chunk
+        finally:
+            self._receiver = None
+
+    def usage(self, output_tokens: int | None = None) -> Usage:
+        """Return the token counts; a prompt counts once, however many choices it has.
+
+        output_tokens: count of the output to report instead of all that have come.
+        """
+        prompt = sum(len(request.prompt_ids) for request in self.requests)
+        output = sum(choice.tokens for choice in self._choices) if output_tokens is None else output_tokens
+        cached = sum(self._cached_tokens(position) for position in range(len(self.requests)))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            total_tokens=prompt + output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
+        )
+
+    def metrics(self) -> ResponseMetrics:
+        return response_metrics([choice.metrics for choice in self._choices if choice.metrics is not None])
+
     def _sink(self, position: int, loop: asyncio.AbstractEventLoop) -> Sink:
-        """The sink of one prompt, called by the engine's thread."""
+        """Return the sink of one prompt, which the engine's thread calls."""
 
         def sink(chunk: OutputChunk) -> None:
             self.state.mailbox.post(loop, self._deliver, position, chunk, time.monotonic())
@@ -93,22 +151,21 @@ class Generation:
         try:
             self._settle(position, self._choices[index], chunk)
             self._observe(index, self.requests[position], chunk, now)
-        finally:  # whoever waits gets it, whatever counting it made of it
-            if not self._taken(index, chunk):
+        finally:  # the client gets the chunk even if counting it failed
+            if not self._received(index, chunk):
                 self._queue.put_nowait((index, chunk))
 
-    def _taken(self, index: int, chunk: OutputChunk) -> bool:
-        """Whether the taker took it; one that overtakes none, and ends nothing, since ends are for `chunks`."""
-        if self._taker is None or chunk.finish_reason is not None or not self._queue.empty():
+    def _received(self, index: int, chunk: OutputChunk) -> bool:
+        if self._receiver is None or chunk.finish_reason is not None or not self._queue.empty():
             return False
         try:
-            return self._taker(index, chunk)
-        except Exception:  # it is tried again by whoever waits, who tells the client when that fails too
+            return self._receiver(index, chunk)
+        except Exception:  # the reader of `chunks` tries again, and tells the client if that fails too
             _log.exception("a chunk could not be written at once")
             return False
 
     def _settle(self, position: int, choice: _Choice, chunk: OutputChunk) -> None:
-        """Note what came, and give back the room of a choice that ended."""
+        """Update the choice, and give back its room when it ended."""
         if not choice.begun:
             choice.begun = True
             self.reservation.begin()
@@ -116,12 +173,12 @@ class Generation:
         if chunk.finish_reason is not None:
             choice.ended, choice.metrics = True, chunk.metrics
             self.reservation.release(1)
-            self.hold.end(self.requests[position].sampling.max_tokens - choice.tokens)
-            if self._all_ended(position):
+            self.key_reservation.end(self.requests[position].sampling.max_tokens - choice.tokens)
+            if self._has_ended(position):
                 self.state.in_flight.discard(chunk.request_id)
 
     def _observe(self, index: int, request: GenerateRequest, chunk: OutputChunk, now: float) -> None:
-        """Tell metrics, admission and observers."""
+        """Report a chunk to metrics, admission and observers."""
         choice = self._choices[index]
         if chunk.token_ids:
             if choice.last_s is not None:
@@ -133,94 +190,53 @@ class Generation:
             choice.text.append(chunk.text)
         if chunk.finish_reason is not None:
             if all(each.ended for each in self._choices):
-                self._compare(request.slo.ttft_s is not None)
-            self.state.ended(self._ended(index, request, chunk))
+                self._correct_admission(request.slo.ttft_s is not None)
+            self.state.ended(self._ended_choice(index, request, chunk))
 
-    def _compare(self, targeted: bool) -> None:
-        """Tell admission how long the last choice that began has waited, which is what it had predicted."""
+    def _correct_admission(self, has_ttft_target: bool) -> None:
+        """Compare the longest wait of the choices with the wait that admission predicted."""
         waits = [c.metrics.queue_s for c in self._choices if c.metrics is not None and c.metrics.queue_s is not None]
         if len(waits) == len(self._choices):
-            self.state.admission.compare(self.reservation.predicted_s, max(waits), targeted)
+            self.state.admission.correct(self.reservation.predicted_s, max(waits), has_ttft_target)
 
-    def _ended(self, index: int, request: GenerateRequest, chunk: OutputChunk) -> EndedChoice:
+    def _ended_choice(self, index: int, request: GenerateRequest, chunk: OutputChunk) -> EndedChoice:
         assert chunk.finish_reason is not None
         metrics = chunk.metrics
         tpot_s = request.slo.tpot_s(self.state.info.baseline_s) if metrics is None else metrics.tpot_slo_s
-        keep = self.state.settings.record_text
-        text = ChoiceText(request.prompt_ids, "".join(self._choices[index].text)) if keep else None
+        recorded = self.state.settings.record_text
+        text = ChoiceText(request.prompt_ids, "".join(self._choices[index].text)) if recorded else None
         return self.origin.ended(
             index, "rejected" if metrics is None else chunk.finish_reason, chunk.error_code,
             slo_class=request.slo_class, tpot_slo_s=tpot_s, ttft_slo_s=request.slo.ttft_s, metrics=metrics, text=text,
         )  # fmt: skip
 
-    def abort(self) -> None:
-        """Stop what still runs; nothing when all has ended."""
-        for position, request in enumerate(self.requests):
-            if not self._all_ended(position):
-                self.state.client.abort(request.request_id)
-
-    def _all_ended(self, position: int) -> bool:
-        first = position * self.choices_per_prompt
-        return all(choice.ended for choice in self._choices[first : first + self.choices_per_prompt])
-
-    def offer_to(self, taker: Taker) -> None:
-        """From now on until `chunks` ends, offer what comes to `taker` first, on the event loop."""
-        self._taker = taker
-
-    async def chunks(self) -> AsyncIterator[tuple[int, OutputChunk]]:
-        """(index, chunk) as they come, until every choice has ended, but for those that a taker took.
-
-        Raises ApiError when a choice ends with an error or is stopped by the server; the others are then stopped.
-        """
-        left = len(self._choices)
-        try:
-            while left:
-                index, chunk = await self._queue.get()
-                if chunk.finish_reason in ("error", "abort"):
-                    self.abort()
-                    raise self._failure(chunk)
-                left -= chunk.finish_reason is not None
-                yield index, chunk
-        finally:
-            self._taker = None
-
     def _failure(self, chunk: OutputChunk) -> ApiError:
         if chunk.finish_reason == "abort":
-            return of_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
+            return from_code("the server stopped the request because it shuts down; retry elsewhere", "aborted")
         code = chunk.error_code or ("engine_error" if self.state.client.is_alive() else "engine_dead")
         wait_s = self.state.client.stats().back_in_s
-        return of_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
+        return from_code(chunk.error or "the engine failed on this request", code, chunk.error_param, wait_s)
 
-    def usage(self, output_tokens: int | None = None) -> Usage:
-        """Token counts, with so many of the output, or all that have come; a prompt counts once, however many choices
-        it has."""
-        prompt = sum(len(request.prompt_ids) for request in self.requests)
-        output = sum(choice.tokens for choice in self._choices) if output_tokens is None else output_tokens
-        cached = sum(self._cached_tokens(position) for position in range(len(self.requests)))
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=output,
-            total_tokens=prompt + output,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
+    def _choices_of(self, position: int) -> list[_Choice]:
+        first = position * self.choices_per_prompt
+        return self._choices[first : first + self.choices_per_prompt]
+
+    def _has_ended(self, position: int) -> bool:
+        return all(choice.ended for choice in self._choices_of(position))
 
     def _cached_tokens(self, position: int) -> int:
-        """Tokens of one prompt that none of its choices had to compute."""
-        first = position * self.choices_per_prompt
-        choices = self._choices[first : first + self.choices_per_prompt]
-        return min(choice.metrics.cached_tokens if choice.metrics is not None else 0 for choice in choices)
-
-    def metrics(self) -> ResponseMetrics:
-        return summarize([choice.metrics for choice in self._choices if choice.metrics is not None])
+        """Return the tokens of one prompt that none of its choices had to compute."""
+        metrics = [choice.metrics for choice in self._choices_of(position)]
+        return min(0 if one is None else one.cached_tokens for one in metrics)
 
 
-def tokens_of(requests: Iterable[GenerateRequest]) -> int:
-    """The most tokens that requests can take: those of their prompts, and all that their choices may generate."""
+def max_tokens_of(requests: Iterable[GenerateRequest]) -> int:
+    """Return the most tokens that requests can take: their prompts, and all that their choices may generate."""
     return sum(len(one.prompt_ids) + one.sampling.n * one.sampling.max_tokens for one in requests)
 
 
-def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
-    """The `metrics` object: of one choice its own values; of several the slowest times, summed counts, all met."""
+def response_metrics(choices: list[RequestMetrics]) -> ResponseMetrics:
+    """Return the `metrics` object of a response: of several choices the slowest times, summed counts, all targets."""
     steps, accepted = sum(c.verify_steps for c in choices), sum(c.accepted_tokens for c in choices)
     met = [c.slo_met for c in choices if c.slo_met is not None]
     feasible = [c.slo_feasible for c in choices if c.slo_feasible is not None]
@@ -244,6 +260,6 @@ def summarize(choices: list[RequestMetrics]) -> ResponseMetrics:
 
 
 def _slowest_ms(values: Iterable[float | None]) -> float | None:
-    """The largest of the known values, seconds, in milliseconds to the microsecond."""
+    """Return the largest known value, converted from seconds to milliseconds with three decimals."""
     known = [value * 1e3 for value in values if value is not None]
     return round(max(known), 3) if known else None

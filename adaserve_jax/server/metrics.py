@@ -1,141 +1,37 @@
-"""Prometheus metrics: per request as it ends, and the engine's totals read at each scrape. Documented in docs/http.md.
+"""Prometheus metrics of one server: requests as they end, and the engine's statistics at each scrape.
 
-No label ever holds a raw target or anything that a user wrote; slo classes come from the server's configuration.
+docs/http.md lists them. No label holds a raw target or anything that a user wrote: classes come from the server's
+configuration, drafts and services from the operator.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from adaserve_jax.engine.client import EngineClient, EngineStats
-from adaserve_jax.results.served import status_of
+from adaserve_jax.engine.client import EngineClient
+from adaserve_jax.results.records import status_of
 from adaserve_jax.server.observers import EndedChoice
-from adaserve_jax.stats import BREAKER_STATES, DrafterStats, LearningStats
-
-# Prometheus metrics of the draft services that an engine asks; 0, and no service, where it asks none.
-#
-# Labels are addresses, which the operator gave, and states of breakers: nothing that a user wrote, or a
-# service.
-
-DRAFTER_TOTALS = {
-    "rounds": ("rounds", "Steps that asked draft services for trees."),
-    "trees": ("trees", "Trees that came in time."),
-    "late": ("late", "Trees that did not: their rows were decoded without."),
-    "stale": ("stale", "Answers to what was no longer asked."),
-    "resyncs": ("resyncs", "Sessions sent anew because the service asked for it."),
-    "refused": ("refused", "Refusals, of sessions and of this engine."),
-    "invalid": ("invalid", "Answers that make no sense."),
-    "lost": ("lost", "Streams to services that ended."),
-    "breaker_opens": ("breaker_opens", "Times that a service was left alone for a while."),
-    "moved": ("moved", "Sessions that went to another service."),
-    "errors": ("errors", "Steps whose drafting failed on this side; the log has the first."),
-    "wait_seconds": ("wait_s", "Seconds of the step loop spent waiting for services."),
-    "round_seconds": ("round_s", "Seconds until the last tree of each round was there."),
-}
-"""Since the start: metric, field of DrafterStats, meaning."""
-SERVICE_GAUGES = {
-    "sessions": ("sessions", "Sessions of this engine at the service."),
-    "busy": ("busy", "Share of the last seconds that the service worked, as it said last."),
-    "queue_seconds": ("queue_s", "Seconds of work that wait at the service, as it said last."),
-}
-"""By service, as of now: metric, field of ServiceState, meaning."""
-
-
-def drafter_metrics(stats: DrafterStats | None) -> Iterator[Metric]:
-    """What DrafterStats says, as metric families."""
-    stats = stats or DrafterStats()
-    for name, (field, text) in DRAFTER_TOTALS.items():
-        yield CounterMetricFamily(f"adaserve_drafter_{name}", text, getattr(stats, field))
-    breaker = GaugeMetricFamily(
-        "adaserve_drafter_breaker", "1 for the state that the service's breaker is in (closed, half_open, open).",
-        labels=("service", "state"),
-    )  # fmt: skip
-    for service, state in stats.services.items():
-        for name in BREAKER_STATES:
-            breaker.add_metric((service, name), int(state.breaker == name))
-    yield breaker
-    for name, (field, text) in SERVICE_GAUGES.items():
-        gauge = GaugeMetricFamily(f"adaserve_drafter_{name}", text, labels=("service",))
-        for service, state in stats.services.items():
-            gauge.add_metric((service,), getattr(state, field))
-        yield gauge
-
-
-# Prometheus metrics of drafts that learn. Empty where nothing learns.
-#
-# Labels are names of drafts, which the operator gave, and reasons, which the engine has: nothing that a user
-# wrote.
-
-GAUGES = {
-    "draft_version": ("version", "Version of the draft in force; 0: as it was loaded."),
-    "learning_held_out_acceptance": (
-        "held_out_acceptance", "Mean over held-out positions of sum min(p, q), of the version in force.",
-    ),
-    "learning_loss": ("loss", "Loss of the latest update."),
-    "learning_records": ("records", "Finished choices that are kept to learn from."),
-    "learning_held_out_records": ("held_out", "Those of them that only check updates."),
-}  # fmt: skip
-"""Per draft, as of now: metric, field of LearningStats, meaning."""
-COUNTERS = {
-    "draft_drafted_tokens": ("drafted_tokens", "draft", "Draft tokens verified, by the draft that made them."),
-    "draft_accepted_tokens": ("accepted_tokens", "draft", "Draft tokens accepted, by the draft that made them."),
-    "learning_updates": ("updates", "draft", "Updates that came to serve."),
-    "learning_refused": ("refused", "draft", "Updates that a check kept from serving."),
-    "learning_rolled_back": ("rolled_back", "draft", "Versions taken back once they served."),
-    "learning_left_out": ("left_out", "reason", "Choices that were not learned from, by reason."),
-    "learning_lost": ("lost", "reason", "Positions whose target scores were fetched and not kept, by reason."),
-}
-"""Since the start: metric, field of LearningStats, label, meaning. Every draft has them, from 0, so that rates can be
-taken of their first count too; so has every reason."""
-REASONS = {
-    "left_out": ("opt_out", "abort", "error", "no_positions", "failed"),
-    "lost": ("no_room", "not_finite"),
-}
-"""By field of LearningStats: why nothing is learned from a request, and why not from one of its positions."""
-LEARNING_TOTALS = {
-    "learning_target_tokens": ("target_tokens", "Positions whose target scores were kept."),
-    "learning_micro_steps": ("micro_steps", "Pieces of training between steps."),
-    "learning_train_seconds": ("train_s", "Seconds of the step loop that training took."),
-    "learning_delay_seconds": ("delay_s", "Those of them in which requests ran and waited for it."),
-}
-"""Since the start: metric, field of LearningStats, meaning."""
-
-
-def learning_metrics(stats: LearningStats) -> Iterator[Metric]:
-    """What LearningStats says, as metric families."""
-    for name, (field, text) in GAUGES.items():
-        gauge = GaugeMetricFamily(f"adaserve_{name}", text, labels=("draft",))
-        for draft, value in getattr(stats, field).items():
-            gauge.add_metric((draft,), value)
-        yield gauge
-    for name, (field, label, text) in COUNTERS.items():
-        known = REASONS.get(field, stats.version) if stats.version else ()
-        counter = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
-        for key, value in (dict.fromkeys(known, 0) | getattr(stats, field)).items():
-            counter.add_metric((key,), value)
-        yield counter
-    for name, (field, text) in LEARNING_TOTALS.items():
-        yield CounterMetricFamily(f"adaserve_{name}", text, getattr(stats, field))
-    longest = "Longest piece of training that requests which ran waited for."
-    yield GaugeMetricFamily("adaserve_learning_delay_max_seconds", longest, stats.delay_max_s)
-
+from adaserve_jax.stats import DrafterStats, MetricSpec, ServiceState, StepStats, metrics_of
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 RATIO_EDGES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-"""Upper edges of TPOT / target; met is <= 1."""
+"""Upper edges of the histogram of TPOT / target; a target is met at <= 1."""
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of their own. Used from the event loop only, but for the counters of
-    what was dropped."""
+    """All metrics of one server, in a registry of their own.
+
+    Used from the event loop, except records_dropped and spans_dropped, which other threads count.
+    """
 
     def __init__(self, client: EngineClient):
         self.registry = CollectorRegistry()
@@ -172,21 +68,21 @@ class ServerMetrics:
         return Histogram(f"adaserve_{name}", text, buckets=edges, registry=self.registry)
 
     def text(self) -> bytes:
-        """The exposition in Prometheus' text format."""
+        """Return the exposition in Prometheus' text format."""
         return generate_latest(self.registry)
 
     def observe_tokens(self, gap_s: float, count: int) -> None:
-        """`count` tokens of one choice arrived together, `gap_s` after those before."""
+        """Count `count` tokens of one choice that arrived together, `gap_s` seconds after those before."""
         self._gap.observe(gap_s)
         if count > 1:
             self._gap.observe(0.0, count - 1)
 
     def observe_rate_limited(self, limit: str) -> None:
-        """One request was refused because its key was over that limit."""
+        """Count a request that was refused because its API key was over `limit`."""
         self._limited.labels(limit).inc()
 
     def observe_end(self, choice: EndedChoice) -> None:
-        """One choice ended, for whatever reason; one that did not finish has met no target."""
+        """Count a choice that ended; one that did not finish has met no target."""
         status, metrics = status_of(choice.ending, choice.error_code), choice.metrics
         met = (metrics.tpot_met, metrics.ttft_met) if metrics is not None and status == "finished" else (False, False)
         for kind, target_s, kept in zip(("tpot", "ttft"), (choice.tpot_slo_s, choice.ttft_slo_s), met, strict=True):
@@ -210,7 +106,10 @@ class ServerMetrics:
 
 
 class GapHistogram(Collector):
-    """What is observed for every token, and so without the locks of the library's histogram: event loop only."""
+    """Histogram of the gaps between tokens, used from the event loop only.
+
+    It is observed for every token, so it does without the locks of the library's histogram.
+    """
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
@@ -229,7 +128,10 @@ class GapHistogram(Collector):
 
 
 class EngineCollector(Collector):
-    """Reads `EngineClient.stats()` at each scrape."""
+    """Collector of the engine's statistics, read at each scrape.
+
+    A statistic declares its metric (`stats.MetricSpec`); only what follows from several statistics is written here.
+    """
 
     def __init__(self, client: EngineClient):
         self._client = client
@@ -238,30 +140,70 @@ class EngineCollector(Collector):
         stats = self._client.stats()
         up = "1 while the engine can serve; 0 while it starts, is started again, or is dead."
         yield GaugeMetricFamily("adaserve_engine_up", up, int(self._client.is_alive()))
-        yield from _gauges(stats)
-        yield from _counters(stats)
-        yield from learning_metrics(stats.learning)
-        yield from drafter_metrics(stats.drafter)
+        yield from _page_metrics(stats.scheduler)
+        drafter = stats.drafter or DrafterStats()
+        for part in (stats, stats.scheduler, stats.learning, drafter):
+            yield from _families(metrics_of(part), vars(part), stats.learning.version)
+        by_service = {
+            name: {address: getattr(state, name) for address, state in drafter.services.items()}
+            for name in metrics_of(ServiceState)
+        }
+        yield from _families(metrics_of(ServiceState), by_service)
 
     def describe(self) -> list[Metric]:
         return []
 
 
-def _gauges(stats: EngineStats) -> Iterator[Metric]:
-    steps = stats.scheduler
+def _families(
+    specs: Mapping[str, MetricSpec], values: Mapping[str, Any], drafts: Collection[str] = ()
+) -> Iterator[Metric]:
+    """Yield a metric family per declared name.
+
+    Counters by draft or by reason begin at 0 for all of them once there are drafts, so that rates see the first count.
+
+    Args:
+        specs: Declared metrics by field of the statistics.
+        values: Values by field.
+        drafts: Names of the drafts that learn.
+    """
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for field, spec in specs.items():
+        if not spec.name:
+            continue
+        kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+        family = families.setdefault(spec.name, kind(f"adaserve_{spec.name}", spec.text, labels=spec.labels))
+        value = values[field]
+        if drafts and spec.kind == "counter":
+            value = _with_zeros(value, spec.values or (drafts if spec.labels == ("draft",) else ()))
+        for labels, number in _samples(value, spec.values):
+            family.add_metric((spec.row, *labels) if spec.row else labels, number)
+    yield from families.values()
+
+
+def _with_zeros(value: Any, keys: Collection[str]) -> Any:
+    return dict.fromkeys(keys, 0) | value if keys else value
+
+
+def _samples(value: Any, states: Sequence[str]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield (label values, number): dicts and lists by key and by position from 1, a text as 1 among its states."""
+    if isinstance(value, list):
+        value = {str(position): one for position, one in enumerate(cast("list[Any]", value), 1)}
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
+            for labels, number in _samples(inner, states):
+                yield (key, *labels), number
+    elif isinstance(value, str):
+        for state in states or (value,):
+            yield (state,), int(value == state)
+    else:
+        yield (), float(value)
+
+
+def _page_metrics(steps: StepStats) -> Iterator[Metric]:
+    """Yield the usage of KV pages, of both slabs together and of each."""
     total = steps.pages_total + steps.extension_total
     usage = (steps.pages_used + steps.extension_used) / total if total else 0.0
-    for name, text, value in (
-        ("requests_running", "Choices that hold a slot of the engine.", steps.running),
-        ("requests_waiting", "Choices in the engine's queue.", steps.waiting),
-        ("kv_cache_usage_ratio", "Used KV pages over all.", usage),
-        ("draft_resident", "1 while the draft is on the device.", int(steps.draft_resident)),
-        ("step_age_seconds", "Seconds since the last completed step; 0 when idle.", stats.step_age_s),
-        ("step_depth", "Depth of the last step's beam search.", steps.last_depth),
-        ("step_width", "Width of the last step's beam search.", steps.last_width),
-        ("step_budget", "Tree tokens that the last step could verify.", steps.last_verified_tree_tokens),
-    ):
-        yield GaugeMetricFamily(f"adaserve_{name}", text, value)
+    yield GaugeMetricFamily("adaserve_kv_cache_usage_ratio", "Used KV pages over all.", usage)
     pages = GaugeMetricFamily(
         "adaserve_kv_pages", "KV pages by slab (base, extension) and state (used, cached, free).",
         labels=("slab", "state"),
@@ -273,65 +215,3 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
         for state, value in (("used", used), ("cached", cached), ("free", total - used - cached)):
             pages.add_metric((slab, state), value)
     yield pages
-    errors = GaugeMetricFamily(
-        "adaserve_calibration_error", "Expected calibration error of acceptance since start.",
-        labels=("rows", "prediction"),
-    )  # fmt: skip
-    for rows, by_prediction in steps.calibration_error.items():
-        for prediction, error in by_prediction.items():
-            errors.add_metric((rows, prediction), error)
-    yield errors
-    arms = GaugeMetricFamily(
-        "adaserve_arm", "1 for the arm in force at sizes of batch up to the bucket.", labels=("bucket", "arm")
-    )
-    for bucket, arm in steps.arms.items():
-        arms.add_metric((bucket, arm), 1)
-    yield arms
-    regret_s = "Seconds that the arms played are estimated to have cost beyond the best ones."
-    yield GaugeMetricFamily("adaserve_arm_regret_seconds", regret_s, steps.arm_regret_s)
-
-
-def _counters(stats: EngineStats) -> Iterator[Metric]:
-    steps = stats.scheduler
-    for name, text, value in (
-        ("steps", "Engine steps.", steps.steps),
-        ("prompt_tokens", "Prompt tokens taken in.", steps.prompt_tokens),
-        ("generation_tokens", "Output tokens.", steps.generation_tokens),
-        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", steps.cache_queried_tokens),
-        ("prefix_cache_hits", "Prompt tokens found there.", steps.cache_hit_tokens),
-        ("preemptions", "Requests that lost their pages and were computed again.", steps.preemptions),
-        ("spec_drafts", "Steps that speculated.", steps.spec_steps),
-        ("spec_draft_tokens", "Draft tokens verified.", steps.draft_tokens),
-        ("spec_accepted_tokens", "Draft tokens accepted.", steps.accepted_tokens),
-        ("engine_restarts", "Engine processes that ended and were replaced.", stats.restarts),
-        ("compiles_after_ready", "Compilations since ready; anything but 0 is a bug.", stats.compiles_after_ready),
-    ):
-        yield CounterMetricFamily(f"adaserve_{name}", text, value)
-    yield _by_label(
-        "spec_accepted_tokens_per_position", "Draft tokens accepted, by depth in the tree from 1.", "position",
-        {str(i): n for i, n in enumerate(steps.accepted_per_position, 1)},
-    )  # fmt: skip
-    yield _by_label(
-        "calibration_outcomes", "Verified nodes behind an accepted parent.", "rows", steps.calibration_outcomes
-    )
-    yield _by_label("requests_finished", "Choices that ended, by finish_reason.", "reason", steps.finished)
-    yield _by_label("swaps", "Exchanges of the draft and KV pages, by kind.", "kind", steps.elastic_moves)
-    yield _by_label(
-        "swap_seconds",
-        "Seconds of the step loop that exchanges of the draft and KV pages took.",
-        "kind",
-        steps.elastic_s,
-    )
-    phases = ("plan", "draft", "select", "verify", "commit", "wait")
-    yield _by_label(
-        "step_seconds",
-        "Seconds in each phase of the step loop; wait is the part spent on the device, or on draft services.", "phase",
-        {phase: getattr(steps, f"{phase}_s") for phase in phases},
-    )  # fmt: skip
-
-
-def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = CounterMetricFamily(f"adaserve_{name}", text, labels=(label,))
-    for key, value in values.items():
-        family.add_metric((key,), value)
-    return family

@@ -1,6 +1,6 @@
-"""What the parts of a server that watch requests get to know of each choice when it ends: records, dashboard, traces.
+"""Observers of a server (records, traces, dashboard) and the description of a choice that they get when it ends.
 
-Knows no storage and no HTTP. Nothing of a request's text, except where an observer was configured to keep it.
+It holds no text of the request unless the server was told to record texts.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Literal
 from adaserve_jax.types import RequestMetrics
 
 Ending = Literal["stop", "length", "abort", "error", "rejected"]
-"""How a choice ended: finish reasons, and rejected: it got no room, or the engine never began it."""
+"""End of a choice: a finish reason, or rejected, where it got no room or the engine never began it."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ChoiceText:
-    """What one choice was asked and answered."""
+    """Prompt and output of one choice."""
 
     prompt_ids: Sequence[int]
     output: str
@@ -30,10 +30,17 @@ class ChoiceText:
 class EndedChoice:
     """One choice that has ended.
 
-    request_id: what the client knows the HTTP request by (x-request-id). index: of the choice in its answer. key: name
-    of the API key it came with; "" without keys. ended_unix_s: wall clock. metrics: None when the engine never began
-    it; tpot_slo_s, ttft_slo_s: the targets in force, seconds, also then. operation, traceparent: as of Origin. text:
-    None unless the server was told to keep texts.
+    Attributes:
+        request_id: Id of the HTTP request (x-request-id).
+        index: Index of the choice in the response.
+        key: Name of the API key; empty without keys.
+        ended_unix_s: Wall clock.
+        tpot_slo_s: Target in force, seconds, also when the engine never began the choice.
+        ttft_slo_s: The same for the first token.
+        metrics: None when the engine never began the choice.
+        operation: See `Origin`.
+        traceparent: See `Origin`.
+        text: None unless the server records texts.
     """
 
     request_id: str
@@ -53,8 +60,10 @@ class EndedChoice:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an HTTP request came from. request_id, key: as of EndedChoice. operation: chat or text_completion.
-    traceparent: the header of that name, as it came."""
+    """HTTP request that choices belong to.
+
+    operation: chat or text_completion. traceparent: header of that name. request_id, key: see `EndedChoice`.
+    """
 
     request_id: str = ""
     key: str = ""
@@ -65,7 +74,7 @@ class Origin:
         self, index: int, ending: Ending, error_code: str | None, *, slo_class: str, tpot_slo_s: float | None,
         ttft_slo_s: float | None, metrics: RequestMetrics | None = None, text: ChoiceText | None = None,
     ) -> EndedChoice:  # fmt: skip
-        """A choice of this request that ends now."""
+        """Return the description of a choice of this request that ends now."""
         return EndedChoice(
             self.request_id, index, ending, error_code, self.key, slo_class, time.time(), tpot_slo_s, ttft_slo_s,
             metrics, self.operation, self.traceparent, text,
@@ -73,11 +82,11 @@ class Origin:
 
 
 Observer = Callable[[EndedChoice], None]
-"""Called on the event loop; must return within microseconds."""
+"""Function called on the event loop for each ended choice; it must return within microseconds."""
 
 
-def tell(observers: list[Observer], ended: EndedChoice) -> None:
-    """Call every observer; one that fails is logged and costs the others nothing."""
+def notify(observers: list[Observer], ended: EndedChoice) -> None:
+    """Call every observer; an exception in one is logged and does not reach the others."""
     for observer in observers:
         try:
             observer(ended)

@@ -1,6 +1,6 @@
-"""From a request body to what the engine takes: prompts to tokens.
+"""Turn a request body into the engine's terms: prompt tokens, sampling parameters, targets and priority.
 
-Raises RequestError and ApiError that name the field. Knows no engine and no HTTP.
+Errors are RequestError and ApiError that name the field.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, TypeVar, cast
 
 from starlette.datastructures import Headers
 
-from adaserve_jax.engine.client import check_ids
+from adaserve_jax.engine.client import EngineInfo, check_ids
 from adaserve_jax.errors import RequestError
-from adaserve_jax.scheduler.slo import check_prompt
 from adaserve_jax.server.errors import ApiError, invalid
 from adaserve_jax.server.schema import ChatBody, CompletionBody, GenerationBody, Message, ResponseFormat
 from adaserve_jax.server.settings import DEFAULT_CLASS, KeySettings, ServerSettings, SloClass
@@ -24,12 +23,27 @@ from adaserve_jax.server.state import TextCodec
 from adaserve_jax.types import SLO, SamplingParams
 
 LONG_TEXT = 8192
-"""Characters or tokens, of one HTTP request together, above which work on them leaves the event loop to others."""
+"""Characters or tokens of one HTTP request above which work on them runs in a thread instead of on the event loop."""
+MAX_SHOWN = 40
+MAX_TOKENS_UNSET = 2**31 - 1
+"""Value of max_tokens until the prompt's length is known."""
+ANY_OBJECT = '{"type": "object"}'
+TARGET_HEADERS = {
+    "slo_tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+    "slo_ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+}
+"""Headers in which gateways send targets, by field of the body: the current name and the older one."""
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+_SAMPLING_FIELDS = (
+    "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words",
+)  # fmt: skip
 T = TypeVar("T")
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
 
 
 def check_supported(body: GenerationBody) -> None:
-    """Refuse fields that ask for something this server does not do."""
+    """Raise ApiError for fields that ask for something this server does not implement."""
     name = body.unsupported_field()
     if name is not None:
         what = type(body).model_fields[name].description or ""
@@ -39,8 +53,7 @@ def check_supported(body: GenerationBody) -> None:
 
 
 def check_draft_tag(body: GenerationBody, drafts: Sequence[str]) -> str:
-    """The draft that a request asks for, "" where it leaves the choice to the engine. Raises ApiError unless it is one
-    of `drafts`."""
+    """Return the draft that a request asks for, empty where the engine chooses. Raises ApiError for an unknown one."""
     tag = body.draft_tag or ""
     if tag and tag not in drafts:
         what = f"one of the drafts {', '.join(drafts)}" if drafts else "left out: the model is served without a draft"
@@ -49,7 +62,7 @@ def check_draft_tag(body: GenerationBody, drafts: Sequence[str]) -> str:
 
 
 def prompts_of(body: CompletionBody) -> list[str | list[int]]:
-    """The prompts one by one; none is empty."""
+    """Return the prompts one by one. Raises ApiError for an empty one."""
     prompt = body.prompt
     single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
     prompts = cast("list[str | list[int]]", [prompt] if single else prompt)
@@ -63,12 +76,11 @@ def prompts_of(body: CompletionBody) -> list[str | list[int]]:
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, str]]:
-    """Messages with plain text contents; "developer" is today's name of "system"."""
-    return [{"role": _role(m.role), "content": _content(m, i)} for i, m in enumerate(messages)]
-
-
-def _role(role: str) -> str:
-    return "system" if role == "developer" else role
+    """Return the messages for a chat template; "developer" is the newer name of the role "system"."""
+    return [
+        {"role": "system" if m.role == "developer" else m.role, "content": _content(m, i)}
+        for i, m in enumerate(messages)
+    ]
 
 
 def _content(message: Message, index: int) -> str:
@@ -85,15 +97,15 @@ def _content(message: Message, index: int) -> str:
     return "".join(part.text or "" for part in message.content)
 
 
-async def apart(size: int, work: Callable[[], T]) -> T:
-    """What `work` returns or raises, done off the event loop when it is about more than LONG_TEXT."""
+async def run_sized(size: int, work: Callable[[], T]) -> T:
+    """Run `work`, in a thread when its input is longer than LONG_TEXT; return or raise what it does."""
     return await asyncio.to_thread(work) if size > LONG_TEXT else work()
 
 
 async def encode(tokenizer: TextCodec, prompts: Sequence[str | list[int]], vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt; where these are long together, off the event loop. Raises RequestError."""
+    """Return the token ids of each prompt. Raises RequestError."""
     size = sum(map(len, prompts))
-    return await apart(size, lambda: [_encoded(tokenizer, prompt, vocab_size) for prompt in prompts])
+    return await run_sized(size, lambda: [_encoded(tokenizer, prompt, vocab_size) for prompt in prompts])
 
 
 def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> list[int]:
@@ -104,31 +116,18 @@ def _encoded(tokenizer: TextCodec, prompt: str | list[int], vocab_size: int) -> 
 
 
 async def encode_chat(tokenizer: TextCodec, messages: list[Message]) -> list[int]:
-    """Token ids of a conversation. Raises RequestError."""
+    """Return the token ids of a conversation. Raises RequestError."""
     plain = chat_messages(messages)
-    return await apart(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
-
-
-# From a request body to how its tokens are drawn: every sampling field, in the API's names and units.
-#
-# Raises RequestError and ApiError that name the field. Knows no engine, no tokenizer and no HTTP.
-
-MAX_SHOWN = 40
-ALL_THERE_IS = 2**31 - 1
-"""max_tokens until it is known how much fits behind the prompt."""
-ANY_OBJECT = '{"type": "object"}'
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-_FIELDS = (
-    "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "ignore_eos", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words",
-)  # fmt: skip
+    return await run_sized(sum(len(m["content"]) for m in plain), lambda: tokenizer.apply_chat_template(plain))
 
 
 def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters, before max_tokens is known to fit. defaults: of the model, for what the body leaves out.
-    Raises RequestError naming the field."""
+    """Return the sampling parameters; `fit_context` must still fit max_tokens to the prompt.
+
+    defaults: the model's, for fields that the body leaves out. Raises RequestError and ApiError.
+    """
     given: dict[str, Any] = dict(defaults) | {
-        name: getattr(body, name) for name in _FIELDS if getattr(body, name) is not None
+        name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None
     }
     if given.get("top_k") == -1:
         given["top_k"] = 0
@@ -139,7 +138,7 @@ def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
     if limit is not None:
         given["max_tokens"] = limit
     elif isinstance(body, ChatBody):
-        given["max_tokens"] = ALL_THERE_IS
+        given["max_tokens"] = MAX_TOKENS_UNSET
     names = {"max_tokens": limit_name, "logprobs": logprobs_name}
     try:
         return SamplingParams(**given)
@@ -151,7 +150,7 @@ def sampling_of(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingPa
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """Biases by token id. Raises ApiError: a key is no id."""
+    """Return the biases by token id. Raises ApiError for a key that is no id."""
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
             raise invalid(
@@ -161,7 +160,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def _logprobs(body: GenerationBody) -> tuple[int | None, str]:
-    """How many of the likeliest tokens to report, None: report nothing, and the field that says so."""
+    """Return how many likeliest tokens to report (None: no log probabilities) and the field that asks for it."""
     if isinstance(body, CompletionBody):
         if body.echo and body.logprobs is not None:
             raise invalid(
@@ -179,7 +178,7 @@ def _logprobs(body: GenerationBody) -> tuple[int | None, str]:
 
 
 def _json_schema(wanted: ResponseFormat | None) -> str | None:
-    """The schema that the output must fit, as JSON; None: any text. Raises ApiError."""
+    """Return the schema that the output must fit, as JSON; None: any text. Raises ApiError."""
     if wanted is not None and (wanted.json_schema is None) == (wanted.type == "json_schema"):
         raise invalid(
             'response_format.json_schema must be given when its type is "json_schema", and only then',
@@ -207,29 +206,27 @@ def _json_schema(wanted: ResponseFormat | None) -> str | None:
 
 
 def _max_tokens(body: GenerationBody) -> tuple[int | None, str]:
-    """The limit that the body asks for and the field that holds it."""
+    """Return the limit that the body asks for and the field that holds it."""
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         return body.max_completion_tokens, "max_completion_tokens"
     return body.max_tokens, "max_tokens"
 
 
-def within_context(
-    body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, max_context: int
-) -> SamplingParams:
-    """Sampling parameters whose max_tokens fits behind the prompt.
+def fit_context(body: GenerationBody, sampling: SamplingParams, prompt_tokens: int, info: EngineInfo) -> SamplingParams:
+    """Return sampling parameters whose max_tokens fits behind the prompt.
 
-    A limit that the body asks for must fit; the default (16 for completions, all there is for chat) is cut to fit,
+    A limit that the body asks for must fit; the default (16 for completions, the whole context for chat) is cut to fit,
     as far as min_tokens allows. Raises RequestError(code="context_length_exceeded").
     """
     is_chat = isinstance(body, ChatBody)
-    check_prompt(prompt_tokens, max_context, "messages" if is_chat else "prompt")
-    room = max_context - prompt_tokens
+    info.check_prompt(prompt_tokens, "messages" if is_chat else "prompt")
+    room = info.max_context - prompt_tokens
     asked, name = _max_tokens(body)
     if asked is None and sampling.min_tokens > room:
         asked, name = sampling.min_tokens, "min_tokens"
     if asked is not None and asked > room:
         raise RequestError(
-            f"the model's context holds {max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
+            f"the model's context holds {info.max_context} tokens, got a prompt of {prompt_tokens} and {name} {asked}; "
             f"lower {name}",
             param=name,
             code="context_length_exceeded",
@@ -239,14 +236,9 @@ def within_context(
     return replace(sampling, max_tokens=room if is_chat else min(sampling.max_tokens, room))
 
 
-# The targets, the class and the priority that a request gets: its own, else its class's, within all limits.
-#
-# Raises RequestError that names the field. Knows no engine and no HTTP.
-
-
 @dataclass(frozen=True)
-class Targets:
-    """What the engine is told. slo_class: the class's name. priority: lower is sooner."""
+class RequestTargets:
+    """Targets, class name and priority (lower is sooner) of a request, within all limits."""
 
     slo: SLO
     slo_class: str
@@ -259,10 +251,10 @@ def targets_of(
     classes: Mapping[str, SloClass],
     baseline_s: float,
     limits: KeySettings | None = None,
-) -> Targets:
-    """The targets in force.
+) -> RequestTargets:
+    """Return the request's own targets, else its class's, within the limits of server and key.
 
-    baseline_s: seconds, what `slo_relative` multiplies. limits: of the key that the request came with. Raises
+    baseline_s: seconds that `slo_relative` multiplies. limits: those of the request's API key. Raises
     RequestError(code="invalid_slo").
     """
     default = _class_of(body, settings, classes, limits)
@@ -279,7 +271,7 @@ def targets_of(
     if relative is not None and not low <= relative * baseline_s * 1e3 <= high:
         tpot_ms, relative = relative * baseline_s * 1e3, None
     slo = SLO(_clamp(tpot_ms, low, high), _clamp(ttft_ms, ttft_low, settings.max_slo_ttft_ms), relative)
-    return Targets(slo, default.name, _priority(body, default, limits))
+    return RequestTargets(slo, default.name, _priority(body, default, limits))
 
 
 def _class_of(
@@ -310,38 +302,30 @@ def _priority(body: GenerationBody, default: SloClass, limits: KeySettings | Non
 
 
 def _clamp(value: float | None, low: float, high: float) -> float | None:
-    """`value` within the limits; the lower one wins where a key's is above the server's upper one."""
+    """Return `value` within the limits; `low` wins where a key's minimum is above the server's maximum."""
     return None if value is None else max(min(value, high), low)
 
 
-# Targets in headers, as gateways in front of inference servers write them. Read only where the gateway is
-# trusted.
-
-HEADERS = {
-    "slo_tpot_ms": ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
-    "slo_ttft_ms": ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
-}
-"""By field of the body: the header, and its older name, which the newer one goes before."""
-AnyBody = TypeVar("AnyBody", bound=GenerationBody)
-
-
 def with_header_targets(body: AnyBody, headers: Headers, *, trusted: bool) -> tuple[AnyBody, str]:
-    """The body, with targets from the headers where it has none of that kind; and a warning, "" when there is none.
+    """Return the body with targets of a trusted gateway's headers where it has none of that kind, and a warning or "".
 
-    Raises ApiError(code="invalid_slo") naming a header that is no target, though the body may have its own.
+    Raises ApiError(code="invalid_slo") for a header that is no target, even where the body has its own.
     """
-    named = [name for names in HEADERS.values() for name in names if name in headers]
+    named = [name for names in TARGET_HEADERS.values() for name in names if name in headers]
     if not trusted:
         return body, f"ignored headers of an untrusted gateway: {', '.join(named)}" if named else ""
     own_tpot = body.slo_tpot_ms is not None or body.slo_relative is not None
     own = {"slo_tpot_ms": own_tpot, "slo_ttft_ms": body.slo_ttft_ms is not None}
-    found = {field: _first([_target(headers, name) for name in names]) for field, names in HEADERS.items()}
+    found = {
+        field: next((value for value in [_target(headers, name) for name in names] if value is not None), None)
+        for field, names in TARGET_HEADERS.items()
+    }
     update = {field: value for field, value in found.items() if value is not None and not own[field]}
     return body.model_copy(update=update), ""
 
 
 def _target(headers: Headers, name: str) -> float | None:
-    """Milliseconds that a header asks for; None when it is not there."""
+    """Return the milliseconds that a header asks for; None without the header. Raises ApiError."""
     values = headers.getlist(name)
     if not values:
         return None
@@ -355,7 +339,3 @@ def _target(headers: Headers, name: str) -> float | None:
 
 def _refusal(name: str, expected: str, got: str) -> ApiError:
     return invalid(f"the header {name} must be {expected}, got {got}", name, "invalid_slo")
-
-
-def _first(values: list[float | None]) -> float | None:
-    return next((value for value in values if value is not None), None)

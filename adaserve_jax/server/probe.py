@@ -1,7 +1,6 @@
-"""Asks this machine's server how it is: `python -m adaserve_jax.server.probe /ready`; status 0 when it answers 200.
+"""Health check for containers: `python -m adaserve_jax.server.probe /ready` exits with 0 when the server answers 200.
 
-For health checks of containers. Needs nothing that is not in Python. The API key is taken from ADASERVE_PROBE_KEY: the
-server may ask for one at `/ready`.
+It needs only the standard library. The API key, which `/ready` may ask for, comes from ADASERVE_PROBE_KEY.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ TIMEOUT_S = 3.0
 
 
 def probe(path: str, port: int, *, tls: bool = False, key: str = "") -> int:
-    """The status of a GET to this machine's server. Raises OSError and HTTPException when nothing sensible answers.
+    """Return the status of a GET to this machine's server. Raises OSError and HTTPException when none answers.
 
-    tls: speak https, without asking whose certificate it is: it is that of this machine's own port.
+    tls: use https; the certificate is not checked, since the port is this machine's own.
     """
     if tls:
         context = ssl.create_default_context()
@@ -33,7 +32,7 @@ def probe(path: str, port: int, *, tls: bool = False, key: str = "") -> int:
 
 
 def main() -> None:
-    """Exits with 0 for 200, 1 for everything else, which is said on stderr."""
+    """Exit with 0 for a 200, else with 1 and a message on stderr."""
     environment = os.environ
     path = sys.argv[1] if len(sys.argv) > 1 else "/health"
     port, tls = int(environment.get("ADASERVE_PORT", "8000")), bool(environment.get("ADASERVE_TLS_CERT"))

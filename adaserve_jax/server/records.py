@@ -1,4 +1,7 @@
-"""Keeps a record of every choice that ends, in the file of --records. Neither event loop nor engine waits for it."""
+"""Records of ended choices, written to the file of --records on a thread of its own.
+
+`ChoiceStamper` and `RecordMaker` turn what observers get into what is stored; `tracing` uses them too.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,33 @@ from typing import Generic, TypeVar
 import adaserve_jax
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.results.served import RecordStore, ServedChoice, ServerRun, served_choice, unbegun
+from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
 from adaserve_jax.server.observers import ChoiceText, EndedChoice
 from adaserve_jax.server.state import ServerState
 
-# Turns what observers are told into what is kept: adds the engine's names, wall-clock times, and the text if
-# asked.
-#
-# Runs on the threads of records and traces; the event loop only notes what passes with time.
+WRITE_EVERY_S = 0.25
+PRUNE_EVERY_S = 60.0
+MAX_WAITING = 10_000
+"""Choices that wait while the file cannot be written; more are dropped."""
+CLOSE_TIMEOUT_S = 5.0
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Noted:
-    """An end as the event loop noted it. clock_s: what was added to the engine's clock at that moment gives Unix time.
+class Retention:
+    """Choices that stay in the file: those that ended less than `age_s` ago, and of those the newest `max_bytes`."""
 
-    The engine's clock is the machine's monotonic one, the same in all processes, so that it is read here.
+    age_s: float
+    max_bytes: int
+
+
+@dataclass(frozen=True)
+class StampedChoice:
+    """Ended choice with the run of the engine that served it.
+
+    clock_s: Unix time minus the engine's clock. That is the machine's monotonic clock, the same in all processes.
     """
 
     ended: EndedChoice
@@ -37,21 +52,21 @@ class Noted:
     clock_s: float
 
 
-class Notes:
-    """Notes ends, on the event loop."""
+class ChoiceStamper:
+    """Stamp ended choices with their run, on the event loop."""
 
     def __init__(self, state: ServerState):
         self._state = state
-        self._engine: tuple[EngineInfo, int] | None = None  # of the run: and how many were there before
+        self._engine: tuple[EngineInfo, int] | None = None  # that of the run, and the number of restarts before it
         self._run: ServerRun | None = None
 
-    def of(self, ended: EndedChoice) -> Noted:
-        """Raises EngineDeadError when no engine was ever ready."""
+    def stamp(self, ended: EndedChoice) -> StampedChoice:
+        """Return the choice with its run. Raises EngineDeadError when no engine was ever ready."""
         clock_s = ended.ended_unix_s - time.monotonic()
-        return Noted(ended, self._current(ended.ended_unix_s), clock_s)
+        return StampedChoice(ended, self._current_run(ended.ended_unix_s), clock_s)
 
-    def _current(self, now_unix_s: float) -> ServerRun:
-        """The run of the engine there is; of the last one, once it is dead."""
+    def _current_run(self, now_unix_s: float) -> ServerRun:
+        """Return the run of the engine, or of the last one once that is dead."""
         try:
             info = self._state.info
         except EngineDeadError:
@@ -68,10 +83,10 @@ class Notes:
         return self._run
 
 
-class Served:
-    """Makes records of notes, on one thread, and knows the acceptance so far.
+class RecordMaker:
+    """Make records of stamped choices, on one thread.
 
-    decode: the text of a prompt's token ids; None: texts are left out.
+    decode: returns the text of a prompt's token ids; None: records have no texts.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str] | None = None):
@@ -79,19 +94,20 @@ class Served:
         self._drafted = 0
         self._accepted = 0
 
-    def of(self, noted: Noted) -> ServedChoice:
-        ended, metrics = noted.ended, noted.ended.metrics
+    def make(self, stamped: StampedChoice) -> ServedRecord:
+        """Return the record, with the acceptance rate of all choices so far."""
+        ended, metrics = stamped.ended, stamped.ended.metrics
         if metrics is None:
             arrival_unix_s = ended.ended_unix_s
-            metrics = unbegun(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
+            metrics = unstarted_metrics(ended.tpot_slo_s, ended.ttft_slo_s, ended.slo_class, ended.error_code)
         else:
-            arrival_unix_s = metrics.arrival_s + noted.clock_s
+            arrival_unix_s = metrics.arrival_s + stamped.clock_s
         self._drafted += metrics.drafted_tokens
         self._accepted += metrics.accepted_tokens
         prompt, output = self._texts(ended.text)
-        return served_choice(
+        return served_record(
             metrics,
-            run=noted.run,
+            run=stamped.run,
             request_id=ended.request_id,
             choice=ended.index,
             key=ended.key,
@@ -105,34 +121,33 @@ class Served:
         )
 
     def _texts(self, text: ChoiceText | None) -> tuple[str | None, str | None]:
-        """Prompt and output, as far as they are to be kept."""
+        """Return prompt and output, as far as they are recorded."""
         if text is None or self._decode is None:
             return None, None
-        output = _storable(text.output)
+        output = _without_surrogates(text.output)
         try:
-            return _storable(self._decode(text.prompt_ids)), output
+            return _without_surrogates(self._decode(text.prompt_ids)), output
         except Exception:
             _log.exception("a prompt cannot be decoded; its record goes without")
             return None, output
 
 
-def _storable(text: str) -> str:
-    """Without lone surrogates, which no file takes."""
+def _without_surrogates(text: str) -> str:
+    """Replace lone surrogates, which no file takes."""
     return text.encode(errors="replace").decode()
 
 
-# Work that must not hold up the event loop: what is put in is handed over in batches, on a thread of its own.
-#
-# Bounded: what finds no room is counted and forgotten. Knows nothing of what is put in.
+class BatchThread(Generic[T]):
+    """Thread that calls `work(items)` every `every_s` seconds with the items put since, also with none.
 
-T = TypeVar("T")
+    `work` returns the items that it wants to get again. If it raises, its items are dropped and the thread goes on.
 
-
-class Batches(Generic[T]):
-    """Calls work(items) every `every_s` seconds, with none too; it returns those that it wants to be given again.
-
-    put: from one thread. dropped(count): items that were never worked off, called from either thread. limit: items that
-    wait or are worked on. A `work` that raises loses its batch, and the thread goes on.
+    Args:
+        name: Name of the thread.
+        work: See above.
+        dropped: Called with a number of items that were never worked off, from either thread.
+        every_s: Seconds between calls.
+        limit: Most items that wait or are worked on; more are dropped.
     """
 
     def __init__(
@@ -155,27 +170,27 @@ class Batches(Generic[T]):
         self._thread.start()
 
     def put(self, item: T) -> None:
-        """Returns at once, within microseconds."""
+        """Add an item within microseconds; call it from one thread."""
         if self._closing.is_set() or len(self._waiting) + len(self._taken) >= self._limit:
             self._dropped(1)
         else:
             self._waiting.append(item)
 
     def close(self, timeout_s: float) -> bool:
-        """Work off what waits; what is wanted again then counts as dropped. Returns whether that ended in time."""
+        """Work off the waiting items once more and drop what is left. Return whether that ended in time."""
         self._closing.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while not self._closing.wait(self._every_s):
-            self._turn()
-        self._turn()
+            self._work_once()
+        self._work_once()
         left = len(self._taken) + len(self._waiting)
         if left:
             self._dropped(left)
 
-    def _turn(self) -> None:
+    def _work_once(self) -> None:
         taken = self._taken + [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._taken = taken
         try:
@@ -186,28 +201,11 @@ class Batches(Generic[T]):
             self._taken = []
 
 
-EVERY_S = 0.25
-"""Between two batches."""
-PRUNE_EVERY_S = 60.0
-LIMIT = 10_000
-"""Choices that wait while the file cannot be written."""
-CLOSE_S = 5.0
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Retention:
-    """What stays in the file: choices that ended less than `age_s` ago, and of those the newest `max_bytes`."""
-
-    age_s: float
-    max_bytes: int
-
-
 class Recorder:
-    """An observer. The store is its own from now on: one thread uses it, and `close` closes it.
+    """Observer that adds a record of each choice to `store`, which it owns from now on.
 
-    A file that cannot be written now is tried again with the next batch; choices that find no room meanwhile are
-    counted as dropped.
+    When the file cannot be written, the next batch tries again; choices that find no room meanwhile are counted as
+    dropped.
     """
 
     def __init__(
@@ -216,43 +214,44 @@ class Recorder:
         store: RecordStore,
         retention: Retention,
         *,
-        every_s: float = EVERY_S,
-        limit: int = LIMIT,
+        every_s: float = WRITE_EVERY_S,
+        limit: int = MAX_WAITING,
     ):
         self._store = store
         self._retention = retention
-        self._notes = Notes(state)
-        self._served = Served(state.decode)
+        self._stamper = ChoiceStamper(state)
+        self._maker = RecordMaker(state.decode)
         self._failing = False
         self._prune_at_s = 0.0
         self._dropped = state.metrics.records_dropped.inc
-        self._batches: Batches[Noted | ServedChoice] = Batches(
+        self._thread: BatchThread[StampedChoice | ServedRecord] = BatchThread(
             "records", self._write, self._dropped, every_s=every_s, limit=limit
         )
 
     def observe(self, ended: EndedChoice) -> None:
-        self._batches.put(self._notes.of(ended))
+        self._thread.put(self._stamper.stamp(ended))
 
     def close(self) -> None:
-        """Write what waits, within a few seconds."""
-        if self._batches.close(CLOSE_S):
+        """Write the waiting records, within a few seconds."""
+        if self._thread.close(CLOSE_TIMEOUT_S):
             self._store.close()
 
-    def _write(self, items: list[Noted | ServedChoice]) -> list[Noted | ServedChoice]:
-        """Add a batch, then prune; returns the batch when the file cannot be written now."""
-        choices = [self._served.of(item) if isinstance(item, Noted) else item for item in items]
+    def _write(self, items: list[StampedChoice | ServedRecord]) -> list[StampedChoice | ServedRecord]:
+        """Add a batch, then prune; return the batch when the file cannot be written now."""
+        choices = [self._maker.make(item) if isinstance(item, StampedChoice) else item for item in items]
         try:
             if choices:
                 self._store.add(choices)
         except sqlite3.OperationalError as error:  # a full disk, a lock: it may pass
-            self._failed(error)
+            self._log_failure(error)
             return [*choices]
         except sqlite3.Error as error:
-            self._failed(error)
+            self._log_failure(error)
             self._dropped(len(choices))
             return []
-        if choices:
-            self._worked()
+        if choices and self._failing:
+            self._failing = False
+            _log.warning("records are written to %s again", self._store.path)
         self._prune()
         return []
 
@@ -265,10 +264,10 @@ class Recorder:
             if self._store.prune(before_unix_s=time.time() - kept.age_s, max_bytes=kept.max_bytes):
                 self._prune_at_s = now
         except sqlite3.Error as error:
-            self._failed(error)
+            self._log_failure(error)
 
-    def _failed(self, error: sqlite3.Error) -> None:
-        """Say it once, until it works again."""
+    def _log_failure(self, error: sqlite3.Error) -> None:
+        """Log the first failure since the file could be written."""
         if not self._failing:
             self._failing = True
             _log.warning(
@@ -276,8 +275,3 @@ class Recorder:
                 self._store.path,
                 error,
             )
-
-    def _worked(self) -> None:
-        if self._failing:
-            self._failing = False
-            _log.warning("records are written to %s again", self._store.path)

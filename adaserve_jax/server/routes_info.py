@@ -1,4 +1,4 @@
-"""The routes that generate nothing: models, tokens, health, metrics, version."""
+"""Routes that generate nothing: models, tokens, health, metrics, version."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import adaserve_jax
 from adaserve_jax.engine.client import check_ids
 from adaserve_jax.errors import EngineDeadError
 from adaserve_jax.server.errors import invalid
-from adaserve_jax.server.formatting import shown
-from adaserve_jax.server.parse import apart, encode, encode_chat
+from adaserve_jax.server.formatting import token_text
+from adaserve_jax.server.parse import encode, encode_chat, run_sized
 from adaserve_jax.server.routes_generate import error_responses, warning_headers
 from adaserve_jax.server.schema import (
     DetokenizeBody,
@@ -31,6 +31,7 @@ from adaserve_jax.server.state import ServerState
 
 
 def router(state: ServerState) -> APIRouter:
+    """Return the routes."""
     routes = APIRouter()
     _add_models(routes, state)
     _add_tokens(routes, state)
@@ -87,11 +88,11 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
         tokenizer, most = state.tokenizer, state.info.max_context
 
         def answer() -> Response:
-            strings = [shown(tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
+            strings = [token_text(tokenizer.spelled(token)) for token in ids] if body.return_token_strs else None
             found = Tokens(tokens=ids, count=len(ids), max_model_len=most, token_strs=strings)
             return _answer(found, warning_headers(body, http.query_params))
 
-        return await apart(len(ids), answer)
+        return await run_sized(len(ids), answer)
 
     @routes.post(
         "/detokenize", tags=["tokens"], operation_id="detokenize", summary="Text of token ids", responses=errors,
@@ -105,11 +106,11 @@ def _add_tokens(routes: APIRouter, state: ServerState) -> None:
             check_ids(body.tokens, size, "tokens")
             return _answer(Text(prompt=tokenizer.decode(body.tokens)), warning_headers(body, http.query_params))
 
-        return await apart(len(body.tokens), answer)
+        return await run_sized(len(body.tokens), answer)
 
 
 def _answer(content: BaseModel, headers: Mapping[str, str]) -> Response:
-    """The response with this body, which is not written on the event loop, as FastAPI would."""
+    """Return a response with this body, serialised here: FastAPI would do it on the event loop."""
     return Response(content.model_dump_json(exclude_none=True), headers=headers, media_type="application/json")
 
 

@@ -1,6 +1,6 @@
-"""The request bodies of the API, as pydantic models: what is accepted, what it means, what is refused by name.
+"""Request and response bodies of the API as pydantic models, from which the OpenAPI document is made.
 
-Types are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so that a response can name them.
+Types of requests are strict (no "5" for 5). Unknown fields are kept in `model_extra`, so that a response can name them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adaserve_jax.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIASES
 
 
 def _valid_unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no tokenizer and no encoder takes."""
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer or encoder takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -37,7 +37,7 @@ ValidText = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 def _few_entries(value: object) -> object:
-    """Refuse a huge mapping before each of its entries is looked at."""
+    """Refuse a huge mapping before its entries are validated."""
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_many", "at most {most} token ids", {"most": MAX_LOGIT_BIASES})
     return value
@@ -50,20 +50,26 @@ Biases = Annotated[dict[str, float], BeforeValidator(_few_entries)]
 INT32 = 2**31
 
 
-def later(shown: str, *neutral: Any) -> Any:
-    """A field that OpenAI's API has and this server does not implement: refused, but for null and what is neutral."""
+def unsupported(shown: str, *neutral: Any) -> Any:
+    """Return a field of OpenAI's API that is not implemented: only null and the neutral values are accepted."""
     description = f"Not implemented: only {shown} is accepted."
     return Field(None, description=description, json_schema_extra={"enum": [None, *neutral]})
 
 
-class Body(BaseModel):
+class RequestModel(BaseModel):
+    """Base of request bodies and their parts."""
+
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Body(RequestModel):
+    """Base of request bodies."""
 
     def unknown_fields(self) -> list[str]:
         return sorted(self.model_extra or {})
 
     def unsupported_field(self) -> str | None:
-        """The first unimplemented field that asks for something."""
+        """Return the first unimplemented field that asks for something."""
         for name, field in type(self).model_fields.items():
             if not isinstance(field.json_schema_extra, dict) or "enum" not in field.json_schema_extra:
                 continue
@@ -73,25 +79,19 @@ class Body(BaseModel):
         return None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class StreamOptions(RequestModel):
     include_usage: bool | None = Field(None, description="Send the token counts in one last chunk without choices.")
     continuous_usage_stats: bool | None = Field(None, description="Send the token counts so far in every chunk.")
 
 
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class JsonSchemaFormat(RequestModel):
     name: str | None = Field(None, description="Accepted and not used.")
     description: str | None = Field(None, description="Accepted and not used.")
     schema_: dict[str, Any] = Field(alias="schema", description="The JSON Schema that the output fits.")
     strict: bool | None = Field(None, description="Accepted; the output always fits.")
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="text: no demand; json_object: any JSON object; json_schema: JSON that fits the schema."
     )
@@ -99,7 +99,7 @@ class ResponseFormat(BaseModel):
 
 
 class GenerationBody(Body):
-    """What completions and chat have in common."""
+    """Fields that completions and chat share."""
 
     model: str | None = Field(None, description="The served model's name; left out: the one that is served.")
     max_tokens: int | None = Field(None, description="Most tokens to generate.")
@@ -165,24 +165,20 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(
         None, description="Report log probabilities of the output's tokens and of so many likeliest, 0 to 20."
     )
-    best_of: Any = later("1", 1)
-    suffix: Any = later("null")
+    best_of: Any = unsupported("1", 1)
+    suffix: Any = unsupported("null")
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": 40}]}
     )
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class TextPart(RequestModel):
     type: str = Field(description="Only text.")
     text: ValidText | None = Field(None, description="The text.")
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant"] = Field(
         description="Who speaks; developer is today's name of system."
     )
@@ -196,12 +192,12 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = Field(None, description="Report log probabilities of the output's tokens.")
     top_logprobs: int | None = Field(None, description="And of so many likeliest, 0 to 20; only with logprobs.")
-    tools: Any = later("[]", [])
-    tool_choice: Any = later("none and auto", "none", "auto")
-    functions: Any = later("[]", [])
-    function_call: Any = later("none and auto", "none", "auto")
-    modalities: Any = later('["text"]', ["text"])
-    audio: Any = later("null")
+    tools: Any = unsupported("[]", [])
+    tool_choice: Any = unsupported("none and auto", "none", "auto")
+    functions: Any = unsupported("[]", [])
+    function_call: Any = unsupported("none and auto", "none", "auto")
+    modalities: Any = unsupported('["text"]', ["text"])
+    audio: Any = unsupported("null")
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"messages": [{"role": "user", "content": "Hello"}], "slo_tpot_ms": 40}]}
@@ -220,29 +216,32 @@ class DetokenizeBody(Body):
     tokens: Ids = Field(description="Token ids.")
 
 
-# The response bodies of the API, as pydantic models: they write the responses and the OpenAPI document.
-
 FinishedBy = Literal["stop", "length"]
+"""Finish reasons of OpenAI's API."""
 
 
-class PromptTokensDetails(BaseModel):
+class ResponseModel(BaseModel):
+    """Base of response bodies and their parts."""
+
+
+class PromptTokensDetails(ResponseModel):
     cached_tokens: int = Field(description="Prompt tokens whose KV was there already.")
 
 
-class Usage(BaseModel):
+class Usage(ResponseModel):
     prompt_tokens: int = Field(description="Tokens of the prompts.")
     completion_tokens: int = Field(description="Tokens of all choices.")
     total_tokens: int = Field(description="Their sum.")
     prompt_tokens_details: PromptTokensDetails = Field(description="What of the prompts was there already.")
 
 
-class SpeculativeMetrics(BaseModel):
+class SpeculativeMetrics(ResponseModel):
     verify_steps: int = Field(description="Verifications by the target.")
     accepted_tokens: int = Field(description="Draft tokens that the target accepted, bonus tokens not counted.")
     mean_accepted: float = Field(description="Accepted tokens per verification.")
 
 
-class SloMetrics(BaseModel):
+class SloMetrics(ResponseModel):
     tpot_target_ms: float | None = Field(description="Target in force, after class, baseline and the server's limits.")
     ttft_target_ms: float | None = Field(description="Target in force, after class and the server's limits.")
     tpot_ms: float | None = Field(description="Measured (last token - first token) / (tokens - 1).")
@@ -252,7 +251,7 @@ class SloMetrics(BaseModel):
     )
 
 
-class ResponseMetrics(BaseModel):
+class ResponseMetrics(ResponseModel):
     time_to_first_token_ms: float | None = Field(description="From arrival to the first token.")
     queue_time_ms: float | None = Field(description="From arrival until first scheduled.")
     tokens_per_second: float | None = Field(description="Output tokens / (last token - arrival).")
@@ -260,7 +259,7 @@ class ResponseMetrics(BaseModel):
     slo: SloMetrics = Field(description="The targets, and whether they were met.")
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(ResponseModel):
     """One entry per output token in each list."""
 
     tokens: list[str] = Field(description="Its text, or bytes:\\x.. where its bytes are no whole characters.")
@@ -269,7 +268,7 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int] = Field(description="Characters of the output before it.")
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(ResponseModel):
     index: int = Field(description="Prompt index times n plus the choice's.")
     text: str = Field(description="The output, or in a stream the next piece of it.")
     logprobs: CompletionLogprobs | None = Field(default=None, description="Where they were asked for.")
@@ -278,7 +277,7 @@ class CompletionChoice(BaseModel):
     )
 
 
-class Completion(BaseModel):
+class Completion(ResponseModel):
     id: str = Field(description="A fresh name of this answer.")
     object: Literal["text_completion"] = Field(default="text_completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -294,13 +293,13 @@ class Completion(BaseModel):
     )
 
 
-class AssistantMessage(BaseModel):
+class AssistantMessage(ResponseModel):
     role: Literal["assistant"] = Field(default="assistant", description="Always assistant.")
     content: str = Field(description="The output.")
     refusal: None = Field(default=None, description="Always null.")
 
 
-class TopLogprob(BaseModel):
+class TopLogprob(ResponseModel):
     token: str = Field(description="Its text, or \\x.. where its bytes are no whole characters.")
     logprob: float = Field(description="Natural logarithm of its probability by the model's own logits.")
     bytes: list[int] | None = Field(
@@ -312,19 +311,19 @@ class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = Field(description="The likeliest tokens in its place.")
 
 
-class ChatLogprobs(BaseModel):
+class ChatLogprobs(ResponseModel):
     content: list[ChatLogprob] = Field(description="One for each output token.")
     refusal: None = Field(default=None, description="Always null.")
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(ResponseModel):
     index: int = Field(description="From 0, one for each of n.")
     message: AssistantMessage = Field(description="The answer.")
     logprobs: ChatLogprobs | None = Field(default=None, description="Where they were asked for.")
     finish_reason: FinishedBy = Field(description="stop: an end of the text; length: max_tokens.")
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(ResponseModel):
     id: str = Field(description="A fresh name of this answer.")
     object: Literal["chat.completion"] = Field(default="chat.completion", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -334,7 +333,7 @@ class ChatCompletion(BaseModel):
     metrics: ResponseMetrics = Field(description="What the request got.")
 
 
-class Delta(BaseModel):
+class Delta(ResponseModel):
     role: Literal["assistant"] | None = Field(default=None, description="In the first piece of a choice.")
     content: str | None = Field(default=None, description="The next piece of the output.")
 
@@ -343,7 +342,7 @@ class Delta(BaseModel):
         return {name: value for name, value in handler(self).items() if value is not None}
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(ResponseModel):
     index: int = Field(description="From 0, one for each of n.")
     delta: Delta = Field(description="What is new.")
     logprobs: ChatLogprobs | None = Field(
@@ -352,7 +351,7 @@ class ChatChunkChoice(BaseModel):
     finish_reason: FinishedBy | None = Field(description="With the last piece of a choice; null before.")
 
 
-class ChatChunk(BaseModel):
+class ChatChunk(ResponseModel):
     id: str = Field(description="A fresh name of this answer, the same in all its events.")
     object: Literal["chat.completion.chunk"] = Field(default="chat.completion.chunk", description="What this is.")
     created: int = Field(description="Unix time, seconds.")
@@ -362,23 +361,23 @@ class ChatChunk(BaseModel):
     metrics: ResponseMetrics | None = Field(default=None, description="What the request got, with the last event only.")
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(ResponseModel):
     message: str = Field(description="What was expected, what came, and what to do.")
     type: str = Field(description="OpenAI's kind of error: one for each status.")
     param: str | None = Field(description="The field at fault, where it is one.")
     code: str = Field(description="A stable short name; docs/http.md has the list.")
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(ResponseModel):
     error: ErrorDetail = Field(description="What went wrong.")
 
 
-class SloTargets(BaseModel):
+class SloTargets(ResponseModel):
     tpot_ms: float | None = Field(description="Target, milliseconds per output token; null: none.")
     ttft_ms: float | None = Field(description="Target, milliseconds to the first token; null: none.")
 
 
-class ModelCard(BaseModel):
+class ModelCard(ResponseModel):
     id: str = Field(description="The name that model may be.")
     object: Literal["model"] = Field(default="model", description="What this is.")
     created: int = Field(description="Unix time of the server's start, seconds.")
@@ -390,29 +389,29 @@ class ModelCard(BaseModel):
     slo_classes: dict[str, SloTargets] = Field(description="What slo_class may be, and the targets that it stands for.")
 
 
-class ModelList(BaseModel):
+class ModelList(ResponseModel):
     object: Literal["list"] = Field(default="list", description="What this is.")
     data: list[ModelCard] = Field(description="One model.")
 
 
-class Health(BaseModel):
+class Health(ResponseModel):
     status: Literal["starting", "ok", "stalled", "restarting", "draining", "dead"] = Field(
         description="What the server does."
     )
     detail: str = Field(description="The same in words; of an engine that ended, why.")
 
 
-class Version(BaseModel):
+class Version(ResponseModel):
     version: str = Field(description="Of this package.")
     engine: dict[str, Any] | None = Field(description="Device, jax version, policy, models; null until ready.")
 
 
-class Tokens(BaseModel):
+class Tokens(ResponseModel):
     tokens: list[int] = Field(description="Token ids.")
     count: int = Field(description="How many.")
     max_model_len: int = Field(description="Most tokens of prompt and output together.")
     token_strs: list[str] | None = Field(default=None, description="What each token spells, where that was asked for.")
 
 
-class Text(BaseModel):
+class Text(ResponseModel):
     prompt: str = Field(description="What the token ids spell.")

@@ -1,4 +1,4 @@
-"""Running the server: opens the port at once, starts the engine beside it, tells its progress, drains on SIGTERM."""
+"""Run the server: open the port, start the engine beside it, show its progress, reload on SIGHUP, drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import SupervisedEngine
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
-from adaserve_jax.results.served import RecordStore
+from adaserve_jax.results.record_store import RecordStore
 from adaserve_jax.server.app import create_app
 from adaserve_jax.server.connection import ABORT_GRACE_S, DrainingServer, check_tls, http_config
 from adaserve_jax.server.records import Recorder, Retention
@@ -35,156 +35,32 @@ from adaserve_jax.server.tracing import Tracer, open_exporter
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-# The progress of the engine's warm-up: a bar on a terminal, a line per tenth of the work in a log file.
-
-LINES = 10
-
-
-class WarmUpBar:
-    """Shows each kind of work on a console; callable from any thread."""
-
-    def __init__(self, console: Console):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._console = console
-        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
-        self._tasks: dict[str, TaskID] = {}
-        self._lines: dict[str, int] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def update(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` parts of `what` are ready."""
-        with self._lock:
-            if self._closed:
-                return
-            if self._console.is_terminal:
-                self._draw(what, done, total)
-            else:
-                self._tell(what, done, total)
-
-    def _draw(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._progress.start()
-            self._tasks[what] = self._progress.add_task(what, total=total)
-        self._progress.update(self._tasks[what], completed=done, total=total)
-
-    def _tell(self, what: str, done: int, total: int) -> None:
-        tenth = LINES * done // max(total, 1)
-        if tenth > self._lines.get(what, -1):
-            self._lines[what] = tenth
-            self._console.print(f"{what} {done}/{total}", highlight=False)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._progress.stop()
-
-
-# New API keys and certificates without a restart: on SIGHUP the configuration file is read again, of which only
-# the keys are taken, and the files of the certificate and its key.
-
-Reread = Callable[[], ServerSettings]
-"""The settings as they are now in their file. Raises ConfigError."""
-
-
-def reload_on_hangup(
-    state: ServerState, reread: Reread | None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
-) -> None:
-    """From now on SIGHUP takes the file's keys, where there is a file, and the certificate's files into what `tls`
-    gives. Call it on the event loop of the main thread."""
-
-    def hang_up() -> None:
-        if reread is not None:
-            reload_keys(state, reread)
-        context = tls()
-        if context is not None:
-            reload_certificate(context, state.settings)
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
-
-
-def reload_keys(state: ServerState, reread: Reread) -> None:
-    """Take the keys that `reread` has; what is wrong with them is logged, and then the old ones stay."""
-    try:
-        settings = reread()
-        if not state.keyring:
-            raise ConfigError("the server was started without API keys, so that it asks for none; restart it")
-        if not settings.all_keys():
-            raise ConfigError("at least one API key must be left; to ask for none, restart the server")
-        state.keyring.replace(settings)
-    except ConfigError as error:
-        _log.error("the API keys are as before: %s", error)
-        return
-    _log.warning("the server has %d API keys now", len(settings.all_keys()))
-
-
-def reload_certificate(context: ssl.SSLContext, settings: ServerSettings) -> None:
-    """Take what the files of the certificate and its key hold now, for connections to come; what is wrong with them is
-    logged, and then the old ones stay."""
-    try:
-        check_tls(settings)  # loads them elsewhere first: a pair that does not fit must not be taken in halves
-        assert settings.tls_cert is not None
-        context.load_cert_chain(settings.tls_cert, settings.tls_key)
-    except (ConfigError, OSError) as error:
-        _log.error("the certificate is as before: %s", error)
-        return
-    _log.warning("the server has read its certificate again")
-
-
-# What a server's settings ask to watch its requests with: a file of records, a collector of traces.
-
-DAY_S = 86_400.0
-
-
-class Watchers:
-    """Opened before the port, so that a file that cannot be written is refused first; attached once there is a server.
-
-    A context manager. Its end writes and sends what still waits.
-    """
-
-    def __init__(self, settings: ServerSettings):
-        """Raises ConfigError: the file cannot be written or is not ours, or OpenTelemetry is not installed."""
-        self._retention = Retention(settings.records_days * DAY_S, settings.records_max_mib * 2**20)
-        self._exporter: SpanExporter | None = None
-        if settings.otlp_endpoint is not None:
-            self._exporter = open_exporter(settings.otlp_endpoint)
-        self._store = RecordStore.open(Path(settings.records)) if settings.records is not None else None
-        self._attached: list[Recorder | Tracer] = []
-
-    def attach(self, state: ServerState) -> None:
-        """Watch this server from now on."""
-        if self._store is not None:
-            self._attached.append(Recorder(state, self._store, self._retention))
-            self._store = None
-        if self._exporter is not None:
-            self._attached.append(Tracer(state, self._exporter))
-        state.observers += [each.observe for each in self._attached]
-
-    def __enter__(self) -> Watchers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in self._attached:
-            each.close()
-        if self._store is not None:
-            self._store.close()
-
-
 BACKLOG = 2048
 DEAD_STATUS = 70
 """Exit status of a server that ended because its engine did (EX_SOFTWARE)."""
 DEAD_POLL_S = 0.5
-_log = logging.getLogger(__name__)
+DAY_S = 86_400.0
+WARM_UP_LINES = 10
+"""Lines of progress per kind of work where there is no terminal."""
+Reread = Callable[[], ServerSettings]
+"""Function that reads the settings again from their file. Raises ConfigError."""
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def run(
     settings: ServerSettings, engine_config: EngineConfig, in_process: bool = False, reread: Reread | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain and return 0; DEAD_STATUS when the engine's end was the reason.
+    """Serve until SIGTERM or SIGINT, then drain. Raises ConfigError and what loading the engine raises.
 
-    in_process: run the engine in a thread of this process, which cannot be started again. reread: where new API keys
-    come from on SIGHUP. Raises ConfigError (keys, certificates, the port is taken) and what loading the engine raises.
+    Args:
+        settings: Settings of the server; errors in keys or certificates and a port in use raise ConfigError.
+        engine_config: Configuration of the engine.
+        in_process: Run the engine in a thread of this process, which cannot be started again.
+        reread: Reads the settings again on SIGHUP, for new API keys.
+
+    Returns:
+        Exit status: 0, or DEAD_STATUS when the server ended because its engine did.
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
@@ -201,7 +77,7 @@ def run(
 
 
 def load_tokenizer(target: str) -> TextCodec:
-    """The tokenizer of a target as the configuration names it. Raises CheckpointError."""
+    """Return the tokenizer of a target. Raises CheckpointError."""
     from adaserve_jax.models.tokenizer import Tokenizer  # a second of imports, paid after the port is open
 
     return Tokenizer.from_folder(resolve_folder(target, "target"))
@@ -214,17 +90,17 @@ def serve(
     bar: WarmUpBar,
     reread: Reread | None = None,
 ) -> int:
-    """Start `client` behind an open port and serve it until a signal; closes it in any case. Returns as `run`."""
-    with Watchers(settings) as watchers:
-        return _serve_watched(settings, client, tokenizer, bar, reread, watchers)
+    """Start `client` behind an open port, serve it until a signal and close it. Return the exit status of `run`."""
+    with Observability(settings) as observability:
+        return _serve_observed(settings, client, tokenizer, bar, reread, observability)
 
 
-def _serve_watched(
+def _serve_observed(
     settings: ServerSettings, client: EngineClient, tokenizer: Callable[[], TextCodec], bar: WarmUpBar,
-    reread: Reread | None, watchers: Watchers,
+    reread: Reread | None, observability: Observability,
 ) -> int:  # fmt: skip
     app = create_app(client, None, settings)
-    watchers.attach(app.state.server)
+    observability.attach(app.state.server)
     config = http_config(app, settings, lifespan="on", timeout_graceful_shutdown=int(ABORT_GRACE_S))
     listener = listen(settings)  # last: what is wrong with keys and certificates is said before the port opens
     warn_if_open(app.state.server, listener)
@@ -238,10 +114,10 @@ def _serve_watched(
 
 
 def listen(settings: ServerSettings) -> socket.socket:
-    """Bind the port. Raises ConfigError saying why not.
+    """Return a socket that listens on the port. Raises ConfigError.
 
-    The protocol is named because asyncio turns Nagle's algorithm off for such sockets only; with it, a body or an event
-    waits up to 40 ms for the client to acknowledge what was sent before.
+    IPPROTO_TCP is given because asyncio turns Nagle's algorithm off only for such sockets; with it, a body or an event
+    waits up to 40 ms for the client to acknowledge the packet before.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -258,7 +134,7 @@ def listen(settings: ServerSettings) -> socket.socket:
 
 
 def warn_if_open(state: ServerState, listener: socket.socket) -> None:
-    """Say so when others than this machine may reach a server that asks for no key."""
+    """Log a warning when other machines can reach a server that asks for no key."""
     if not state.keyring and not ip_address(listener.getsockname()[0]).is_loopback:
         _log.warning("whoever reaches port %d may use this server: it asks for no API key", listener.getsockname()[1])
 
@@ -270,7 +146,7 @@ async def _serve(
     bar: WarmUpBar,
     reread: Reread | None,
 ) -> int:
-    """Run the HTTP server and the engine's start together. Returns what `run` does; raises what the start raised."""
+    """Run the HTTP server and the engine's start together. Return the exit status; raise what the start raised."""
     state = server.state
     if reread is not None or state.settings.tls_cert is not None:
         reload_on_hangup(state, reread, lambda: server.config.ssl)
@@ -297,7 +173,7 @@ async def _serve(
 
 
 async def _end_with_engine(server: DrainingServer[ServerState]) -> None:
-    """Wait for the engine's end while the server serves, then stop that as a signal does; returns when it has begun."""
+    """Begin to drain the server once the engine has ended while it serves."""
     while server.state.phase != "ok" or server.state.health().status != "dead":
         await asyncio.sleep(DEAD_POLL_S)
     _log.error("the engine ended and is not started again: the server ends too")
@@ -305,14 +181,14 @@ async def _end_with_engine(server: DrainingServer[ServerState]) -> None:
 
 
 def _load(client: EngineClient, tokenizer: Callable[[], TextCodec]) -> TextCodec:
-    """Load the tokenizer, then start the engine. Returns the tokenizer; raises what either raised."""
+    """Load the tokenizer, then start the engine. Return the tokenizer; raise what either raised."""
     loaded = tokenizer()
     client.start()
     return loaded
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, which does not hold up the end of the program; its result as a future."""
+    """Run `work` in a daemon thread, which does not delay the end of the program. Return its result as a future."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -347,8 +223,130 @@ def _announce(state: ServerState, listener: socket.socket) -> None:
 
 
 def example(url: str, state: ServerState) -> str:
-    """A curl command that asks for a speed target a little tighter than what the target model does alone."""
+    """Return a curl command whose TPOT target is a little tighter than the target model's speed alone."""
     target_ms = max(round(0.8 * state.info.baseline_s * 1e3, 1), state.settings.min_slo_tpot_ms)
     body = {"prompt": "def add(a, b):", "max_tokens": 32, "slo_tpot_ms": target_ms}
     key = ' -H "Authorization: Bearer $ADASERVE_API_KEY"' if state.keyring else ""
     return f"curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
+
+
+class Observability:
+    """Records and traces that the settings ask for: a context manager whose end writes and sends what still waits.
+
+    Open it before the port, so that a file that cannot be written is refused first; attach it once there is a server.
+    Raises ConfigError when the file cannot be written or is not a file of records, or OpenTelemetry is not installed.
+    """
+
+    def __init__(self, settings: ServerSettings):
+        self._retention = Retention(settings.records_days * DAY_S, settings.records_max_mib * 2**20)
+        self._exporter: SpanExporter | None = None
+        if settings.otlp_endpoint is not None:
+            self._exporter = open_exporter(settings.otlp_endpoint)
+        self._store = RecordStore.open(Path(settings.records)) if settings.records is not None else None
+        self._attached: list[Recorder | Tracer] = []
+
+    def attach(self, state: ServerState) -> None:
+        """Observe this server from now on."""
+        if self._store is not None:
+            self._attached.append(Recorder(state, self._store, self._retention))
+            self._store = None
+        if self._exporter is not None:
+            self._attached.append(Tracer(state, self._exporter))
+        state.observers += [each.observe for each in self._attached]
+
+    def __enter__(self) -> Observability:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self._attached:
+            each.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def reload_on_hangup(
+    state: ServerState, reread: Reread | None, tls: Callable[[], ssl.SSLContext | None] = lambda: None
+) -> None:
+    """Install a handler of SIGHUP that reloads API keys and certificate. Call it on the main thread's event loop.
+
+    reread: reads the settings; None: keys stay. tls: returns the context that gets the certificate, if any.
+    """
+
+    def hang_up() -> None:
+        if reread is not None:
+            reload_keys(state, reread)
+        context = tls()
+        if context is not None:
+            reload_certificate(context, state.settings)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+
+
+def reload_keys(state: ServerState, reread: Reread) -> None:
+    """Take the API keys that `reread` returns; on an error, which is logged, the old ones stay."""
+    try:
+        settings = reread()
+        if not state.keyring:
+            raise ConfigError("the server was started without API keys, so that it asks for none; restart it")
+        if not settings.all_keys():
+            raise ConfigError("at least one API key must be left; to ask for none, restart the server")
+        state.keyring.replace(settings)
+    except ConfigError as error:
+        _log.error("the API keys are as before: %s", error)
+        return
+    _log.warning("the server has %d API keys now", len(settings.all_keys()))
+
+
+def reload_certificate(context: ssl.SSLContext, settings: ServerSettings) -> None:
+    """Load the certificate and its key again for new connections; on an error, which is logged, the old ones stay."""
+    try:
+        check_tls(settings)  # first into another context: a pair that does not match must not be loaded by half
+        assert settings.tls_cert is not None
+        context.load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (ConfigError, OSError) as error:
+        _log.error("the certificate is as before: %s", error)
+        return
+    _log.warning("the server has read its certificate again")
+
+
+class WarmUpBar:
+    """Progress of the engine's warm-up: a bar on a terminal, a line per tenth of the work in a log file.
+
+    Call it from any thread.
+    """
+
+    def __init__(self, console: Console):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._console = console
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+        self._lines: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` parts of `what` are ready."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._console.is_terminal:
+                self._draw(what, done, total)
+            else:
+                self._print(what, done, total)
+
+    def _draw(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._progress.start()
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        self._progress.update(self._tasks[what], completed=done, total=total)
+
+    def _print(self, what: str, done: int, total: int) -> None:
+        tenth = WARM_UP_LINES * done // max(total, 1)
+        if tenth > self._lines.get(what, -1):
+            self._lines[what] = tenth
+            self._console.print(f"{what} {done}/{total}", highlight=False)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._progress.stop()

@@ -1,4 +1,4 @@
-"""What the routes of one server share: the engine, the tokenizer, the phase, the room for requests, the metrics."""
+"""State that the routes of one server share: engine, tokenizer, phase, admission, API keys, metrics, observers."""
 
 from __future__ import annotations
 
@@ -12,30 +12,48 @@ from typing import Any, Literal, Protocol
 
 from adaserve_jax.engine.client import EngineClient, EngineInfo
 from adaserve_jax.errors import AdaServeError
-from adaserve_jax.scheduler.queue import due_s
-from adaserve_jax.server.admission import Admission, Reservation, Slots
+from adaserve_jax.server.admission import QueueAdmission, Reservation, Slots
 from adaserve_jax.server.auth import Keyring
-from adaserve_jax.server.errors import ApiError, of_code
+from adaserve_jax.server.errors import ApiError, from_code
 from adaserve_jax.server.metrics import ServerMetrics
-from adaserve_jax.server.observers import EndedChoice, Observer, Origin, tell
+from adaserve_jax.server.observers import EndedChoice, Observer, Origin, notify
 from adaserve_jax.server.schema import Health
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import SLO
 
-# From an engine's thread to the event loop: calls that come together wake the loop once. Knows no engine.
-
+Phase = Literal["starting", "ok", "draining"]
+CODE_OF_STATUS = {
+    "starting": "not_ready",
+    "restarting": "engine_restarting",
+    "stalled": "engine_stalled",
+    "dead": "engine_dead",
+    "draining": "shutting_down",
+}
+"""Error code of a request that comes while the server is not ok, by the status of its health."""
 _log = logging.getLogger(__name__)
 
 
+class TextCodec(Protocol):
+    """Part of `models.tokenizer.Tokenizer` that the server uses."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def spelled(self, token_id: int) -> bytes | str: ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+
 class Mailbox:
-    """Calls made on one event loop in the order in which any threads post them."""
+    """Calls posted from any thread, made on the event loop in order; calls posted together wake the loop once."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._woken = False
 
     def post(self, loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
-        """Make `call(*arguments)` on the loop, soon; nothing when the loop is closed."""
+        """Make `call(*arguments)` on the loop soon; do nothing when the loop is closed."""
         self._calls.append((call, arguments))
         if not self._woken and not loop.is_closed():
             self._woken = True
@@ -51,31 +69,11 @@ class Mailbox:
                 _log.exception("a chunk could not be delivered")
 
 
-Phase = Literal["starting", "ok", "draining"]
-CODE_OF_STATUS = {
-    "starting": "not_ready",
-    "restarting": "engine_restarting",
-    "stalled": "engine_stalled",
-    "dead": "engine_dead",
-    "draining": "shutting_down",
-}
-"""Why a request is refused while the server is not ok."""
-
-
-class TextCodec(Protocol):
-    """The part of `models.tokenizer.Tokenizer` that the server uses."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def spelled(self, token_id: int) -> bytes | str: ...
-
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
-
-
 class ServerState:
-    """Lives as long as the app. Used from the event loop only."""
+    """State of one server for as long as its app lives. Used from the event loop only.
+
+    in_flight: ids of the requests that the engine has.
+    """
 
     def __init__(self, client: EngineClient, settings: ServerSettings):
         self.client = client
@@ -86,14 +84,14 @@ class ServerState:
         self.mailbox = Mailbox()
         self.slots = Slots(settings.max_inflight)
         self.keyring = Keyring(settings)
-        self.admission = Admission(settings.max_queue_wait)
+        self.admission = QueueAdmission(settings.max_queue_wait)
         self.created = int(time.time())
         self.phase: Phase = "starting"
-        self.in_flight: set[str] = set()  # request ids that the engine has
+        self.in_flight: set[str] = set()
         self._tokenizer: TextCodec | None = None
 
     def become_ready(self, tokenizer: TextCodec) -> None:
-        """The engine has started: take requests from now on."""
+        """Take requests from now on: the engine has started."""
         self._tokenizer = tokenizer
         if self.phase == "starting":
             self.phase = "ok"
@@ -102,75 +100,22 @@ class ServerState:
         """Take no new requests."""
         self.phase = "draining"
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request has room that it has not given back."""
-        return self.slots.used > 0
-
-    def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
-        """Room for so many choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
-        steps, slots = self.client.stats().scheduler, self.slots
-        now = time.monotonic()
-        due = due_s(now, priority, slo.ttft_s)
-        self.admission.see(steps.running, steps.waiting, self.info.max_requests)
-        ahead = slots.ahead(due) + choices - 1  # of the last of them
-        begun, overtakers = slots.used - len(slots.waiting), self.admission.overtakers.expected(now, due)
-        wait_s = self.admission.wait_s(ahead, begun, slo.ttft_s is not None, overtakers)
-        self.admission.check(wait_s, slo.ttft_s)
-        reservation = slots.reserve(choices, due, wait_s)
-        self.admission.overtakers.add(now, due, choices)
-        return reservation
-
-    def ended(self, choice: EndedChoice) -> None:
-        """One choice has ended: count it, learn from it, and tell whoever watches."""
-        if choice.metrics is not None:
-            self.admission.learn(choice.metrics)
-        self.metrics.observe_end(choice)
-        tell(self.observers, choice)
-
-    def rejected(
-        self, origin: Origin, slo: SLO, slo_class: str, choices: range, error: AdaServeError | ApiError
-    ) -> None:
-        """These choices of one request, by index, got no room, or the engine would not take them."""
-        tpot_s = slo.tpot_s(self.info.baseline_s)
-        for index in choices:
-            self.ended(origin.ended(
-                index, "rejected", error.code, slo_class=slo_class, tpot_slo_s=tpot_s, ttft_slo_s=slo.ttft_s,
-            ))  # fmt: skip
-
     def abort_all(self) -> None:
         """Stop every request that the engine still has."""
         for request_id in list(self.in_flight):
             self.client.abort(request_id)
 
     @property
-    def tokenizer(self) -> TextCodec:
-        self.require_ready()
-        assert self._tokenizer is not None
-        return self._tokenizer
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, in any phase after the start and on any thread."""
-        assert self._tokenizer is not None
-        return self._tokenizer.decode(token_ids)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self.client.info
-
-    @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """What stands in for sampling fields that a request leaves out, before OpenAI's defaults do."""
-        return self.info.defaults.given() if self.settings.use_generation_config else {}
-
-    @property
-    def model_name(self) -> str:
-        return self.settings.served_model_name or PurePath(self.info.target).name
+    def is_busy(self) -> bool:
+        """True while a request holds room."""
+        return self.slots.used > 0
 
     def health(self) -> Health:
         if self.phase == "starting":
             return Health(status="starting", detail="the engine loads and compiles")
-        alive = self.client.is_alive()  # first: an engine that ends now is then known to come back, or not
+        alive = (
+            self.client.is_alive()
+        )  # before stats: an engine that ends in between is then known to come back, or not
         stats, limit_s = self.client.stats(), self.settings.watchdog
         if stats.back_in_s is None and not (alive or self.client.is_alive()):
             return Health(status="dead", detail="the engine ended; restart the server")
@@ -186,13 +131,37 @@ class ServerState:
         return Health(status="ok", detail="requests are served")
 
     def require_ready(self) -> None:
-        """Raises the 503 that fits when no request can be served."""
+        """Raise the 503 that fits when no request can be served."""
         health = self.health()
         if health.status != "ok":
-            raise of_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.client.stats().back_in_s)
+            raise from_code(health.detail, CODE_OF_STATUS[health.status], retry_after_s=self.client.stats().back_in_s)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.client.info
+
+    @property
+    def model_name(self) -> str:
+        return self.settings.served_model_name or PurePath(self.info.target).name
+
+    @property
+    def tokenizer(self) -> TextCodec:
+        self.require_ready()
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """The model's values for sampling fields that a request leaves out; OpenAI's defaults come after them."""
+        return self.info.defaults.given() if self.settings.use_generation_config else {}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens; works in any phase after the start and on any thread."""
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids)
 
     def require_model(self, name: str | None) -> None:
-        """Raises 503 when nothing is served, 404 when `name` is another model."""
+        """Raise 503 when nothing is served, 404 when `name` is another model."""
         self.require_ready()
         if name is not None and name != self.model_name:
             raise ApiError(
@@ -201,3 +170,35 @@ class ServerState:
                 code="model_not_found",
                 param="model",
             )
+
+    def admit(self, choices: int, slo: SLO, priority: int) -> Reservation:
+        """Reserve room for choices. Raises OverloadedError when their turn would come too late, QueueFullError."""
+        info, steps, slots = self.info, self.client.stats().scheduler, self.slots
+        now = time.monotonic()
+        due_s = info.due_s(now, priority, slo.ttft_s)
+        self.admission.observe_engine(steps.running, steps.waiting, info.max_requests)
+        ahead = slots.ahead(due_s) + choices - 1  # of the last of them
+        wait_s = self.admission.wait_s(
+            ahead, slots.running, slo.ttft_s is not None, self.admission.arrivals.overtaking(now, due_s)
+        )
+        self.admission.check(wait_s, slo.ttft_s)
+        reservation = slots.reserve(choices, due_s, wait_s)
+        self.admission.arrivals.add(now, due_s, choices)
+        return reservation
+
+    def ended(self, choice: EndedChoice) -> None:
+        """Report a choice that ended to admission, metrics and observers."""
+        if choice.metrics is not None:
+            self.admission.learn(choice.metrics)
+        self.metrics.observe_end(choice)
+        notify(self.observers, choice)
+
+    def rejected(
+        self, origin: Origin, slo: SLO, slo_class: str, choices: range, error: AdaServeError | ApiError
+    ) -> None:
+        """Report the choices of one request, by index, that got no room or that the engine did not take."""
+        tpot_s = slo.tpot_s(self.info.baseline_s)
+        for index in choices:
+            self.ended(origin.ended(
+                index, "rejected", error.code, slo_class=slo_class, tpot_slo_s=tpot_s, ttft_slo_s=slo.ttft_s,
+            ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Delivering a generation over HTTP: server-sent events or one body, and stopping it when the client goes away."""
+"""Deliver a generation over HTTP, as server-sent events or as one body, and stop it when the client disconnects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
-from json.encoder import encode_basestring_ascii as as_json
+from json.encoder import encode_basestring_ascii
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -17,77 +17,93 @@ from starlette.types import Receive, Scope, Send
 from adaserve_jax.engine.client import OutputChunk
 from adaserve_jax.server.connection import DirectBody, direct_body
 from adaserve_jax.server.errors import ApiError
-from adaserve_jax.server.formatting import Dialect, Piece, to_json
+from adaserve_jax.server.formatting import ChoiceDelta, ResponseFormatter, to_json
 from adaserve_jax.server.generation import Generation
 from adaserve_jax.server.schema import ResponseMetrics, Usage
 
 CLIENT_CLOSED_REQUEST = 499
 WARNING_HEADER = "x-adaserve-warning"
 INFEASIBLE = "a target is below what one request alone would get; served best-effort"
-_MARK = uuid.uuid4().hex
+_TEXT_MARK = uuid.uuid4().hex
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class UsageReports:
-    """Where a stream has the token counts. at_end: in one last event without choices. throughout: in every event, those
-    so far."""
+class UsageOptions:
+    """Events of a stream that report token counts: a last one without choices, and every one (counts so far)."""
 
-    at_end: bool = False
-    throughout: bool = False
+    in_last_event: bool = False
+    in_every_event: bool = False
 
 
 class EventWriter:
-    """The events of a stream, `data: {...}` each: one call per chunk, in order, then `end`.
+    """Write the events of a stream as `data: {...}`: `write` per chunk, in order, then `end`.
 
-    metrics come in the last event, which carries the usage when that is asked for at the end.
+    Metrics are in the last event, which carries the usage too when that is asked for.
     """
 
-    def __init__(self, generation: Generation, dialect: Dialect, usage: UsageReports):
+    def __init__(self, generation: Generation, formatter: ResponseFormatter, usage: UsageOptions):
         self.generation = generation
-        self._dialect = dialect
+        self._formatter = formatter
         self._usage = usage
-        self._left = len(generation.requests) * generation.choices_per_prompt
+        self._unfinished = len(generation.requests) * generation.choices_per_prompt
         self._tokens = 0
-        self._plain: dict[int, tuple[str, str]] = {}
+        self._text_frames: dict[int, tuple[str, str]] = {}
 
     def write(self, index: int, chunk: OutputChunk) -> str:
-        """What one chunk makes of events: none, one, or two."""
-        dialect, pieces, counts = self._dialect, self.generation.pieces, self._counts
-        if index in self._plain and pieces.shows_as_is(index, chunk):
+        """Return the events of one chunk: none, one, or two with the opening of its choice.
+
+        Most chunks hold only text, so their JSON is made once per choice and only the text is filled in.
+        """
+        formatter, deltas = self._formatter, self.generation.deltas
+        if index in self._text_frames and deltas.is_text_only(index, chunk):
             self._tokens += len(chunk.token_ids)
-            before, after = self._plain[index]
-            return f"{before}{as_json(chunk.text)}{after}"
-        self._left -= chunk.finish_reason is not None
-        opening = dialect.opening(index, **counts()) if pieces.opens(index) else None
-        first = "" if opening is None else _data(to_json(opening))
+            before, after = self._text_frames[index]
+            return f"{before}{encode_basestring_ascii(chunk.text)}{after}"
+        self._unfinished -= chunk.finish_reason is not None
+        opening = formatter.opening(index, **self._counts()) if deltas.is_new(index) else None
+        first = "" if opening is None else _event(to_json(opening))
         self._tokens += len(chunk.token_ids)
-        piece = pieces.take(index, chunk)
-        if piece is None:
+        delta = deltas.add(index, chunk)
+        if delta is None:
             return first
-        if piece.is_plain and not self._usage.throughout:
-            if index not in self._plain:
-                self._plain[index] = _around_text(dialect, index, counts())
-            before, after = self._plain[index]
-            return f"{first}{before}{as_json(piece.text)}{after}"
-        last = {} if self._left or self._usage.at_end else {"metrics": self.generation.metrics()}
-        return first + _data(to_json(dialect.event([piece], **counts(), **last)))
+        if delta.is_text_only and not self._usage.in_every_event:
+            if index not in self._text_frames:
+                self._text_frames[index] = self._text_frame(index)
+            before, after = self._text_frames[index]
+            return f"{first}{before}{encode_basestring_ascii(delta.text)}{after}"
+        is_last = not self._unfinished and not self._usage.in_last_event
+        last = {"metrics": self.generation.metrics()} if is_last else {}
+        return first + _event(to_json(formatter.event([delta], **self._counts(), **last)))
 
     def end(self) -> str:
-        if not self._usage.at_end:
+        """Return the event with the usage that comes after the last choice; empty unless it is asked for."""
+        if not self._usage.in_last_event:
             return ""
-        generation = self.generation
-        return _data(to_json(self._dialect.event([], usage=generation.usage(), metrics=generation.metrics())))
+        usage, metrics = self.generation.usage(), self.generation.metrics()
+        return _event(to_json(self._formatter.event([], usage=usage, metrics=metrics)))
 
     def _counts(self) -> dict[str, Usage | None]:
-        if self._usage.throughout:
+        if self._usage.in_every_event:
             return {"usage": self.generation.usage(self._tokens)}
-        return {"usage": None} if self._usage.at_end else {}
+        return {"usage": None} if self._usage.in_last_event else {}
+
+    def _text_frame(self, index: int) -> tuple[str, str]:
+        """Return the parts before and after the text of an event that carries only text."""
+        event = _event(to_json(self._formatter.event([ChoiceDelta(index, _TEXT_MARK)], **self._counts())))
+        before, after = event.split(json.dumps(_TEXT_MARK))
+        return before, after
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
 
 
 async def events(writer: EventWriter) -> AsyncIterator[str]:
-    """The events of a stream as they come, the last one `data: [DONE]`. A failure is an event with an `error` object;
-    before the first event it is raised as ApiError instead."""
+    """Yield the events of a stream as they come, the last one `data: [DONE]`.
+
+    A failure is an event with an `error` object; before the first event it is raised as ApiError instead.
+    """
     began = False
     try:
         async for index, chunk in writer.generation.chunks():
@@ -97,72 +113,64 @@ async def events(writer: EventWriter) -> AsyncIterator[str]:
                 yield text
         if end := writer.end():
             yield end
-    except Exception as error:  # the boundary: one stream's bug must not take the server down
+    except Exception as error:  # one stream's bug must not take the server down
         if not isinstance(error, ApiError):
             _log.exception("a stream failed")
             error = ApiError(500, "the server failed on this request and goes on", code="internal_error")
         if not began:
             raise error from None
-        yield _data(json.dumps(error.body()))
-    yield _data("[DONE]")
-
-
-def _around_text(dialect: Dialect, index: int, extras: Mapping[str, Usage | None]) -> tuple[str, str]:
-    """What is before and after the text in an event that carries only text: made once, since most events are."""
-    before, after = _data(to_json(dialect.event([Piece(index, _MARK)], **extras))).split(json.dumps(_MARK))
-    return before, after
-
-
-def _data(text: str) -> str:
-    return f"data: {text}\n\n"
+        yield _event(json.dumps(error.body()))
+    yield _event("[DONE]")
 
 
 class EventStream(StreamingResponse):
-    """Sends a generation's events until they end or the client goes away, whichever comes first; then stops it.
+    """Response that sends a generation's events until they end or the client disconnects, then stops the generation.
 
-    The status is sent with the first event, so that what fails before it has the status of its error. What comes after
-    it and is not the last of a choice goes straight to the connection, where that is possible.
+    The status is sent with the first event, so a failure before it has the status of its error. Between the first event
+    and the end of a choice, events are written straight to the connection where `DirectBody` allows it.
     """
 
     def __init__(self, writer: EventWriter, headers: Mapping[str, str]):
-        content = events(writer)
-        super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
-        self._content = content
+        self._events = events(writer)
+        super().__init__(self._events, media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         self._writer = writer
         self._direct: DirectBody | None = None
         self._sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _first(self._respond(scope, receive, send), self.listen_for_disconnect(receive))
+            await _finish_first(self._respond(scope, receive, send), self.listen_for_disconnect(receive))
         except OSError:
-            _log.debug("the client went away while an event was sent")
+            _log.debug("the client disconnected while an event was sent")
         finally:
             self._writer.generation.abort()
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            first = await anext(self._content)
+            first = await anext(self._events)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        self.body_iterator = self._from(first, direct_body(scope))
+        self.body_iterator = self._body(first, direct_body(scope))
         await self.stream_response(send)
 
-    async def _from(self, first: str, direct: DirectBody | None) -> AsyncIterator[str]:
-        """`first` and the rest. What is yielded may be waiting to be sent until the next is asked for."""
+    async def _body(self, first: str, direct: DirectBody | None) -> AsyncIterator[str]:
+        """Yield `first` and the rest.
+
+        A yielded event may still be unsent until the next one is asked for, so `_sending` keeps direct writes out.
+        """
         self._sending = True
         yield first
         if direct is not None:
             self._direct = direct
-            self._writer.generation.offer_to(self._take)
+            self._writer.generation.deliver_to(self._write_directly)
         self._sending = False
-        async for text in self._content:
+        async for text in self._events:
             self._sending = True
             yield text
             self._sending = False
 
-    def _take(self, index: int, chunk: OutputChunk) -> bool:
+    def _write_directly(self, index: int, chunk: OutputChunk) -> bool:
         if self._sending or self._direct is None or not self._direct.ready:
             return False
         if text := self._writer.write(index, chunk):
@@ -170,49 +178,50 @@ class EventStream(StreamingResponse):
         return True
 
 
-async def collect(generation: Generation, dialect: Dialect, http: Request, headers: Mapping[str, str]) -> Response:
-    """The whole answer in one body; when the client goes away first, the generation is stopped. Raises ApiError."""
-    parts: dict[int, list[Piece]] = {}
+async def collect(
+    generation: Generation, formatter: ResponseFormatter, http: Request, headers: Mapping[str, str]
+) -> Response:
+    """Return the whole answer as one body; stop the generation when the client disconnects. Raises ApiError."""
+    parts: dict[int, list[ChoiceDelta]] = {}
 
     async def gather() -> None:
         async for index, chunk in generation.chunks():
-            piece = generation.pieces.take(index, chunk)
-            if piece is not None:
-                parts.setdefault(index, []).append(piece)
+            delta = generation.deltas.add(index, chunk)
+            if delta is not None:
+                parts.setdefault(index, []).append(delta)
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
     try:
-        finished = await _first(gather(), gone())
+        finished = await _finish_first(gather(), disconnected())
     finally:
         generation.abort()
     if not finished:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    ordered = [Piece.joined(parts[index]) for index in sorted(parts)]
+    choices = [ChoiceDelta.join(parts[index]) for index in sorted(parts)]
     metrics = generation.metrics()
-    body = to_json(dialect.full(ordered, generation.usage(), metrics))
-    return Response(body, media_type="application/json", headers=_warned(headers, metrics))
+    body = to_json(formatter.full(choices, generation.usage(), metrics))
+    return Response(body, media_type="application/json", headers=_with_infeasible_warning(headers, metrics))
 
 
-def _warned(headers: Mapping[str, str], metrics: ResponseMetrics) -> dict[str, str]:
-    """`headers`, with a warning more where a target was out of reach."""
+def _with_infeasible_warning(headers: Mapping[str, str], metrics: ResponseMetrics) -> dict[str, str]:
     if metrics.slo.feasible is not False:
         return dict(headers)
     warnings = [text for text in (headers.get(WARNING_HEADER), INFEASIBLE) if text]
     return {**headers, WARNING_HEADER: "; ".join(warnings)}
 
 
-async def _first(work: Awaitable[None], otherwise: Awaitable[None]) -> bool:
-    """Run both until one ends, cancel the other; True when `work` ended. Raises what `work` raised."""
-    main, other = asyncio.ensure_future(work), asyncio.ensure_future(otherwise)
+async def _finish_first(work: Awaitable[None], other: Awaitable[None]) -> bool:
+    """Run both until one ends and cancel the rest. Return whether `work` ended; raise what it raised."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(other)
     try:
-        await asyncio.wait({main, other}, return_when=asyncio.FIRST_COMPLETED)
-        if main.done():
-            main.result()
-        return main.done()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        return tasks[0].done()
     finally:
-        main.cancel()
-        other.cancel()
-        await asyncio.gather(main, other, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

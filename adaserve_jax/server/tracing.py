@@ -1,4 +1,7 @@
-"""Sends a span of every choice that ends to an OpenTelemetry collector. Nothing waits for the collector."""
+"""Traces: an OpenTelemetry span of each ended choice, by the GenAI conventions, sent to a collector on a thread.
+
+A span holds no text. docs/records.md lists its attributes and events. It is imported only where traces are asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +18,30 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import adaserve_jax
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.served import ServedChoice
+from adaserve_jax.results.records import ServedRecord
 from adaserve_jax.server.observers import EndedChoice
-from adaserve_jax.server.records import Batches, Noted, Notes, Served
+from adaserve_jax.server.records import BatchThread, ChoiceStamper, RecordMaker, StampedChoice
 from adaserve_jax.server.state import ServerState
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-EVERY_S = 1.0
-LIMIT = 4096
-"""Spans that wait while the collector does not answer."""
+SEND_EVERY_S = 1.0
+MAX_WAITING = 4096
+"""Spans that wait while the collector does not answer; more are dropped."""
 SPANS_PER_POST = 512
-TIMEOUT_S = 5.0
-CLOSE_S = 5.0
-CLOSE_FAILING_S = 0.5
-"""Nobody waits long for a collector that did not answer before."""
+POST_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+CLOSE_FAILING_TIMEOUT_S = 0.5
+"""Timeout of `close` where the collector did not answer before."""
 TRACES_PATH = "/v1/traces"
+_TRACE_ID = re.compile("(?!0{32})[0-9a-f]{32}")
+Attribute = str | bool | int | float | tuple[str, ...]
 _log = logging.getLogger(__name__)
 
 
 def open_exporter(endpoint: str) -> SpanExporter:
-    """OTLP over HTTP to a collector, or to its path for traces. Raises ConfigError: OpenTelemetry is not installed."""
+    """Return an exporter to a collector by OTLP over HTTP. Raises ConfigError when OpenTelemetry is not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError as error:
@@ -45,45 +49,47 @@ def open_exporter(endpoint: str) -> SpanExporter:
             f"--otlp-endpoint needs the package {error.name!r}, which is not installed; run: pip install "
             "'adaserve-jax[otel]'"
         ) from error
-    logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # it would repeat itself; we say it once
+    logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)  # else every failure
     path = "" if endpoint.endswith(TRACES_PATH) else TRACES_PATH
-    return OTLPSpanExporter(endpoint=endpoint.rstrip("/") + path, timeout=TIMEOUT_S)
+    return OTLPSpanExporter(endpoint=endpoint.rstrip("/") + path, timeout=POST_TIMEOUT_S)
 
 
 class Tracer:
-    """An observer. The exporter is its own from now on: one thread uses it, and `close` shuts it down.
+    """Observer that sends a span of each choice through `exporter`, which it owns from now on.
 
     Spans that the collector does not take, or that find no room, are counted as dropped.
     """
 
-    def __init__(self, state: ServerState, exporter: SpanExporter, *, every_s: float = EVERY_S, limit: int = LIMIT):
-        # imports OpenTelemetry
-
+    def __init__(
+        self, state: ServerState, exporter: SpanExporter, *, every_s: float = SEND_EVERY_S, limit: int = MAX_WAITING
+    ):
         self._spans = SpanMaker()
         self._exporter = exporter
-        self._notes = Notes(state)
-        self._served = Served()
+        self._stamper = ChoiceStamper(state)
+        self._maker = RecordMaker()
         self._failing = False
         self._dropped = state.metrics.spans_dropped.inc
-        self._batches: Batches[Noted] = Batches("traces", self._send, self._dropped, every_s=every_s, limit=limit)
+        self._thread: BatchThread[StampedChoice] = BatchThread(
+            "traces", self._send, self._dropped, every_s=every_s, limit=limit
+        )
 
     def observe(self, ended: EndedChoice) -> None:
-        self._batches.put(self._notes.of(ended))
+        self._thread.put(self._stamper.stamp(ended))
 
     def close(self) -> None:
-        """Send what waits, within a few seconds."""
-        self._batches.close(CLOSE_FAILING_S if self._failing else CLOSE_S)
+        """Send the waiting spans, within a few seconds."""
+        self._thread.close(CLOSE_FAILING_TIMEOUT_S if self._failing else CLOSE_TIMEOUT_S)
         self._exporter.shutdown()
 
-    def _send(self, notes: list[Noted]) -> list[Noted]:
-        spans = [span for note in notes if (span := self._span(note)) is not None]
+    def _send(self, choices: list[StampedChoice]) -> list[StampedChoice]:
+        spans = [span for each in choices if (span := self._span(each)) is not None]
         for start in range(0, len(spans), SPANS_PER_POST):
             self._export(spans[start : start + SPANS_PER_POST])
         return []
 
-    def _span(self, note: Noted) -> ReadableSpan | None:
-        ended = note.ended
-        return self._spans.of(self._served.of(note), operation=ended.operation, traceparent=ended.traceparent)
+    def _span(self, choice: StampedChoice) -> ReadableSpan | None:
+        ended = choice.ended
+        return self._spans.make(self._maker.make(choice), operation=ended.operation, traceparent=ended.traceparent)
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         try:
@@ -104,39 +110,33 @@ class Tracer:
                 )
 
 
-# The OpenTelemetry span of one choice, by the GenAI conventions; attributes and events are listed in
-# docs/records.md.
-#
-# Imports OpenTelemetry, so that it is imported only where traces are asked for. Never any text.
-
-_TRACE_ID = re.compile("(?!0{32})[0-9a-f]{32}")
-Value = str | bool | int | float | tuple[str, ...]
-
-
 class SpanMaker:
-    """Makes the spans of choices that have ended. Used from one thread.
+    """Make the spans of ended choices. Used from one thread.
 
-    They are of this server, with what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say of it, and sampled as their
-    callers and OTEL_TRACES_SAMPLER say.
+    Their resource is this server with OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES; they are sampled by their
+    callers' flags and OTEL_TRACES_SAMPLER.
     """
 
     def __init__(self) -> None:
         own = Resource({"service.name": "adaserve", "service.version": adaserve_jax.__version__})
-        self._ids = _Ids()
-        self._last = _Last()
+        self._ids = _TraceIds()
+        self._last = _LastSpan()
         provider = TracerProvider(
             resource=own.merge(OTELResourceDetector().detect()), id_generator=self._ids, shutdown_on_exit=False
         )
         provider.add_span_processor(self._last)
         self._tracer = provider.get_tracer("adaserve_jax", adaserve_jax.__version__)
 
-    def of(self, choice: ServedChoice, *, operation: str, traceparent: str) -> ReadableSpan | None:
-        """The span of a choice, from its arrival to its end; None where it is not sampled.
+    def make(self, choice: ServedRecord, *, operation: str, traceparent: str) -> ReadableSpan | None:
+        """Return the span of a choice, from its arrival to its end; None where it is not sampled.
 
-        operation: gen_ai.operation.name. traceparent: the caller's header; where it is none, the span begins a trace,
-        whose id is the request id if that can be one.
+        Args:
+            choice: Record of the choice.
+            operation: gen_ai.operation.name.
+            traceparent: Header of the caller; without one the span begins a trace, with the request id as its id where
+                that is a valid one.
         """
-        request_id = choice.record.request_id
+        request_id = choice.request_id
         self._ids.trace_id = int(request_id, 16) if _TRACE_ID.fullmatch(request_id) else None
         span = self._tracer.start_span(
             f"{operation} {choice.run.model}",
@@ -148,13 +148,13 @@ class SpanMaker:
         for name, unix_s in _phases(choice):
             span.add_event(name, timestamp=_ns(unix_s))
         if choice.ending in ("error", "rejected"):
-            span.set_status(Status(StatusCode.ERROR, choice.record.error_code))
+            span.set_status(Status(StatusCode.ERROR, choice.error_code))
         span.end(_ns(choice.ended_unix_s))
         return self._last.take()
 
 
-class _Ids(RandomIdGenerator):
-    """Random ids, but for a trace that is to have a given one."""
+class _TraceIds(RandomIdGenerator):
+    """Random ids, but for a trace whose id is given."""
 
     trace_id: int | None = None
 
@@ -162,8 +162,8 @@ class _Ids(RandomIdGenerator):
         return super().generate_trace_id() if self.trace_id is None else self.trace_id
 
 
-class _Last(SpanProcessor):
-    """Keeps the span that ended last."""
+class _LastSpan(SpanProcessor):
+    """Keep the span that ended last."""
 
     _span: ReadableSpan | None = None
 
@@ -178,9 +178,8 @@ class _Last(SpanProcessor):
         return span
 
 
-def _phases(choice: ServedChoice) -> Iterator[tuple[str, float]]:
-    """Events with their Unix times; phases that a choice did not reach have none."""
-    record = choice.record
+def _phases(record: ServedRecord) -> Iterator[tuple[str, float]]:
+    """Yield the events that a choice reached with their Unix times."""
     for name, offset_s in (
         ("queued", 0.0),
         ("first_scheduled", record.queue_s),
@@ -188,26 +187,26 @@ def _phases(choice: ServedChoice) -> Iterator[tuple[str, float]]:
         ("last_token", record.e2e_s),
     ):
         if offset_s is not None:
-            yield name, choice.arrival_unix_s + offset_s
-    yield "ended", choice.ended_unix_s
+            yield name, record.arrival_unix_s + offset_s
+    yield "ended", record.ended_unix_s
 
 
-def _attributes(choice: ServedChoice, operation: str) -> dict[str, Value]:
-    record, run = choice.record, choice.run
+def _attributes(record: ServedRecord, operation: str) -> dict[str, Attribute]:
+    run = record.run
     finished = record.status == "finished"
-    every: dict[str, Value | None] = {
+    every: dict[str, Attribute | None] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "adaserve",
         "gen_ai.request.model": run.model,
         "gen_ai.response.model": run.model,
-        "gen_ai.response.finish_reasons": (choice.ending,) if finished else None,
+        "gen_ai.response.finish_reasons": (record.ending,) if finished else None,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
-        "gen_ai.usage.cache_read.input_tokens": choice.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         "gen_ai.usage.output_tokens": record.output_tokens,
-        "error.type": None if finished else record.error_code or choice.ending,
+        "error.type": None if finished else record.error_code or record.ending,
         "adaserve.request_id": record.request_id,
-        "adaserve.choice": choice.choice,
-        "adaserve.key": choice.key,
+        "adaserve.choice": record.choice,
+        "adaserve.key": record.key,
         "adaserve.policy": run.policy,
         "adaserve.queue_s": record.queue_s,
         "adaserve.ttft_s": record.ttft_s,
@@ -223,7 +222,7 @@ def _attributes(choice: ServedChoice, operation: str) -> dict[str, Value]:
         "adaserve.slo.ttft_met": record.ttft_met,
         "adaserve.slo.met": record.slo_met,
         "adaserve.slo.feasible": record.slo_feasible,
-        "adaserve.slo.cause": choice.cause,
+        "adaserve.slo.cause": record.cause,
     }
     return {name: value for name, value in every.items() if value is not None}
 

@@ -1,7 +1,7 @@
-"""How often the target agrees with the draft in a simulation: by class, from a machine's file or fitted to recordings.
+"""Acceptance in simulations: recorded from real verifications, fitted, and drawn per request.
 
 The model: a request's mean acceptance of the draft's first choice is normal around its class's mean, and inside the
-request the chance varies from position to position by a Beta distribution, as `sim_text` draws it.
+request the chance varies from position to position by a Beta distribution, as `sim/text.py` draws it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,13 @@ from adaserve_jax.types import (
     StepPlan,
 )
 
-# Notes what verifications reveal of acceptance, whatever policy chose the trees; for `adaserve bench --record`.
-#
-# The target's token at a position either was one of the children that the draft's tree had there, or was none
-# of them. The trees depend on the policy, and that does not: which of the draft's choices, best first, the
-# token was.
-
 MISS = -1
 """Rank of a token that was none of the children."""
 
 
 @dataclass(frozen=True)
 class AcceptanceRecord:
-    """One request: at which positions of its text children were tested, and what came of it. One line of
-    acceptance.jsonl; columns: docs/metrics.md.
+    """The tested positions of one request and their results: one line of acceptance.jsonl (docs/metrics.md).
 
     positions: of the token, the prompt counted. ranks: the accepted child's among its siblings by f, 0 the best; MISS
     for none, so that the rank lies at or beyond children. children: how many were tested. f: of the best of them,
@@ -64,13 +57,19 @@ class AcceptanceRecord:
 
 
 class AcceptanceRecorder:
-    """Observations of all requests since the last `take`; they are told apart by their seeds, so each needs its own."""
+    """Records which of the draft's choices the target took, whatever policy chose the trees (`adaserve bench
+    --record`).
+
+    The target's token at a position either was one of the children that the tree had there, or none of them. Trees
+    depend on the policy; the rank of the token among the draft's choices does not. Requests are told apart by seed, so
+    each needs its own.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[np.ndarray, ...]] = []
 
     def observe(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
-        """Note every node of the accepted walks that had children."""
+        """Record every node of the accepted walks that had children."""
         nodes = np.flatnonzero(trees.parent >= 0)
         if not len(nodes):
             return
@@ -92,8 +91,8 @@ class AcceptanceRecorder:
     def take(
         self, requests: Mapping[int, tuple[str, str]], *, run_id: str, policy: str, rate_rps: float
     ) -> list[AcceptanceRecord]:
-        """Records of all requests that have observations, and forget these. requests: by seed, the id and the class;
-        what was noted of other seeds is left out."""
+        """Return the records of all observed requests and forget them. requests: seed -> (id, class); observations of
+        other seeds are dropped."""
         parts, self._parts = self._parts, []
         if not parts:
             return []
@@ -111,7 +110,7 @@ class AcceptanceRecorder:
 
 
 class RecordingExecutor:
-    """Implements `types.Executor` by another one, and shows `recorder` every verification."""
+    """An executor that passes every verification of another one to `recorder`."""
 
     def __init__(self, executor: Executor, recorder: AcceptanceRecorder):
         self._executor = executor
@@ -154,7 +153,7 @@ class RecordingExecutor:
 
 LOWEST, HIGHEST = 0.02, 0.98
 GRID = np.linspace(LOWEST, HIGHEST, 97)
-"""Acceptances of a request that the fit weighs; it finds means to the grid's step."""
+"""Acceptances of a request that the fit weighs; means are found to the step of the grid."""
 SPREADS = np.linspace(0.0, 0.3, 31)
 LEAST_CONCENTRATION, MOST_CONCENTRATION = 0.5, 50.0
 
@@ -169,10 +168,10 @@ class AcceptanceModel:
     concentration: float = CONCENTRATION
 
     def draw(self, classes: Sequence[str], seed: int) -> np.ndarray:
-        """f64[requests], the acceptance of each request's first choice.
+        """Draw the acceptance of each request's first choice, f64[requests].
 
-        Of a class with a spread: the middles of as many equal shares of the distribution as it has requests, in an
-        order that `seed` draws, so that few requests have the class's mean and spread too.
+        A class with a spread gets the middles of as many equal shares of the distribution as it has requests, in an
+        order drawn from `seed`, so that even few requests have the mean and spread of their class.
         """
         others = sum(self.mean.values()) / len(self.mean)
         rng = np.random.default_rng((seed, 1))
@@ -200,12 +199,12 @@ def load_acceptance(path: Path) -> AcceptanceModel:
 
 
 def fit_acceptance(records: Sequence[AcceptanceRecord]) -> AcceptanceModel:
-    """The likeliest mean and spread of each class, and the concentration that the recorded f's have.
+    """Fit the likeliest mean and spread of each class, and the concentration of the recorded f.
 
-    A policy that always verifies what it drafts (`spec:<k>`) tests tokens whatever they will be, and then the
-    likelihood needs no correction for what was accepted before. One that verifies where the draft is sure shows better
-    acceptance than there is: record a chain. A plain share of hits weighs requests by how often they were tested, which
-    depends on their acceptance. Source: docs/equations.md, recorded acceptance.
+    Record a chain (`spec:<k>`): it tests tokens whatever they will be, so the likelihood needs no correction for what
+    was accepted before. A policy that verifies where the draft is sure shows better acceptance than there is. A plain
+    share of hits weighs requests by how often they were tested, which depends on their acceptance. Source:
+    docs/equations.md, recorded acceptance.
     """
     groups: dict[str, list[AcceptanceRecord]] = {}
     for record in records:
@@ -217,7 +216,8 @@ def fit_acceptance(records: Sequence[AcceptanceRecord]) -> AcceptanceModel:
 
 
 def _concentration(groups: list[list[AcceptanceRecord]]) -> float:
-    """By moments inside requests: a Beta of mean m has the variance m (1 - m) / (1 + concentration)."""
+    """Estimate the concentration by moments inside requests: a Beta of mean m has the variance m (1 - m) / (1 +
+    concentration)."""
     spread, most = 0.0, 0.0
     for record in (record for group in groups for record in group if len(record.f) > 1):
         f = np.asarray(record.f)
@@ -229,7 +229,7 @@ def _concentration(groups: list[list[AcceptanceRecord]]) -> float:
 
 
 def _fit(records: list[AcceptanceRecord]) -> tuple[float, float]:
-    """Mean and spread of one class."""
+    """Return mean and spread of one class."""
     likelihood = _likelihood(records)  # [requests, GRID]
     best = (-np.inf, 0.0, 0.0)
     for spread in SPREADS:
@@ -241,7 +241,7 @@ def _fit(records: list[AcceptanceRecord]) -> tuple[float, float]:
 
 
 def _likelihood(records: list[AcceptanceRecord]) -> np.ndarray:
-    """f64[requests, GRID], of each request's hits given its acceptance, its largest scaled to 1."""
+    """Return the likelihood of each request's hits by acceptance, f64[requests, GRID], its largest scaled to 1."""
     tested = np.array([len(record.ranks) for record in records], np.float64)[:, None]
     hits = np.array([record.ranks.count(0) for record in records], np.float64)[:, None]
     total = hits * np.log(GRID) + (tested - hits) * np.log1p(-GRID)
@@ -249,8 +249,8 @@ def _likelihood(records: list[AcceptanceRecord]) -> np.ndarray:
 
 
 def _weights(spread: float) -> np.ndarray:
-    """f64[GRID, GRID], column m: the share of requests at each acceptance when the mean is GRID[m]; what lies beyond
-    the ends counts at the ends, as `draw` has it."""
+    """Return the share of requests at each acceptance, f64[GRID, GRID]: column m for the mean GRID[m]. What lies
+    beyond the ends counts at the ends, as in `draw`."""
     if spread == 0:
         return np.eye(len(GRID))
     between = (GRID[1:] + GRID[:-1]) / 2

@@ -51,8 +51,8 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class ElasticTimes:
-    """Seconds of exchanging the draft and KV pages. expand: of freeing the draft and making the slab. contract: of
-    moving pages and freeing the slab. load: until the draft is back, while steps go on.
+    """Seconds of expansion and contraction. expand: free the draft and make the slab. contract: move pages and free the
+    slab. load: until the draft is back, while steps go on.
 
     The first two are Nightjar's, of a 30B model on 2 L20 GPUs (table 6); `load` is that of 2.5 GB, a draft of 1B in
     bf16, at 20 GB/s from the host.
@@ -64,11 +64,18 @@ class ElasticTimes:
 
 
 class SimExecutor:
-    """Implements `types.Executor`. acceptance: mean chance that the target takes the draft's first choice, of all
-    requests, or by request: a function of their seeds, u64[R] to f64[R]. concentration: how little that chance varies
-    from position to position; the draft knows it at each. overhead_s: of every step, outside both models. Where a
-    plan wants uncalibrated f's, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted stays
-    the same. elastic_times: of exchanging the draft and pages. There are no logits, so nothing edits them."""
+    """Implements `types.Executor` on a virtual clock. There are no logits, so nothing edits them.
+
+    Args:
+        acceptance: mean chance that the target takes the draft's first choice: one for all requests, or a function of
+            their seeds, u64[R] -> f64[R].
+        concentration: how little that chance varies from position to position; the draft knows it at each.
+        overhead_s: seconds of every step outside both models.
+        elastic_times: seconds of expansion and contraction.
+
+    If a plan asks for uncalibrated f, the draft states its chances too sharply, by OVERCONFIDENCE; what is accepted
+    stays the same.
+    """
 
     def __init__(
         self,
@@ -184,7 +191,7 @@ class SimExecutor:
         return True
 
     def know(self, request: Sequence) -> None:
-        """What the text of a request is, so that with `strict` it reads no other's KV even where it shares pages."""
+        """Register the text of a sequence, so that `strict` sees it read KV of others even in shared pages."""
         if self._kv is not None:
             self._kv.know(request.prompt_ids, request.seed, request.choice)
 
@@ -196,11 +203,11 @@ class SimExecutor:
             raise IntegrityError(f"{what} while the draft is {self._place}; it must be {place}")
 
     def _load(self, plan: StepPlan) -> float:
-        """Where context costs nothing, it is not counted."""
+        """Return the context load, 0 if the machine's times do not depend on it."""
         return context_load(plan.ctx_len, self._cost.context_rows) if self._cost.context else 0.0
 
     def _walk(self, plan: StepPlan, trees: DraftTrees, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Follow the target's tokens down every tree; bool[N], nodes walked.
+        """Follow the target's tokens down every tree; return the walked nodes, bool[N].
 
         A node is walked when it and all above it carry the target's tokens; pointers to ancestors double their reach in
         each round, so that a round per level is not needed.
@@ -227,7 +234,7 @@ class SimExecutor:
         return walked
 
     def _target(self, plan: StepPlan, depth: int) -> np.ndarray:
-        """i32[num_decode, at least depth + 1], the target's tokens after each root."""
+        """Return the target's tokens after each root, i32[num_decode, at least depth + 1]."""
         if self._drawn is not None and self._drawn[0] is plan and self._drawn[1].shape[1] > depth:
             return self._drawn[1]
         rows, sampling = plan.num_decode, plan.sampling
@@ -236,7 +243,7 @@ class SimExecutor:
         )
 
     def _candidates(self, plan: StepPlan, draft: DraftPlan) -> CandidateTrees:
-        """Nodes that are right carry the target's token, the others one that is not."""
+        """Build the candidates: correct nodes carry the target's token, the others a wrong one."""
         rows, depth, width = plan.num_decode, draft.depth, draft.width
         seed, choice = plan.sampling.seed[:rows], plan.sampling.choice[:rows]
         draws = Draws.of(seed, choice, plan.ctx_len[:rows], depth, self._vocab_size)
@@ -261,7 +268,7 @@ class SimExecutor:
 
 @cache
 def _beam(depth: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Level (from 1) and rank of each candidate, and the first candidate of the level above: i32[C]."""
+    """Return level (from 1) and rank of each candidate, and the first candidate of the level above: i32[C] each."""
     level = np.repeat(np.arange(1, depth + 1, dtype=np.int32), width)
     rank = np.tile(np.arange(width, dtype=np.int32), depth)
     return level, rank, (level - 2) * width

@@ -25,21 +25,20 @@ class SimKV:
         self._draft = _Record(limits.num_pages, 0, limits.page_size)
 
     def know(self, prompt_ids: np.ndarray, seed: int, choice: int) -> None:
-        """A request with this prompt, seed and choice will run."""
+        """Register a sequence by its prompt, seed and choice."""
         text = _Text(np.asarray(prompt_ids, np.int32), seed, choice, self._vocab_size)
         self._texts.setdefault((seed, choice), []).append(text)
 
     def extend_draft(self, plan: StepPlan) -> None:
-        """The draft is fed the catch-up of a plan. Raises IntegrityError: a row reads what is not its own, or two rows
-        write different things to one place."""
+        """Feed the draft the catch-up of a plan. Raises IntegrityError when a row reads KV of another text, or two rows
+        write different entries to one slot."""
         draft = plan.draft
         assert draft is not None, "called for plans with a draft"
         self._extend(self._draft, plan, draft.draft_ctx, draft.catchup_counts, draft.catchup_tokens)
 
     def extend_target(self, plan: StepPlan, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The target commits a step: the first counts[r] - 1 of the tokens (i32[R, D]) that decode row r brought behind
-        its root, and the prefill chunks. Raises IntegrityError as `extend_draft`, and when a page that is written is
-        another row's too."""
+        """Commit a step of the target: the prefill chunks and, behind the root of decode row r, the first counts[r] - 1
+        of its tokens (i32[R, D]). Raises IntegrityError as `extend_draft` does, and when a written page is shared."""
         decode, computed = plan.num_decode, counts[: plan.num_decode]
         fed = np.concatenate([plan.root_token[:, None], tokens[:decode, :-1]], axis=1)
         fed = np.concatenate([fed[np.arange(fed.shape[1]) < computed[:, None]], plan.prefill_tokens])
@@ -48,20 +47,20 @@ class SimKV:
         self._extend(self._target, plan, plan.ctx_len, written, fed)
 
     def move_pages(self, from_pages: np.ndarray, to_pages: np.ndarray) -> None:
-        """The target's KV of pages is copied to other pages."""
+        """Copy the target's KV of pages to other pages."""
         self._target.copy(from_pages, to_pages)
 
     def add_extension(self) -> None:
-        """The pages of the extension slab are there, with nothing in them."""
+        """Add the empty pages of the extension slab."""
         self._target.in_force = self._num_pages + self._extension_pages
 
     def drop_extension(self) -> None:
-        """The extension slab is gone, with what it held."""
+        """Drop the extension slab and its contents."""
         self._target.clear(self._num_pages)
         self._target.in_force = self._num_pages
 
     def drop_draft(self) -> None:
-        """The draft's KV is gone."""
+        """Drop the draft's KV."""
         self._draft.clear(0)
 
     def _extend(self, record: _Record, plan: StepPlan, ctx: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
@@ -93,7 +92,7 @@ class _Text:
         self._names = _continued(np.zeros(0, np.uint64), prompt_ids)
 
     def agrees(self, names: np.ndarray) -> bool:
-        """Whether all of `names` are its own."""
+        """Return whether all of `names` belong to this text."""
         if len(names) > len(self._names):
             more = token_at(*self._of, np.arange(len(self._names), 2 * len(names)), self._vocab_size)
             self._names = _continued(self._names, more)
@@ -101,8 +100,8 @@ class _Text:
 
 
 class _Record:
-    """By page and slot: the name of what it holds (0: nothing), and of what is before it in its text. in_force: pages
-    that are there now."""
+    """The name of the entry in each slot of each page (0: empty), and of the entry before it in its text. in_force:
+    pages that exist now."""
 
     def __init__(self, num_pages: int, extension_pages: int, page_size: int):
         self._page_size = page_size

@@ -1,7 +1,7 @@
-"""Machines to simulate: what verification and drafting cost there, and how often the target agrees with the draft.
+"""Machines to simulate: their costs of verification and drafting, and the acceptance of their draft.
 
-A machine is a JSON file; two are packaged, shaped by the settings that AdaServe published. A measured profile is one
-too (`profiled_machine.py`). Imports no jax.
+A machine is a JSON file (two are packaged, shaped by AdaServe's published settings) or a profile that
+`adaserve profile` measured.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Machine:
-    """verify_ms: by packed tokens, linear between, whatever the rows. draft_level_ms: of a level, whatever its size.
+    """A machine with times by tokens alone.
+
+    verify_ms: by packed tokens, linear between them, for any number of rows. draft_level_ms: of a level of any size.
     token_step: distance of the token edges up to max_batch_tokens. acceptance: of the draft's first choice, by SLO
-    class; requests of other classes have the mean of all. swap_ms: expand, contract and load, as of `ElasticTimes`,
-    whose values stand for those that are missing.
+    class; requests of other classes have the mean of all. swap_ms: `expand`, `contract` and `load` of
+    `ElasticTimes`, which fills in missing ones.
     """
 
     name: str
@@ -52,12 +54,12 @@ class Machine:
 
     @property
     def baseline_s(self) -> float:
-        """Seconds of one token of one request alone."""
+        """Seconds per token of one request alone."""
         return self.verify_ms[min(self.verify_ms)] / 1e3
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """c1 and c2 of AdaServe's eq. 8 and 9."""
+        """The offsets c1 and c2 of AdaServe's eq. 8 and 9."""
         return 0, 0
 
     @property
@@ -69,7 +71,7 @@ class Machine:
         return self.acceptance.get(slo_class, sum(self.acceptance.values()) / len(self.acceptance))
 
     def limits(self, max_requests: int = 0) -> Limits:
-        """max_requests: 0 for the machine's own. Pages never run out."""
+        """Return limits in which pages never run out. max_requests: 0 takes the machine's own."""
         requests = max_requests or self.max_requests
         edges = (1, *range(self.token_step, self.max_batch_tokens + 1, self.token_step))
         pages = requests * -(-self.max_context // PAGE_SIZE)
@@ -89,14 +91,14 @@ class Machine:
 
 
 def packaged_machines() -> list[str]:
-    """Their names."""
+    """Return the names of the packaged machines."""
     return sorted(file.name.removesuffix(".json") for file in _folder().iterdir() if file.name.endswith(".json"))
 
 
 def load_machine(name: str) -> Machine:
-    """A packaged machine by name, or by path a JSON file: a machine, or a profile that `adaserve profile` wrote.
+    """Load a packaged machine by name, or a JSON file by path: a machine, or a profile of `adaserve profile`.
 
-    Raises ConfigError saying what is wrong with it.
+    Raises ConfigError when there is none or the file is not valid.
     """
     if name in packaged_machines():
         text, where = _folder().joinpath(f"{name}.json").read_text(), name
@@ -112,8 +114,6 @@ def load_machine(name: str) -> Machine:
     except json.JSONDecodeError as error:
         raise ConfigError(f"machine {where}: invalid JSON: {error}") from error
     if is_profile(values):
-        # which is a Machine
-
         return profiled_machine(values, where)
     return _machine(values, where)
 
@@ -148,16 +148,15 @@ def _machine(values: Any, where: str) -> Machine:
     return machine
 
 
-# A measured profile as a machine to simulate: its times by tokens, rows and context, and its own limits.
-#
-# Imports no jax.
-
 CLASS = "default"
 
 
 @dataclass(frozen=True)
 class ProfiledMachine(Machine):
-    """verify_ms and draft_level_ms are of one row at the typical context, for reading; steps cost what `costs` say."""
+    """A measured profile as a machine: its times by tokens, rows and context, and its own limits.
+
+    verify_ms and draft_level_ms are of one row at the typical context, for readers; steps cost what `costs` says.
+    """
 
     measured_limits: Limits
     costs: CostSamples
@@ -167,7 +166,7 @@ class ProfiledMachine(Machine):
 
     @classmethod
     def of(cls, profile: Profile, where: str) -> ProfiledMachine:
-        """Raises ConfigError: the profile has no acceptance, or none of a draft."""
+        """Build the machine. Raises ConfigError when a profile with a draft has no acceptance."""
         limits, costs = profile.identity.limits, profile.timings.samples()
         if profile.acceptance is None and limits.max_depth:
             raise ConfigError(
@@ -198,29 +197,29 @@ class ProfiledMachine(Machine):
 
     @property
     def baseline_s(self) -> float:
-        """As it was measured, through the whole step."""
+        """The measured baseline latency, of a whole step."""
         return self.measured_baseline_s
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """As the profile has them."""
+        """The offsets of the profile."""
         return self.searched_offsets
 
     def limits(self, max_requests: int = 0) -> Limits:
-        """max_requests: 0 for the machine's own; never more than it was measured with."""
+        """Return the measured limits. max_requests: 0 takes the machine's own; never more than were measured."""
         own = self.measured_limits
         return replace(own, max_requests=min(max_requests or own.max_requests, own.max_requests))
 
     def samples(self, limits: Limits) -> CostSamples:
-        """As measured, times what serving adds; limits: of this machine."""
+        """Return the measured times, multiplied by what serving adds. limits: of this machine."""
         return scaled_samples(self.costs, verify=self.serving.verify, draft=self.serving.draft)
 
     @property
     def overhead_s(self) -> float:
-        """As it was measured while serving."""
+        """Seconds of a step outside both models, measured while serving."""
         return self.serving.overhead_s
 
 
 def profiled_machine(values: Any, where: str) -> ProfiledMachine:
-    """From parsed JSON. Raises ConfigError saying what is wrong with it."""
+    """Build a machine from the parsed JSON of a profile. Raises ConfigError when it is not valid."""
     return ProfiledMachine.of(parse_profile(values, where), where)

@@ -1,6 +1,6 @@
-"""One simulated engine on a virtual clock of its own: the scheduler that serves, and an executor that only takes time.
+"""Simulated replicas: one engine on its own virtual clock, and several behind a router on one timeline.
 
-A step is begun and ended apart, so that what it brings is known to nobody before its end. Knows no other replica.
+A step is begun and ended separately, so that nobody knows its outcome before its end.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from adaserve_jax.types import (
     StepPlan,
 )
 
-# When the tokens of simulated requests came, taken in a step at a time and not a request at a time.
-
 _NONE = -1
 
 
 class TokenTimes:
-    """Requests are known by `StepUpdates.sequence`, their number in the order in which the scheduler got them.
+    """Records when the tokens of simulated sequences came, one step at a time.
 
-    A request that has tokens owns a row of times and counts, one column per step that brought some, until `pop`.
+    Sequences are named by `StepUpdates.sequence`, their number in the order of `Scheduler.add`. A sequence with tokens
+    owns a row of times and counts, one column per step that brought some, until `pop`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class TokenTimes:
         self._steps = np.zeros(0, np.int64)  # columns in use, by row
 
     def take(self, updates: StepUpdates, now: float) -> None:
-        """Every request of `updates` got its new tokens at `now`."""
+        """Record that the sequences of `updates` got their new tokens at `now`."""
         sequence = updates.sequence
         try:
             rows = self._row[sequence]
@@ -71,7 +70,7 @@ class TokenTimes:
         self._steps[rows] = steps + 1
 
     def pop(self, sequence: int) -> tuple[float, ...]:
-        """Seconds of each token of a request since its first one; tokens of one step share their time."""
+        """Return and forget the seconds of each token since the first; tokens of one step share their time."""
         row = int(self._row[sequence]) if sequence < len(self._row) else _NONE
         if row == _NONE:
             return ()
@@ -94,23 +93,26 @@ class TokenTimes:
 
 
 OnEnd = Callable[["Replica", str, Assigned, RequestMetrics, Status, tuple[float, ...]], None]
-"""on_end(replica, request id, what its router knows of it, its metrics, how it ended, seconds of each token since the
-first one where they are kept)."""
+"""on_end(replica, sequence id, the router's view of the request, metrics, status, seconds of each token since the
+first, if they are recorded)."""
 
 
 class Replica:
-    """Requests from `add` to `on_end`. Call begin_step and end_step in turn; add at any time."""
+    """One simulated engine: the scheduler that serves, and an executor that only takes time.
+
+    Call begin_step and end_step in turn; add at any time.
+    """
 
     def __init__(
         self, index: int, scheduler: Scheduler, executor: Executor, clock: VirtualClock, on_end: OnEnd,
         *, fleet: Fleet | None = None, keep_token_times: bool = True, on_step: Callable[[float], None] | None = None,
     ):  # fmt: skip
-        """fleet: where routers read of its requests; None: no router asks. on_step: told the time of the end of every
-        step, after what the step brought was taken in."""
+        """Build an idle replica. fleet: the view of its requests that routers read; None: there is no router. on_step:
+        called with the time of each step's end, after its outcome was committed."""
         self.index = index
         self.clock = clock
         self._open: dict[str, tuple[Assigned, int]] = {}
-        """What a router knows of each request that has not ended, and its number in the order of `add`."""
+        """The router's view of each open request, and its number in the order of `add`."""
         self._added = 0
         self._fleet = fleet
         self._place = np.zeros(64, np.int64)  # in the fleet, by number
@@ -131,7 +133,7 @@ class Replica:
 
     @property
     def totals(self) -> StepStats:
-        """As `stats`, for who asks often; the next step changes them."""
+        """The live statistics, without the copy that `stats` makes; the next step changes them."""
         return self._scheduler.totals
 
     @property
@@ -148,7 +150,7 @@ class Replica:
         self._scheduler.add(request)
 
     def begin_step(self, at_s: float) -> None:
-        """Run the next step, no sooner than `at_s`, up to its end by this replica's clock."""
+        """Run the next step, from `at_s` at the earliest to its end by this replica's clock."""
         scheduler, clock = self._scheduler, self.clock
         while clock.now() < at_s:  # one addition may fall short of `at_s` by its rounding
             clock.advance(at_s - clock.now())
@@ -161,7 +163,7 @@ class Replica:
         self._in_flight = (plan, trees, candidates, self._executor.verify(plan, trees))
 
     def end_step(self) -> None:
-        """Take in what the step brought, at its end; the draft and pages change places after it, where that is due."""
+        """Commit the step at its end, then expand or contract if that is due."""
         assert self._in_flight is not None, "a step is ended after it was begun"
         plan, trees, candidates, outcome = self._in_flight
         self._in_flight = None
@@ -172,14 +174,14 @@ class Replica:
             self._on_step(now)
 
     def cut_off(self) -> None:
-        """End all requests as they are."""
+        """End all open requests as unfinished."""
         for sequence_id in list(self._open):
             update = self._scheduler.abort(sequence_id)
             if update is not None:
                 self._end(update, "unfinished")
 
     def _take_in(self, updates: StepUpdates, now: float) -> None:
-        """The one place that reads what `commit` returns."""
+        """Pass the updates of a commit on to token times, fleet and `on_end`."""
         if self._token_times is not None:
             self._token_times.take(updates, now)
         if self._fleet is not None:
@@ -198,14 +200,8 @@ class Replica:
         self._on_end(self, update.sequence_id, known, metrics, status, offsets_s)
 
 
-# Several replicas and a router on one virtual timeline: what happens in which order.
-#
-# At one instant, steps end first, then requests arrive and are routed, then steps begin. So a request is in its
-# replica's queue before any step that begins at its arrival or later, and a router sees just what had ended by
-# then.
-
 STEP_ENDS, STEP_BEGINS = 0, 2
-"""Kinds of events, in their order at one instant; between them come arrivals."""
+"""Kinds of events, in their order at one instant; arrivals come between them."""
 
 
 def run_cluster(
@@ -217,11 +213,17 @@ def run_cluster(
     *,
     drain_s: float,
 ) -> float:
-    """Serve `arrivals` (in order of arrival_s) to the end; returns the time of the last step's end.
+    """Serve `arrivals` (in order of arrival_s) to the end; return the time at which the last step ends.
 
-    fleet: of these replicas; with one nobody asks it. deliver(number, arrival, replica): adds that arrival to the
-    chosen replica. drain_s: after the last arrival; a step that ends later than that is its replica's last one, and
-    requests left are cut off.
+    At one instant steps end first, then requests arrive and are routed, then steps begin. So a request is in its
+    replica's queue before any step that begins at its arrival or later, and a router sees exactly what had ended by
+    then.
+
+    Args:
+        fleet: the routers' view of these replicas.
+        deliver: deliver(number, arrival, replica) adds that arrival to the chosen replica.
+        drain_s: seconds after the last arrival. A step that ends later is its replica's last; requests left are cut
+            off.
     """
     events: list[tuple[float, int, int]] = []
     last_due_s, arrived, waiting = arrivals[-1].arrival_s, 0, iter(arrivals)

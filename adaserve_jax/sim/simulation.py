@@ -1,6 +1,6 @@
-"""Runs a trace through the scheduler that serves, on simulated machines and a virtual clock.
+"""Simulation of a trace: the scheduler that serves, on simulated machines and a virtual clock.
 
-Nothing is decoded: the executor draws acceptance, the clock passes by the machine's costs. Imports no jax.
+Nothing is decoded: the executor draws acceptance, and the clock advances by the machine's costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, overload
 
 import numpy as np
 
-from adaserve_jax.config import EngineConfig
+from adaserve_jax.config import Elastic, EngineConfig
 from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import ElasticRule
@@ -34,16 +34,15 @@ from adaserve_jax.sim.replica import Replica, run_cluster
 from adaserve_jax.sim.text import CONCENTRATION
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO, Limits, RequestMetrics, SamplingParams, Sequence
-from adaserve_jax.workloads.traces import Trace, TraceRequest
-
-# Sequences of requests that are made when they are asked for: of a million, only those that are open take room.
-#
-# Simulations use `AsAssigned`; scripts under benchmarks/ that simulate a million requests use `RequestColumns`.
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 Made = TypeVar("Made")
 
 
-class _MadeWhenAsked(abc.Sequence[Made]):
+class _Lazy(abc.Sequence[Made]):
+    """A sequence whose items are made when they are read: of a million requests only the open ones take memory."""
+
     @abstractmethod
     def _make(self, index: int) -> Made:
         """index: from 0 on."""
@@ -57,9 +56,12 @@ class _MadeWhenAsked(abc.Sequence[Made]):
         return self._make(numbers) if isinstance(numbers, int) else [self._make(each) for each in numbers]
 
 
-class RequestColumns(_MadeWhenAsked[TraceRequest]):
-    """Requests of a trace from columns: 24 bytes each. due_s: f64[N], not decreasing. prompts, outputs: tokens,
-    i32[N]. kinds: i64[N], indices of `classes`, which are names and targets."""
+class RequestColumns(_Lazy[TraceRequest]):
+    """Requests of a trace from columns, 24 bytes each, for simulations of a million requests.
+
+    due_s: f64[N], not decreasing. prompts, outputs: i32[N], tokens. kinds: i64[N], indices of `classes`, which are
+    names and targets.
+    """
 
     def __init__(
         self, due_s: np.ndarray, prompts: np.ndarray, outputs: np.ndarray, kinds: np.ndarray,
@@ -78,9 +80,8 @@ class RequestColumns(_MadeWhenAsked[TraceRequest]):
         )  # fmt: skip
 
 
-class AsAssigned(_MadeWhenAsked[Assigned]):
-    """What a router learns of each request of a trace at its arrival. baseline_s: of the machine, for relative
-    targets."""
+class AsAssigned(_Lazy[Assigned]):
+    """The router's view of each request of a trace at its arrival. baseline_s: of the machine, for relative targets."""
 
     def __init__(self, requests: abc.Sequence[TraceRequest], baseline_s: float):
         self._requests, self._baseline_s = requests, baseline_s
@@ -94,16 +95,13 @@ class AsAssigned(_MadeWhenAsked[Assigned]):
         return Assigned(asked.slo_class, asked.prompt_tokens, asked.due_s, tpot_s, ttft_s)
 
 
-# Samples of a simulation: at the end of the first step after each SAMPLE_S of the virtual clock, or more
-# seldom, and at the end of all.
-
 ADDED = (
     "steps", "spec_steps", "generation_tokens", "draft_tokens", "accepted_tokens", "preemptions", "draft_s", "verify_s",
     "wait_s", "running", "waiting", "pages_used", "pages_total", "extension_used", "extension_total",
     "last_verified_tree_tokens",
 )  # fmt: skip
 MOST_SAMPLES = 36_000
-"""Of one point: of longer ones than an hour samples are further apart."""
+"""Samples of one point; those of a point longer than an hour are further apart."""
 MOST_READ = 1_000_000
 """Totals of replicas that the samples of one point add up, at most: of many replicas samples are further apart."""
 NOTHING = StepStats()
@@ -143,7 +141,8 @@ class SimSampler:
 
 
 def together(replicas: abc.Sequence[StepStats]) -> StepStats:
-    """Of all replicas: counts, requests, pages and budgets added up, depth and width the greatest."""
+    """Combine the statistics of all replicas: counts, requests, pages and tree tokens add up; depth and width are the
+    greatest."""
     if len(replicas) == 1:
         return replicas[0]
     every = StepStats(
@@ -185,12 +184,12 @@ class SimulationPlan:
     tune: Literal["no", "search", "grid"] = "no"
     num_pages: int = 0
     extension_pages: int = 0
-    elastic: str = "auto"
+    elastic: Elastic = "auto"
     elastic_rule: ElasticRule = field(default_factory=ElasticRule)
     keep_records: bool = True
 
     def limits(self, machine: Machine) -> Limits:
-        """Of one replica."""
+        """Pages of one replica."""
         own = machine.limits(self.max_requests)
         return replace(own, num_pages=self.num_pages or own.num_pages, extension_pages=self.extension_pages)
 
@@ -209,7 +208,7 @@ class Simulated:
 
     @property
     def outcomes(self) -> abc.Sequence[RequestRecord] | RecordColumns:
-        """What `summarize` makes rows of."""
+        """The columns that `summarize` makes rows from."""
         return self.records if self.columns is None else self.columns
 
 

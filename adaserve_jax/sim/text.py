@@ -1,7 +1,7 @@
-"""What a simulated target says and a simulated draft guesses: pure functions of (seed, choice, position).
+"""Simulated texts: the target's tokens and the draft's guesses, as pure functions of (seed, choice, position).
 
-Nothing else enters: no policy, tree or load. A request has one word, made from its seed and choice; a draw is
-splitmix64's output at that word, moved on by the position.
+No policy, tree or load enters. Each sequence has one word, made from its seed and choice; a draw is splitmix64's
+output at that word, moved on by the position.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 _SEED, _CHOICE = np.uint64(0xD1342543DE82EF95), np.uint64(0xA0761D6478BD642F)
 _POSITION, _KIND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xE7037ED1A0B428DB)
 _DRAFT, _MOOD, _NAME = np.arange(1, 4, dtype=np.uint64) * _KIND
-"""What is added to a word for draws that are not of the text: what the draft gets right, how well it does, and names
-of KV entries."""
+"""Offsets of a word for the other draws: what the draft gets right, how well it does, and names of KV entries."""
 CONCENTRATION = 2.3
-"""How little the draft's chance of being right varies from position to position: it follows a Beta distribution, of
-this concentration unless a recording says otherwise. The embedded pair's at temperature 0."""
+"""Default concentration of the Beta distribution that the draft's chance of being right follows over positions: that of
+the embedded pair at temperature 0."""
 OVERCONFIDENCE = 2.0
 """Power to which an uncalibrated draft raises the odds of its first choice: 0.7 is called 0.84, 0.4 is called 0.31."""
 MEANS, SHARES = 100, 1024
@@ -64,16 +63,16 @@ class Draws:
 
 
 def acceptance_at(mean: np.ndarray | float, mood: np.ndarray, concentration: float) -> np.ndarray:
-    """a: f64[R, depth], the chance at each position that the draft's first choice is the target's, around a request's
-    mean (f64[R] or one for all)."""
+    """Return the chance at each position that the draft's first choice is the target's, f64[R, depth], around the mean
+    of each request (f64[R], or one for all)."""
     row = np.atleast_1d(np.asarray(mean) * MEANS + 0.5).astype(np.int64)[:, None]
     return _quantiles(concentration)[row, (mood * SHARES).astype(np.int64)]
 
 
 @dataclass(frozen=True, eq=False)
 class Beams:
-    """What a search finds. f: f64[R, depth, width], of each node, as the draft says; parent: i64[R, depth, width], rank
-    in the beam above; true: bool[R, depth, width], whether the path to the node is the target's text."""
+    """The result of a beam search. f: f64[R, depth, width], as the draft states it. parent: i64[R, depth, width], rank
+    in the beam above. true: bool[R, depth, width], whether the path to the node is the target's text."""
 
     f: np.ndarray
     parent: np.ndarray
@@ -81,7 +80,7 @@ class Beams:
 
 
 def search(a: np.ndarray, luck: np.ndarray, width: int, *, calibrated: bool = True) -> Beams:
-    """A beam search in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
+    """Search beams in which the draft's choice r is the target's with chance a (1 - a)^r at every node of a level.
 
     a, luck: f64[R, depth]. At most one node of a level is true: the one that the luck of each level picks. Without
     calibration the draft states a too sharply, by OVERCONFIDENCE, and ranks its beams by that.
@@ -121,13 +120,13 @@ def _quantiles(concentration: float) -> np.ndarray:
 
 
 def _overconfident(chance: np.ndarray) -> np.ndarray:
-    """The chance whose odds are those of `chance`, to the power OVERCONFIDENCE."""
+    """Sharpen a chance: raise its odds to the power OVERCONFIDENCE."""
     raised = chance**OVERCONFIDENCE
     return raised / (raised + (1 - chance) ** OVERCONFIDENCE)
 
 
 def _u64(value: np.ndarray | int) -> np.ndarray:
-    """Of at least one dimension: those wrap around without a warning."""
+    """Return u64 of at least one dimension, which wraps around without a warning."""
     return np.atleast_1d(value).astype(np.uint64)
 
 

@@ -1,14 +1,12 @@
-"""What targets and the draft service say to each other, as plain values. `draft.proto` is the same on the wire.
+"""Messages between targets and the draft service as plain values; `draft.proto` is their wire format.
 
-A target opens one stream and says Hello; the service answers Welcome, or Refused. Then the target opens sessions, one
-for each request that speculates, and asks each for one tree per round. Frames are lists of messages; a frame of the
-target is what one step of it asks. Source: StarSD, appendix E; the departures are in docs/architecture/star.md.
+A target opens one stream and sends Hello; the service answers Welcome or Refused. The target then opens one session per
+speculating request and asks for one tree per session and round. A frame is a list of messages; a target's frame holds
+what one of its steps asks. Source: StarSD, appendix E; docs/architecture/star.md lists the departures.
 
-A session is named by its target (`Hello.target_id`) and by a number that the target chose, so nobody waits for a name.
-epoch: counts how often the target has sent the session's whole text anew; what carries another epoch than the
-session's is of another time and is dropped. round: counts the Draft messages of a session, across epochs.
-
-Imports no jax and no gRPC.
+A session is named by its target (`Hello.target_id`) and a number chosen by the target, so no round trip is needed for a
+name. `epoch` counts how often the target has sent the session's whole text anew; a message of another epoch is dropped.
+`round` counts the Draft messages of a session, across epochs.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +22,11 @@ from adaserve_jax.errors import AdaServeError
 from adaserve_jax.tree.acceptance_table import ChanceTable
 
 PROTOCOL_VERSION = 1
-"""Of messages.py and draft.proto together: both sides must have the same."""
+"""Version of messages.py and draft.proto together; both sides must have the same one."""
 
 
 class WireError(AdaServeError):
-    """What was received makes no sense. session, epoch: whose message it was; session 0: nobody's, or a target's."""
+    """A received message is invalid. session, epoch: those of the message; session 0: it concerns no session."""
 
     code = "invalid"
 
@@ -39,11 +38,13 @@ class WireError(AdaServeError):
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a stream. target_id: unique for each target process. vocabulary_hash: of
-    `models.tokenizer.Tokenizer.vocabulary_hash`. draft_version: the only one that will do; "": any.
-    cells_hash: of the acceptance table's cells (`star.cells.cells_hash`), which trees name. verify_s: seconds of one
-    verification, with what else the target does between two drafts; plain_s: of one plain decoding step; both as
-    expected, for admission, 0: not known."""
+    """First message of a stream.
+
+    target_id: unique per target process. vocabulary_hash: `models.tokenizer.Tokenizer.vocabulary_hash`. cells_hash:
+    `cells_hash` of the acceptance table, because trees refer to its cells. draft_version: required version; "": any.
+    verify_s: expected seconds between two drafts, which is one verification and the target's other work. plain_s:
+    expected seconds of one plain decoding step. Admission uses both; 0: unknown.
+    """
 
     target_id: str
     vocabulary_hash: str
@@ -56,9 +57,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The target is admitted. max_sessions: most at once for this target; max_context: tokens of a session, its tree
-    included. lease_s: a session that says nothing for so long is freed. level_s: seconds of one level of a search by
-    (rows, width); catchup_s: of feeding so many tokens; both as measured by the service when nobody else asks."""
+    """Answer to Hello: the target is admitted.
+
+    max_context: most tokens of a session, including its tree. max_sessions: most sessions of this target at once.
+    lease_s: a session is freed after so many seconds without a message. level_s: seconds of one search level by
+    (rows, width); catchup_s: seconds of feeding so many tokens; both measured by the service on an idle device.
+    """
 
     draft_version: str
     max_depth: int
@@ -73,8 +77,8 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Refused:
-    """A target, or one session of it (session > 0), gets nothing. code: one of REFUSALS. retry_after_s: when it is
-    worth asking again; 0: never as it is."""
+    """Refusal of a target, or of one session (session > 0). code: one of REFUSALS. retry_after_s: when to ask again;
+    0: asking again without a change is useless."""
 
     code: str
     message: str
@@ -87,15 +91,25 @@ REFUSALS = (
     "protocol_version", "vocabulary", "draft_version", "cells", "unauthenticated", "full", "quota", "rate", "too_long",
     "invalid", "shutting_down",
 )  # fmt: skip
-"""Codes of Refused. full: one target more would leave it slower than plain decoding; quota: too many sessions, or
-drafts asked for at once; rate: too many messages; too_long: longer than max_context; invalid: what was
-said makes no sense."""
+"""Codes of Refused. full: with one more target, drafting would be slower than plain decoding; quota: too many sessions
+or waiting drafts; rate: too many messages; too_long: longer than max_context; invalid: malformed message."""
+
+
+class SessionSampling(NamedTuple):
+    """Sampling parameters of one request. The draft needs them because its noise must be the target's."""
+
+    seed: int
+    choice: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
 
 
 @dataclass(frozen=True, eq=False)
 class Open:
-    """Begin a session, or begin it anew with a higher epoch: `tokens`, i32[n], is its whole text so far. The service
-    keeps what KV it has of a common beginning. seed to min_p: of the request, since the noise must be the target's."""
+    """Open a session, or reopen it with a higher epoch. tokens: i32[n], its whole text so far; the service keeps the KV
+    of the common prefix. The other fields are those of `SessionSampling`."""
 
     session: int
     epoch: int
@@ -107,12 +121,19 @@ class Open:
     top_p: float
     min_p: float
 
+    @property
+    def sampling(self) -> SessionSampling:
+        return SessionSampling(self.seed, self.choice, self.temperature, self.top_k, self.top_p, self.min_p)
 
-@dataclass(eq=False, slots=True)  # not frozen, which makes one take four times as long; nobody changes it
+
+@dataclass(eq=False, slots=True)  # not frozen: a frozen one takes four times as long to create
 class Draft:
-    """The text has grown by `tokens`, i32[n], behind its first `base` ones; search from its end. depth 0: only feed
-    them, nothing is answered. width: of the beam; calibrated: as `DraftPlan.calibrated`. due_s: seconds from now until
-    the request's next token is due; inf without a target. give_up_s: the target waits no longer than that."""
+    """Set the text to its first `base` tokens and `tokens`, i32[n], then search from its end.
+
+    depth: levels of the tree; 0: only feed the tokens, without an answer. width: beam width. calibrated: as
+    `DraftPlan.calibrated`. due_s: seconds until the request's next token is due; inf without an SLO. give_up_s: the
+    longest time that the target waits for the tree, in seconds.
+    """
 
     session: int
     epoch: int
@@ -133,12 +154,14 @@ class Close:
     session: int
 
 
-@dataclass(eq=False, slots=True)  # not frozen, which makes one take four times as long; nobody changes it
+@dataclass(eq=False, slots=True)  # not frozen: a frozen one takes four times as long to create
 class Tree:
-    """The candidates of one Draft. length: of the text that they follow, base + tokens. token, parent, cell: i32[C],
-    log_q: f32[C], as `CandidateTrees` has them for one row of `width`, without absent nodes: index[C], i32, says which
-    column each is (level * width + rank); parent is a column too, -1 the root. queue_s, service_s: spent waiting for
-    the device and on it. Without any node: the draft could not be ready in time, or failed; nobody need wait for it."""
+    """Candidates for one Draft. A tree without nodes says that the draft failed or could not be ready in time.
+
+    length: tokens of the text that they follow. index: i32[C], the column of each node, level * width + rank; absent
+    nodes are left out. token, parent, cell: i32[C] and log_q: f32[C], as in one row of `CandidateTrees`; parent is a
+    column, -1 the root. queue_s, service_s: seconds spent waiting for the device and on it.
+    """
 
     session: int
     epoch: int
@@ -156,7 +179,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Resync:
-    """A Draft did not follow what the session holds (a gap, another text, or no such session): open it anew."""
+    """A Draft does not fit the session (a gap, another text, or no such session): the target must reopen it."""
 
     session: int
     epoch: int
@@ -164,8 +187,8 @@ class Resync:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the service is, sent with answers at most every LOAD_EVERY_S: busy: share of the last seconds that the
-    device worked; queue_s: seconds of work that waits; sessions: of all targets; targets: connected ones."""
+    """Load of the service, sent along with answers. busy: share of the last seconds in which the device worked;
+    queue_s: seconds of waiting work; sessions: those of all targets; targets: connected ones."""
 
     busy: float
     queue_s: float
@@ -174,36 +197,39 @@ class Load:
 
 
 LOAD_EVERY_S = 0.25
+"""Least time between two Load messages to one target."""
 
 FromTarget = Hello | Open | Draft | Close
 FromService = Welcome | Refused | Tree | Resync | Load
 
-# What a target makes of the cells that a draft service names: log f of a tree's nodes, by its own chances.
-#
-# A tree brings which cell of the acceptance table each node is in, and the draft's own probability of it;
-# chances stay with the target, which learns them. Imports no jax.
-
 
 def cells_hash(table: ChanceTable) -> str:
-    """16 hexadecimal digits of how many cells a table has and where they end; its chances do not count."""
+    """Return 16 hexadecimal digits that identify the table's cells: their number and their edges, not their chances."""
     edges = [[repr(float(edge)) for edge in mode] for mode in table.edges.astype(np.float32)]
-    said = json.dumps([list(table.chance.shape), edges])
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
+    text = json.dumps([list(table.chance.shape), edges])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def log_f_of(cell: np.ndarray, parent: np.ndarray, log_chance: np.ndarray, coupled: np.ndarray) -> np.ndarray:
-    """f32[R, D, W], log f of trees by a table's chances, bit for bit as `tree.beam` adds them up on a device.
+    """Return log f of trees, f32[R, D, W], bit for bit as `tree.beam` adds it up on a device.
 
-    cell, parent: i32[R, D, W], parent a column (level * W + rank), both -1 where absent. log_chance: f32[2, cells], by
-    mode; coupled: bool[R].
+    A tree carries the cell of each node; the chances stay with the target, which learns them.
+
+    Args:
+        cell: i32[R, D, W], -1 where a node is absent.
+        parent: i32[R, D, W], a column (level * W + rank), -1 at the root or where absent.
+        log_chance: f32[2, cells], by mode.
+        coupled: bool[R], rows with temperature > 0.
     """
     gain = log_chance[coupled.astype(np.intp)[:, None, None], np.maximum(cell, 0)]
     return along_paths(np.where(cell < 0, np.float32(-np.inf), gain), parent)
 
 
 def along_paths(gain: np.ndarray, parent: np.ndarray) -> np.ndarray:
-    """f32[R, D, W], sums of `gain` from the first level down to each node, added in that order; -inf below what is
-    absent. gain: f32[R, D, W], -inf where absent; parent: as in `log_f_of`."""
+    """Return sums of `gain` along each path, f32[R, D, W], added from the first level down; -inf below absent nodes.
+
+    gain: f32[R, D, W], -inf where absent. parent: as in `log_f_of`.
+    """
     rows, depth, width = gain.shape
     sums = gain.copy()
     flat = sums.reshape(-1)

@@ -1,8 +1,9 @@
-"""Messages to protobuf frames and back. What comes from the other side is believed in nothing: what makes no sense is a
-WireError that names the field, never an exception of another kind.
+"""Messages to protobuf frames and back.
 
-An error in one message of a frame stands in its place, so that it costs its own session only; an error of the frame
-itself (no protobuf, too large, a message of no kind) is raised.
+Peer input is untrusted: every field is validated, and an invalid one becomes a WireError that names it, never another
+exception. The error of one message stands in that message's position, so it costs only its own session. An error of the
+frame itself (not protobuf, too large, a message without a kind) is raised. Errors never contain tokens, which are
+somebody's text.
 """
 
 from __future__ import annotations
@@ -33,15 +34,21 @@ from adaserve_jax.star.messages import (
     WireError,
 )
 
-# What is believed of a message from the other side: how much at most, and how it is told what makes no sense.
+M = TypeVar("M")
 
+MAX_FRAME_BYTES = 4 * 2**20
+"""Largest frame in either direction; a larger one is refused before it is parsed."""
+SERVICE = "adaserve.star.v1.DraftService"
+METHOD = f"/{SERVICE}/Serve"
+"""The service's only method: a stream of frames in both directions."""
 LARGEST = 2**31 - 1
+_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
 
 
 @dataclass(frozen=True)
 class Caps:
-    """The most that is believed. tokens: of one message; vocabulary: token ids are below it; depth, width: of a search;
-    messages: of a frame; text: characters of a name or an explanation."""
+    """Largest accepted values. tokens: per message; vocabulary: token ids are below it; depth, width: of a search;
+    messages: per frame; text: characters of a name or an explanation."""
 
     tokens: int = 2**20
     vocabulary: int = 2**31 - 1
@@ -51,58 +58,82 @@ class Caps:
     text: int = 512
 
 
-class Check:
-    """Raises WireErrors about one message. What is said is put together only when something is wrong."""
-
-    __slots__ = ("epoch", "kind", "session")
-
-    def __init__(self, kind: str, session: int = 0, epoch: int = 0) -> None:
-        self.kind = kind
-        self.session = session
-        self.epoch = epoch
-
-    def fail(self, field: str, expected: str, got: object) -> WireError:
-        return WireError(f"{self.kind}.{field} must be {expected}, got {got}", self.session, self.epoch)
-
-    def named(self) -> None:
-        """Sessions are numbered from 1; 0 is nobody's."""
-        if self.session < 1:
-            raise self.fail("session", "at least 1", self.session)
-
-    def seconds(self, field: str, value: float) -> float:
-        """Finite and not negative."""
-        if not 0 <= value < math.inf:
-            raise self.fail(field, "a finite number of seconds >= 0", value)
-        return value
-
-    def text(self, field: str, value: str, caps: Caps) -> str:
-        if len(value) > caps.text:
-            raise self.fail(field, f"of at most {caps.text} characters", f"{len(value)} characters")
-        return value
-
-    def within(self, field: str, value: float, low: float, high: float) -> Any:
-        if not low <= value <= high:
-            raise self.fail(field, f"from {low} to {high}", value)
-        return value
-
-    def tokens(self, values: Any, caps: Caps) -> np.ndarray:
-        """i32[n], each a token of the vocabulary. Errors do not tell the tokens, which are somebody's text."""
-        count = len(values)
-        if count > caps.tokens:
-            raise self.fail("tokens", f"at most {caps.tokens} tokens", count)
-        said = values[:]
-        if count and not (min(said) >= 0 and max(said) < caps.vocabulary):
-            raise self.fail("tokens", f"ids from 0 to {caps.vocabulary - 1}", "others")
-        return np.fromiter(said, np.int32, count)
+DEFAULT_CAPS = Caps()
 
 
-# Drafts and Trees on the wire: of these a frame has one for each row of a step, so they are written with few
-# calls and read all at once.
-#
-# What makes no sense is a WireError in the place of its message. Errors do not tell tokens, which are
-# somebody's text.
+def target_frame(messages: Iterable[FromTarget]) -> bytes:
+    """Return the bytes of a target's frame."""
+    return _frame(pb.TargetFrame(), messages, _WRITE)
 
-_I4, _F4 = np.dtype("<i4"), np.dtype("<f4")
+
+def service_frame(messages: Iterable[FromService]) -> bytes:
+    """Return the bytes of a service's frame."""
+    return _frame(pb.ServiceFrame(), messages, _WRITE)
+
+
+def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> list[bytes]:
+    """Return the messages as one or more frames that keep to the caps. write: `target_frame` or `service_frame`."""
+    if len(messages) <= DEFAULT_CAPS.messages:
+        data = write(messages)
+        if len(data) <= MAX_FRAME_BYTES or len(messages) == 1:
+            return [data]
+    half = len(messages) // 2
+    return in_frames(write, messages[:half]) + in_frames(write, messages[half:])
+
+
+def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget | WireError]:
+    """Return the messages of a target's frame, with a WireError in the place of an invalid one. Raises WireError."""
+    return _read(pb.TargetFrame, data, caps, _READ_TARGET, "draft", read_drafts)
+
+
+def read_service_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromService | WireError]:
+    """Return the messages of a service's frame, with a WireError in the place of an invalid one. Raises WireError."""
+    return _read(pb.ServiceFrame, data, caps, _READ_SERVICE, "tree", read_trees)
+
+
+def _frame(frame: Any, messages: Iterable[FromTarget | FromService], write: dict[type, Callable[..., None]]) -> bytes:
+    add = frame.messages.add
+    for each in messages:
+        write[type(each)](add(), each)
+    return frame.SerializeToString()
+
+
+def _read(
+    kind: Any, data: bytes, caps: Caps, readers: dict[str, Callable[[Any, Caps], Any]], frequent: str,
+    read_frequent: Callable[[list[Any], Caps], list[Any]],
+) -> list[Any]:  # fmt: skip
+    """Parse a frame. Messages of the kind `frequent` are read together by `read_frequent`, others one by one."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise WireError(f"a frame must have at most {MAX_FRAME_BYTES} bytes, got {len(data)}")
+    try:
+        frame = kind.FromString(data)
+    except DecodeError:
+        raise WireError(f"a frame must be a protobuf {kind.DESCRIPTOR.name}, got {len(data)} bytes of other") from None
+    if len(frame.messages) > caps.messages:
+        raise WireError(f"a frame must have at most {caps.messages} messages, got {len(frame.messages)}")
+    read: list[Any] = []
+    many, positions = [], []
+    for each in frame.messages:
+        name = each.WhichOneof("kind")
+        if name == frequent:
+            positions.append(len(read))
+            many.append(getattr(each, name))
+            read.append(None)
+            continue
+        if name is None:
+            kinds = kind.DESCRIPTOR.fields_by_name["messages"].message_type.oneofs_by_name["kind"].fields
+            raise WireError(f"a message must be one of {', '.join(each.name for each in kinds)}, got none of them")
+        try:
+            read.append(readers[name](getattr(each, name), caps))
+        except WireError as error:
+            read.append(error)
+    if many:
+        for position, message in zip(positions, read_frequent(many, caps), strict=True):
+            read[position] = message
+    return read
+
+
+# ---- messages of which a frame has one per row of a step: written with few calls, read as one array ----
 
 
 def write_draft(draft: pb.Draft, m: Draft) -> None:
@@ -120,211 +151,88 @@ def write_tree(tree: pb.Tree, m: Tree) -> None:
     tree.log_q = m.log_q.astype(_F4, copy=False).tobytes()
 
 
-def read_drafts(said: Sequence[pb.Draft], caps: Caps) -> list[Draft | WireError]:
-    """What targets ask for, or what is wrong with it."""
-    spoken: list[int] = []
+def read_drafts(messages: Sequence[pb.Draft], caps: Caps) -> list[Draft | WireError]:
+    """Read all Drafts of a frame, with a WireError in the place of an invalid one."""
+    flat: list[int] = []
     ends = [0]
-    for m in said:
-        spoken += m.tokens
-        ends.append(len(spoken))
-    is_sound = not spoken or (min(spoken) >= 0 and max(spoken) < caps.vocabulary)
-    if not is_sound and len(said) > 1:
-        return [each for m in said for each in read_drafts([m], caps)]
-    tokens = np.array(spoken, np.int32) if is_sound else np.zeros(0, np.int32)
+    for m in messages:
+        flat += m.tokens
+        ends.append(len(flat))
+    is_valid = not flat or (min(flat) >= 0 and max(flat) < caps.vocabulary)
+    if not is_valid and len(messages) > 1:
+        return [each for m in messages for each in read_drafts([m], caps)]
+    tokens = np.array(flat, np.int32) if is_valid else np.zeros(0, np.int32)
     read: list[Draft | WireError] = []
-    for m, (start, end) in zip(said, pairwise(ends), strict=True):
+    for m, (start, end) in zip(messages, pairwise(ends), strict=True):
         session, base, depth, width, due_s, give_up_s = m.session, m.base, m.depth, m.width, m.due_s, m.give_up_s
         if (
-            is_sound and session and base <= LARGEST and depth <= caps.depth and give_up_s >= 0 and due_s == due_s
+            is_valid and session and base <= LARGEST and depth <= caps.depth and give_up_s >= 0 and due_s == due_s
             and (width or not depth) and width <= caps.width and end - start <= caps.tokens
         ):  # fmt: skip
-            own = tokens if end - start == len(tokens) else tokens[start:end].copy()  # it outlives the frame
+            # A view would keep the tokens of the whole frame in memory.
+            own = tokens if end - start == len(tokens) else tokens[start:end].copy()
             read.append(Draft(session, m.epoch, m.round, base, own, depth, width, m.calibrated, due_s, give_up_s))
         else:
-            read.append(_wrong_draft(m, caps))
+            read.append(_draft_error(m, caps))
     return read
 
 
-def read_trees(said: Sequence[pb.Tree], caps: Caps) -> list[Tree | WireError]:
-    """What the service found, or what is wrong with it."""
+def read_trees(messages: Sequence[pb.Tree], caps: Caps) -> list[Tree | WireError]:
+    """Read all Trees of a frame, with a WireError in the place of an invalid one."""
     parts: list[np.ndarray] = []
     chances: list[bytes] = []
-    for m in said:
+    for m in messages:
         nodes, log_q, width = m.nodes, m.log_q, m.width
         if not (
             len(nodes) == 4 * len(log_q) and not len(log_q) % 4 and len(log_q) <= 4 * caps.depth * width
             and m.session and 1 <= width <= caps.width and 0 <= m.queue_s < math.inf and 0 <= m.service_s < math.inf
         ):  # fmt: skip
-            return _each_alone(said, caps)
+            return _read_one_by_one(messages, caps)
         parts.append(np.ndarray((4, len(log_q) // 4), _I4, nodes))
         chances.append(log_q)
     ends = list(accumulate([part.shape[1] for part in parts], initial=0))
     whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     log_q = np.frombuffer(b"".join(chances), _F4)
-    if not _are_sound(whole, log_q, ends, [caps.depth * m.width for m in said], caps):
-        return _each_alone(said, caps)
+    if not _are_valid(whole, log_q, ends, [caps.depth * m.width for m in messages], caps):
+        return _read_one_by_one(messages, caps)
     read: list[Tree | WireError] = []
-    for m, (index, token, parent, cell), (start, end) in zip(said, parts, pairwise(ends), strict=True):
+    for m, (index, token, parent, cell), (start, end) in zip(messages, parts, pairwise(ends), strict=True):
         names = m.session, m.epoch, m.round, m.length, m.width
         read.append(Tree(*names, index, token, parent, cell, log_q[start:end], m.queue_s, m.service_s))
     return read
 
 
-def _each_alone(said: Sequence[pb.Tree], caps: Caps) -> list[Tree | WireError]:
-    """After one of them was found to make no sense: which, and why."""
-    if len(said) == 1:
-        return [_wrong_tree(said[0], caps)]
-    return [each for m in said for each in read_trees([m], caps)]
+def _read_one_by_one(messages: Sequence[pb.Tree], caps: Caps) -> list[Tree | WireError]:
+    """Find the invalid Tree among several, and why it is invalid."""
+    if len(messages) == 1:
+        return [_tree_error(messages[0], caps)]
+    return [each for m in messages for each in read_trees([m], caps)]
 
 
-def _are_sound(nodes: np.ndarray, log_q: np.ndarray, ends: list[int], bounds: list[int], caps: Caps) -> bool:
-    """Whether the nodes of all trees make sense. nodes: i32[4, N]; log_q: f32[N]; ends: i32[trees + 1], where each
-    begins and the last ends; bounds: of each, its columns are below it."""
+def _are_valid(nodes: np.ndarray, log_q: np.ndarray, ends: list[int], bounds: list[int], caps: Caps) -> bool:
+    """Return whether the nodes of all trees are valid.
+
+    nodes: i32[4, N]. log_q: f32[N]. ends: i32[trees + 1], where each tree begins and the last one ends. bounds: one per
+    tree; its columns are below it.
+    """
     if not ends[-1]:
         return True
     index, token, parent = nodes[:3]
     rises = index[1:] > index[:-1]
     if len(bounds) > 1:
-        rises[[end - 1 for end in ends[1:-1] if 0 < end < ends[-1]]] = True  # from one tree to the next
-    # Every index is at least 0, as it comes after its parent; a token below 0 is a large one without its sign.
-    sound = (rises, parent < index, nodes[2:] >= -1, token.view(np.uint32) < caps.vocabulary, log_q <= 0)
-    return all(b"\0" not in each.tobytes() for each in sound) and all(
+        rises[[end - 1 for end in ends[1:-1] if 0 < end < ends[-1]]] = True  # at the boundary between two trees
+    # An index is at least 0 because it is above its parent; a negative token is a large unsigned one.
+    checks = (rises, parent < index, nodes[2:] >= -1, token.view(np.uint32) < caps.vocabulary, log_q <= 0)
+    return all(b"\0" not in each.tobytes() for each in checks) and all(
         start == end or index.item(end - 1) < bound for (start, end), bound in zip(pairwise(ends), bounds, strict=True)
     )
 
 
-# ---- what makes no sense, by field ----
-
-
-def _wrong_draft(m: pb.Draft, caps: Caps) -> WireError:
-    check = Check("Draft", m.session, m.epoch)
-    try:
-        check.named()
-        check.within("base", m.base, 0, LARGEST)
-        check.within("depth", m.depth, 0, caps.depth)
-        check.within("width", m.width, 1 if m.depth else 0, caps.width)
-        if math.isnan(m.due_s):
-            raise check.fail("due_s", "a number of seconds", m.due_s)
-        check.within("give_up_s", m.give_up_s, 0, math.inf)
-        check.tokens(m.tokens, caps)
-    except WireError as error:
-        return error
-    raise AssertionError("a Draft that makes sense was taken for one that makes none")
-
-
-def _wrong_tree(m: pb.Tree, caps: Caps) -> WireError:
-    check, nodes, most = Check("Tree", m.session, m.epoch), len(m.log_q) // 4, caps.depth * m.width
-    try:
-        check.named()
-        check.within("width", m.width, 1, caps.width)
-        check.within("log_q", nodes, 0, most)
-        check.seconds("queue_s", m.queue_s)
-        check.seconds("service_s", m.service_s)
-    except WireError as error:
-        return error
-    if len(m.log_q) != 4 * nodes or len(m.nodes) != 16 * nodes:
-        return check.fail("nodes", f"4 integers for each of {len(m.log_q) / 4:g} nodes", f"{len(m.nodes)} bytes")
-    index, token, parent, cell = np.frombuffer(m.nodes, _I4).reshape(4, nodes)
-    if index[0] < 0 or index[-1] >= most or not (index[1:] > index[:-1]).all():
-        return check.fail("index", f"rising, from 0 to {most - 1}", "others")
-    if parent.min() < -1 or not (parent < index).all():
-        return check.fail("parent", "-1 or a column before its child's", "others")
-    if token.min() < 0 or token.max() >= caps.vocabulary:
-        return check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
-    if cell.min() < -1:
-        return check.fail("cell", "at least -1", cell.min())
-    return check.fail("log_q", "numbers of at most 0", "others")
-
-
-MAX_FRAME_BYTES = 4 * 2**20
-"""Of one frame, in both directions; larger ones are refused before they are read."""
-METHOD = "/adaserve.star.v1.DraftService/Serve"
-"""The one method of the service, a stream of frames in both directions."""
-
-
-DEFAULT_CAPS = Caps()
-
-
-def target_frame(messages: Iterable[FromTarget]) -> bytes:
-    """The bytes of a frame of a target."""
-    return _frame(pb.TargetFrame(), messages, _WRITE)
-
-
-def service_frame(messages: Iterable[FromService]) -> bytes:
-    """The bytes of a frame of the service."""
-    return _frame(pb.ServiceFrame(), messages, _WRITE)
-
-
-M = TypeVar("M")
-
-
-def in_frames(write: Callable[[Sequence[M]], bytes], messages: Sequence[M]) -> list[bytes]:
-    """The messages in as many frames as the caps ask for. write: `target_frame` or `service_frame`."""
-    if len(messages) <= DEFAULT_CAPS.messages:
-        data = write(messages)
-        if len(data) <= MAX_FRAME_BYTES or len(messages) == 1:
-            return [data]
-    half = len(messages) // 2
-    return in_frames(write, messages[:half]) + in_frames(write, messages[half:])
-
-
-def read_target_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromTarget | WireError]:
-    """The messages of a frame of a target, or what is wrong with one in its place. Raises WireError."""
-    return _read(pb.TargetFrame, data, caps, _READ_TARGET, "draft", read_drafts)
-
-
-def read_service_frame(data: bytes, caps: Caps = DEFAULT_CAPS) -> list[FromService | WireError]:
-    """The messages of a frame of the service, or what is wrong with one in its place. Raises WireError."""
-    return _read(pb.ServiceFrame, data, caps, _READ_SERVICE, "tree", read_trees)
-
-
-def _read(
-    kind: Any, data: bytes, caps: Caps, readers: dict[str, Callable[[Any, Caps], Any]], usual: str,
-    read_usual: Callable[[list[Any], Caps], list[Any]],
-) -> list[Any]:  # fmt: skip
-    """usual: the kind of which there are many, read together by `read_usual`; the others one by one by `readers`."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise WireError(f"a frame must have at most {MAX_FRAME_BYTES} bytes, got {len(data)}")
-    try:
-        frame = kind.FromString(data)
-    except DecodeError:
-        raise WireError(f"a frame must be a protobuf {kind.DESCRIPTOR.name}, got {len(data)} bytes of other") from None
-    if len(frame.messages) > caps.messages:
-        raise WireError(f"a frame must have at most {caps.messages} messages, got {len(frame.messages)}")
-    read: list[Any] = []
-    many, places = [], []
-    for each in frame.messages:
-        name = each.WhichOneof("kind")
-        if name == usual:
-            places.append(len(read))
-            many.append(getattr(each, name))
-            read.append(None)
-            continue
-        if name is None:
-            kinds = kind.DESCRIPTOR.fields_by_name["messages"].message_type.oneofs_by_name["kind"].fields
-            raise WireError(f"a message must be one of {', '.join(each.name for each in kinds)}, got none of them")
-        try:
-            read.append(readers[name](getattr(each, name), caps))
-        except WireError as error:
-            read.append(error)
-    if many:
-        for place, message in zip(places, read_usual(many, caps), strict=True):
-            read[place] = message
-    return read
-
-
-# ---- what is sent: fields one by one into the frame's own message, since each submessage given whole is copied ----
-
-
-def _frame(frame: Any, messages: Iterable[FromTarget | FromService], write: dict[type, Callable[..., None]]) -> bytes:
-    add = frame.messages.add
-    for each in messages:
-        write[type(each)](add(), each)
-    return frame.SerializeToString()
+# ---- the other messages: fields are set in position, because protobuf copies a submessage that is given whole ----
 
 
 def _copy(names: tuple[str, ...]) -> Callable[[Any, Any], None]:
-    """Copies plain fields of the same names."""
+    """Return a function that copies the plain fields of these names."""
 
     def copy(to: Any, m: Any) -> None:
         for name in names:
@@ -383,11 +291,8 @@ _WRITE: dict[type, Callable[[Any, Any], None]] = {
 }
 
 
-# ---- what is received ----
-
-
 def _read_hello(m: pb.Hello, caps: Caps) -> Hello:
-    check = Check("Hello")
+    check = FieldCheck("Hello")
     if not m.target_id:
         raise check.fail("target_id", "a name", "an empty text")
     return Hello(
@@ -402,8 +307,8 @@ def _read_hello(m: pb.Hello, caps: Caps) -> Hello:
 
 
 def _read_open(m: pb.Open, caps: Caps) -> Open:
-    check = Check("Open", m.session, m.epoch)
-    check.named()
+    check = FieldCheck("Open", m.session, m.epoch)
+    check.session_number()
     for name, low, high in (("choice", 0, LARGEST), ("top_k", 0, LARGEST), ("temperature", 0, 100), ("min_p", 0, 1)):
         check.within(name, getattr(m, name), low, high)
     if not 0 < m.top_p <= 1:
@@ -413,12 +318,12 @@ def _read_open(m: pb.Open, caps: Caps) -> Open:
 
 
 def _read_close(m: pb.Close, _: Caps) -> Close:
-    Check("Close", m.session).named()
+    FieldCheck("Close", m.session).session_number()
     return Close(m.session)
 
 
 def _read_welcome(m: pb.Welcome, caps: Caps) -> Welcome:
-    check = Check("Welcome")
+    check = FieldCheck("Welcome")
     check.within("level_times", len(m.level_times), 0, caps.messages)
     check.within("catchup_times", len(m.catchup_times), 0, caps.messages)
     if not 0 < m.lease_s < math.inf:
@@ -437,7 +342,7 @@ def _read_welcome(m: pb.Welcome, caps: Caps) -> Welcome:
 
 
 def _read_refused(m: pb.Refused, caps: Caps) -> Refused:
-    check = Check("Refused", m.session, m.epoch)
+    check = FieldCheck("Refused", m.session, m.epoch)
     if m.code not in REFUSALS:
         raise check.fail("code", f"one of {', '.join(REFUSALS)}", repr(m.code[:32]))
     retry_s = check.seconds("retry_after_s", m.retry_after_s)
@@ -445,12 +350,12 @@ def _read_refused(m: pb.Refused, caps: Caps) -> Refused:
 
 
 def _read_resync(m: pb.Resync, _: Caps) -> Resync:
-    Check("Resync", m.session, m.epoch).named()
+    FieldCheck("Resync", m.session, m.epoch).session_number()
     return Resync(m.session, m.epoch)
 
 
 def _read_load(m: pb.Load, _: Caps) -> Load:
-    check = Check("Load")
+    check = FieldCheck("Load")
     return Load(check.seconds("busy", m.busy), check.seconds("queue_s", m.queue_s), m.sessions, m.targets)
 
 
@@ -460,3 +365,91 @@ _READ_TARGET: dict[str, Callable[[Any, Caps], Any]] = {
 _READ_SERVICE: dict[str, Callable[[Any, Caps], Any]] = {
     "welcome": _read_welcome, "refused": _read_refused, "resync": _read_resync, "load": _read_load,
 }  # fmt: skip
+
+
+# ---- validation of single fields ----
+
+
+class FieldCheck:
+    """Validation of one message's fields. Raises WireError; its text is only built when a field is invalid."""
+
+    __slots__ = ("epoch", "kind", "session")
+
+    def __init__(self, kind: str, session: int = 0, epoch: int = 0) -> None:
+        self.kind = kind
+        self.session = session
+        self.epoch = epoch
+
+    def fail(self, field: str, expected: str, got: object) -> WireError:
+        return WireError(f"{self.kind}.{field} must be {expected}, got {got}", self.session, self.epoch)
+
+    def session_number(self) -> None:
+        """Check that the message names a session; they are numbered from 1."""
+        if self.session < 1:
+            raise self.fail("session", "at least 1", self.session)
+
+    def seconds(self, field: str, value: float) -> float:
+        """Return `value` if it is finite and not negative."""
+        if not 0 <= value < math.inf:
+            raise self.fail(field, "a finite number of seconds >= 0", value)
+        return value
+
+    def text(self, field: str, value: str, caps: Caps) -> str:
+        if len(value) > caps.text:
+            raise self.fail(field, f"of at most {caps.text} characters", f"{len(value)} characters")
+        return value
+
+    def within(self, field: str, value: float, low: float, high: float) -> Any:
+        if not low <= value <= high:
+            raise self.fail(field, f"from {low} to {high}", value)
+        return value
+
+    def tokens(self, values: Any, caps: Caps) -> np.ndarray:
+        """Return the tokens, i32[n], if each is in the vocabulary."""
+        count = len(values)
+        if count > caps.tokens:
+            raise self.fail("tokens", f"at most {caps.tokens} tokens", count)
+        messages = values[:]
+        if count and not (min(messages) >= 0 and max(messages) < caps.vocabulary):
+            raise self.fail("tokens", f"ids from 0 to {caps.vocabulary - 1}", "others")
+        return np.fromiter(messages, np.int32, count)
+
+
+def _draft_error(m: pb.Draft, caps: Caps) -> WireError:
+    check = FieldCheck("Draft", m.session, m.epoch)
+    try:
+        check.session_number()
+        check.within("base", m.base, 0, LARGEST)
+        check.within("depth", m.depth, 0, caps.depth)
+        check.within("width", m.width, 1 if m.depth else 0, caps.width)
+        if math.isnan(m.due_s):
+            raise check.fail("due_s", "a number of seconds", m.due_s)
+        check.within("give_up_s", m.give_up_s, 0, math.inf)
+        check.tokens(m.tokens, caps)
+    except WireError as error:
+        return error
+    raise AssertionError("a valid Draft was rejected")
+
+
+def _tree_error(m: pb.Tree, caps: Caps) -> WireError:
+    check, nodes, most = FieldCheck("Tree", m.session, m.epoch), len(m.log_q) // 4, caps.depth * m.width
+    try:
+        check.session_number()
+        check.within("width", m.width, 1, caps.width)
+        check.within("log_q", nodes, 0, most)
+        check.seconds("queue_s", m.queue_s)
+        check.seconds("service_s", m.service_s)
+    except WireError as error:
+        return error
+    if len(m.log_q) != 4 * nodes or len(m.nodes) != 16 * nodes:
+        return check.fail("nodes", f"4 integers for each of {len(m.log_q) / 4:g} nodes", f"{len(m.nodes)} bytes")
+    index, token, parent, cell = np.frombuffer(m.nodes, _I4).reshape(4, nodes)
+    if index[0] < 0 or index[-1] >= most or not (index[1:] > index[:-1]).all():
+        return check.fail("index", f"rising, from 0 to {most - 1}", "others")
+    if parent.min() < -1 or not (parent < index).all():
+        return check.fail("parent", "-1 or a column before its child's", "others")
+    if token.min() < 0 or token.max() >= caps.vocabulary:
+        return check.fail("token", f"ids from 0 to {caps.vocabulary - 1}", "others")
+    if cell.min() < -1:
+        return check.fail("cell", "at least -1", cell.min())
+    return check.fail("log_q", "numbers of at most 0", "others")

@@ -1,8 +1,12 @@
-"""When which request of a workload arrives: by a process that is drawn from a seed, or at the workload's own times.
+"""Arrival schedules: which request of a workload arrives when, from a seeded process or at the workload's own times.
 
-Common random numbers: request i of a schedule is the same item with the same seed at every rate, burstiness, step and
-sinusoid, only its time differs; a greater rate has the same requests, sooner, and more after them. Of peaks that holds
-class by class. So what differs between two points is the load, not the luck of what was drawn.
+Schedules use common random numbers: request i is the same item with the same seed at every rate, burstiness, step and
+sinusoid; only its time differs. A higher rate has the same requests, sooner, and more after them. With peaks, that
+holds class by class. So two points differ by their load, not by luck.
+
+A law of intensity has a mean of 1. Its `cumulative` says how much of "operational time", in which arrivals are
+stationary, has passed at a time. Times are drawn there and carried back, so the expected number of arrivals in a span
+is exactly the integral of the law over it.
 """
 
 from __future__ import annotations
@@ -17,15 +21,13 @@ import numpy as np
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.workloads.items import Workload, WorkloadItem
 
-# What an arrival process is, from a line such as "gamma:cv=2" or "sine:period=60,swing=0.8". Draws nothing.
-
 POISSON, GAMMA, TRACE, STEP, SINE, PEAKS = "poisson", "gamma", "trace", "step", "sine", "peaks"
 EXAMPLES = (
     "poisson", "gamma:cv=2", "trace", "trace:scale=0.5", "step:at=30,rate=4", "sine:period=60,swing=0.8",
     "peaks:chat=75,code=195,summary=285",
 )  # fmt: skip
 PEAK_WIDTH_S, FLAT_SHARE = 35.0, 0.25
-"""Of peaks that do not say: the shape of `fluctuating`."""
+"""Default shape of peaks: that of `fluctuating`."""
 LEAST_CV, MOST_CV = 0.05, 20.0
 _ALLOWED: Mapping[str, tuple[str, ...]] = {
     POISSON: (),
@@ -137,12 +139,6 @@ def _within(value: float, process: str, name: str, low: float, high: float) -> f
         raise ConfigError(f"arrivals: {process}: {name}: expected a number from {low:g} to {high:g}, got {value:g}")
     return value
 
-
-# How the rate of requests changes over a run: laws with a mean of 1, their integrals, and times drawn by them.
-#
-# A law says by `cumulative` how much of "operational time", in which arrivals are stationary, has passed at a
-# time. Times are drawn there and carried back, so the expected number of arrivals in any span is exactly the
-# law's integral over it. Knows nothing of requests.
 
 STEPS_PER_FEATURE = 512
 """Points per period or peak width at which a law is tabulated before it is inverted."""
@@ -310,11 +306,12 @@ class Schedule:
 def make_schedule(
     workload: Workload, spec: ArrivalSpec, *, rate_rps: float | None, duration_s: float, seed: int
 ) -> Schedule:
-    """Requests that arrive within `duration_s`, at a mean of `rate_rps` (of steps: until the first), in shuffled passes
-    over the workload, so that every pass has its mix. None: at the workload's own times.
+    """Schedule the requests that arrive within `duration_s`, in shuffled passes over the workload, so that every pass
+    has its mix.
 
-    A trace whose own times end sooner is not repeated: the schedule is then as long as it. The same arguments give the
-    same schedule, whatever the policy under test. Raises ConfigError.
+    rate_rps: mean rate (of steps: until the first step); None: the workload's own times. A trace whose own times end
+    sooner is not repeated; the schedule is then shorter. The same arguments give the same schedule under every policy.
+    Raises ConfigError.
     """
     for name, value in (("rate", rate_rps), ("duration", duration_s)):
         if value is not None and not 0 < value < np.inf:
@@ -341,7 +338,7 @@ def _law(spec: ArrivalSpec, rate_rps: float) -> Law:
 
 
 def _assigned(times: np.ndarray, items: tuple[WorkloadItem, ...], seed: int, *within: int) -> tuple[Arrival, ...]:
-    """The i-th time goes to the i-th item of shuffled passes, with the i-th seed."""
+    """Give the i-th time to the i-th item of shuffled passes, with the i-th seed."""
     order, seeds = _stream(seed, _ORDER, *within), _stream(seed, _SEEDS, *within)
     passes = -(-len(times) // len(items))
     picks = [pick for _ in range(passes) for pick in order.permutation(len(items)).tolist()]

@@ -1,4 +1,4 @@
-"""What a workload is: requests with a text or lengths, targets, perhaps times. Knows neither files nor engines."""
+"""Items of a workload: requests with a text or lengths, targets, and perhaps times."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a trace tells of a request instead of its text, or beside it. blocks: names of the prompt's blocks of
-    `block_tokens` tokens, the last one perhaps begun only; prompts whose first blocks have equal names begin alike.
+    """Token counts of a request, which a trace gives instead of a text or beside it. blocks: names of the prompt's
+    blocks of `block_tokens` tokens, the last one perhaps partial; prompts whose first blocks have equal names begin
+    alike.
     """
 
     prompt_tokens: int
@@ -53,12 +54,12 @@ class WorkloadItem:
 
     @property
     def by_length(self) -> bool:
-        """Whether nothing but lengths is known, so that a text has to be made (`prompt_text`)."""
+        """True if only lengths are known, so that a text has to be made (`prompt_text`)."""
         return self.prompt is None and not self.messages
 
     def sampling(self, seed: int) -> SamplingParams:
-        """Sampling parameters with this item's seed, or `seed` when it brings none. Outputs of requests that are known
-        by length only are exactly as long as the trace says."""
+        """Return the sampling parameters with this item's seed, or `seed` if it has none. Outputs of requests that are
+        known only by length are exactly as long as the trace says."""
         chosen = seed if self.seed is None else self.seed
         return SamplingParams(
             max_tokens=self.max_tokens, temperature=self.temperature, seed=chosen, ignore_eos=self.by_length
@@ -92,3 +93,14 @@ class Workload:
 def derived_hash(sha256: str, note: str) -> str:
     """Hex, of requests that came from those of `sha256` by what `note` says."""
     return hashlib.sha256(f"{sha256} {note}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """Lengths and target of a request, without a text. due_s: seconds since the start of the trace."""
+
+    due_s: float
+    prompt_tokens: int
+    output_tokens: int
+    slo: SLO
+    slo_class: str

@@ -58,8 +58,8 @@ def with_slo_scale(workload: Workload, scale: float) -> Workload:
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """How requests that are known by length only are made shorter. prompt_parts: what prompts are multiplied by.
-    most_output: tokens; most_context: of prompt and output together; None: any number."""
+    """Limits that shorten requests known only by length. prompt_parts: factor of prompt lengths. most_output: tokens;
+    most_context: tokens of prompt and output together; None: no limit."""
 
     prompt_parts: float = 1.0
     most_output: int | None = None
@@ -71,11 +71,11 @@ class LengthLimits:
 
 
 def with_lengths(workload: Workload, limits: LengthLimits) -> Workload:
-    """Requests that are known by length only, shortened to what a smaller model can serve; others stay.
+    """Shorten requests known only by length to what a smaller model can serve; leave others as they are.
 
-    Blocks get smaller as the prompts do, so what prompts share stays the same part of them. Outputs are cut first, then
-    prompts are multiplied, then their ends are cut off. Raises ConfigError: there is no such request, or nothing of a
-    prompt would be left.
+    Blocks shrink with their prompts, so prompts share the same part of themselves as before. Outputs are cut first,
+    then prompts are multiplied, then their ends are cut off. Raises ConfigError when there is no such request, or when
+    nothing of a prompt would be left.
     """
     if not any(item.by_length for item in workload.items):
         raise ConfigError(f"lengths: workload {workload.name} has texts, and no request that is known by length only")
@@ -108,7 +108,7 @@ def _urgent_class(workload: Workload) -> str:
 
 
 def _copies(count: int, share: float) -> int:
-    """The fewest repetitions of `count` requests with which `share` of them is close to a whole number."""
+    """Return the fewest repetitions of `count` requests for which `share` of them is close to a whole number."""
     errors = [abs(round(share * count * n) / (count * n) - share) for n in range(1, MOST_COPIES + 1)]
     return 1 + next((n for n, error in enumerate(errors) if error <= SHARE_ERROR), int(np.argmin(errors)))
 

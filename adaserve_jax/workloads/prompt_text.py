@@ -19,15 +19,15 @@ from adaserve_jax.workloads.workload import load_workload
 
 CACHED_BLOCKS = 4096
 CONTEXT_CHARACTERS = 48
-"""What of the text before a piece is counted along with it: a word or two, as tokens do not reach across words."""
+"""Characters before a piece that are counted with it: a word or two, since tokens do not reach across words."""
 ANY_WORD = "The"
-"""What stands before a block while its tokens are counted."""
+"""Text before a block while its tokens are counted."""
 SAMPLE = 10
 """Passages by which tokens for each word are estimated."""
 MOST_GUESSES, SLACK = 30, 16
 """Slack, tokens: how near a guess comes before words are added one by one."""
 FILLERS = (" a", " x", ".", "a", "\n")
-"""Of which one is one token more wherever it is put, for any tokenizer that is not strange."""
+"""Short words of which each adds one token wherever it stands, in any usual tokenizer."""
 _WORD = re.compile(r"\s*\S+")
 _ABOUT = re.compile(r"\w{1,8}|[^\w\s]")
 _BLOCK, _OWN = range(2)
@@ -54,8 +54,8 @@ class PromptWriter:
         self._block = lru_cache(CACHED_BLOCKS)(self._written_block)
 
     def write(self, lengths: Lengths, seed: int) -> str:
-        """A prompt of exactly `lengths.prompt_tokens` tokens, if the tokenizer has one-token words to fill up with,
-        else of the next fewer. It depends on its blocks alone; where there are none, on the seed."""
+        """Write a prompt of exactly `lengths.prompt_tokens` tokens, or of slightly fewer if the tokenizer has no
+        one-token words to fill up with. It depends only on its blocks, or on the seed if there are none."""
         whole, end = lengths.blocks[:-1], lengths.blocks[-1:]
         start = "".join(self._block(name, lengths.block_tokens) for name in whole).lstrip()
         while start and self._count(start) > lengths.prompt_tokens:
@@ -67,12 +67,12 @@ class PromptWriter:
         return start + self._continued(start, words, lengths.prompt_tokens)
 
     def _written_block(self, name: int, tokens: int) -> str:
-        """The text of a block, as it is inside a prompt: depends on nothing but its name and tokens."""
+        """Return the text of a block inside a prompt; it depends only on the block's name and tokens."""
         return self._continued(ANY_WORD, self._words((_BLOCK, name)), self._count(ANY_WORD) + tokens)
 
     def _continued(self, before: str, words: _Words, total: int) -> str:
-        """What makes `before` `total` tokens long. All of a long text is counted a few times only: nearly as many words
-        as it needs are guessed, and the last ones fitted to the end of it alone."""
+        """Return the text that makes `before` `total` tokens long. A long text is counted as a whole only a few times:
+        most words are guessed at once, and the last ones are fitted to its end alone."""
         count, have = self._guessed(before, words, total - SLACK)
         begun = before + words.text(0, count)
         near = begun[-CONTEXT_CHARACTERS:]
@@ -136,7 +136,7 @@ class _Words:
         self._drawn: list[str] = []
 
     def begin_bare(self) -> None:
-        """The first word is to have no white space before it."""
+        """Return words of which the first has no white space before it."""
         self._drawn = [next(self._stream).lstrip()]
 
     def text(self, first: int, last: int) -> str:

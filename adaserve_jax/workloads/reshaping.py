@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import with_relative
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a trace is changed; None and 0 leave it as it is. rate_rps: mean requests per second. mix: class to share.
-    slo_scale: TPOT target of the requests whose target is relative, over the baseline latency."""
+    """Changes to a trace; None and 0 change nothing. rate_rps: mean requests per second. mix: class -> share.
+    slo_scale: the relative TPOT target, in baseline latencies, of requests that have one."""
 
     rate_rps: float | None = None
     mix: Mapping[str, float] | None = None
@@ -38,7 +39,7 @@ def reshape(trace: Trace, shape: Shape, seed: int) -> Trace:
 
 
 def at_rate(trace: Trace, rate_rps: float) -> Trace:
-    """The same requests at times multiplied so that their mean rate is `rate_rps`."""
+    """Scale the arrival times to a mean rate of `rate_rps`."""
     if not trace.duration_s:
         raise ConfigError(f"trace {trace.name} has all requests at time 0, so its rate cannot be changed")
     factor = trace.rate_rps / rate_rps
@@ -47,7 +48,7 @@ def at_rate(trace: Trace, rate_rps: float) -> Trace:
 
 
 def with_mix(trace: Trace, mix: Mapping[str, float], seed: int) -> Trace:
-    """The same times; at each a class drawn by its share in `mix`, and a request of that class, with replacement."""
+    """Keep the times; at each, draw a class by its share in `mix` and a request of that class, with replacement."""
     by_class = _by_class(trace)
     unknown = sorted(mix.keys() - by_class.keys())
     if unknown:
@@ -71,8 +72,8 @@ def with_slo_scale(trace: Trace, scale: float) -> Trace:
 
 
 def with_requests(trace: Trace, count: int, seed: int) -> Trace:
-    """The first `count` requests; or, where there are fewer, the trace's times over and over, one mean gap between,
-    each further time round with its requests in another order."""
+    """Take the first `count` requests. A shorter trace is repeated, one mean gap between, with its requests in another
+    order each time."""
     have = trace.requests
     if count <= len(have):
         return trace.derived(f"first {count}", have[:count])

@@ -16,20 +16,9 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads import arrivals as intensity
 from adaserve_jax.workloads.arrivals import FLAT_SHARE, PEAK_WIDTH_S, Schedule
-from adaserve_jax.workloads.items import Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.items import TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO
 from adaserve_jax.workloads.workload import SloTable, load_workload
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """due_s: seconds since the start of the trace."""
-
-    due_s: float
-    prompt_tokens: int
-    output_tokens: int
-    slo: SLO
-    slo_class: str
 
 
 @dataclass(frozen=True)
@@ -87,9 +76,9 @@ def adjusted(trace: Trace, *, ttft_slo_s: float | None = None, time_scale: float
 
 
 def trace_of(workload: Workload, schedule: Schedule | None = None) -> Trace:
-    """The lengths and targets of a workload's requests, at its own times or at those of a schedule of it.
+    """Make a trace of a workload's lengths and targets, at its own times or at those of a schedule.
 
-    Raises ConfigError: a request has no lengths, or there are no times.
+    Raises ConfigError when a request has no lengths, or there are no times.
     """
     if any(item.lengths is None for item in workload.items):
         raise ConfigError(
@@ -139,11 +128,6 @@ def _line(index: int, request: TraceRequest) -> str:
     return json.dumps(values)
 
 
-# A generated trace whose classes of requests peak at different times: the shape of AdaServe's figure 13.
-#
-# Of each class, FLAT_SHARE of the requests arrive evenly over the whole time and the rest around the class's
-# peak, as a normal distribution cut off at the ends; arrivals are Poisson.
-
 DURATION_S = 360.0
 RATE_RPS = 3.0
 """Mean requests per second of all classes together, unless another one is given."""
@@ -177,7 +161,10 @@ def intensity_rps(name: str, at_s: np.ndarray, rate_rps: float = RATE_RPS) -> np
 def fluctuating_trace(
     *, seed: int, rate_rps: float = RATE_RPS, like: Trace | None = None, ttft_slo_s: float | None = None
 ) -> Trace:
-    """A trace of DURATION_S. like: a trace from whose requests of the same class lengths and targets are drawn.
+    """Generate a trace of DURATION_S whose classes peak at different times, as in AdaServe's figure 13.
+
+    In each class FLAT_SHARE of the requests arrive evenly and the rest around the peak of the class. like: a trace
+    whose requests of the same class provide lengths and targets.
 
     Raises ConfigError when `like` lacks a class.
     """
@@ -197,14 +184,15 @@ def fluctuating_trace(
 
 
 def _arrivals(name: str, rate_rps: float, rng: np.random.Generator) -> list[float]:
-    """An inhomogeneous Poisson process by thinning: uniform candidates at the highest intensity, each kept by ratio."""
+    """Draw an inhomogeneous Poisson process by thinning: uniform candidates at the highest intensity, each kept by
+    ratio."""
     highest = float(intensity_rps(name, np.array(PEAKS[name].at_s), rate_rps))
     times = rng.uniform(0.0, DURATION_S, rng.poisson(highest * DURATION_S))
     return np.sort(times[rng.random(len(times)) * highest < intensity_rps(name, times, rate_rps)]).tolist()
 
 
 def _bodies(name: str, like: Trace | None, ttft_slo_s: float | None) -> list[TraceRequest]:
-    """What requests of a class are drawn from; their times mean nothing."""
+    """Return the requests that those of a class are drawn from; their times are ignored."""
     if like is None:
         peak = PEAKS[name]
         slo = replace(peak.slo, ttft_ms=None if ttft_slo_s is None else ttft_slo_s * 1e3)

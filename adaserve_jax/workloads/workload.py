@@ -6,25 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.items import Lengths, Message, Workload, WorkloadItem, derived_hash
+from adaserve_jax.workloads.items import Lengths, Message, TraceRequest, Workload, WorkloadItem, derived_hash
 from adaserve_jax.workloads.readers import AUTO, find_format, left_out_notes
 from adaserve_jax.workloads.readers.format import Gaps
 from adaserve_jax.workloads.readers.jsonl import MAX_TEMPERATURE
 from adaserve_jax.workloads.readers.source import Source
 
-if TYPE_CHECKING:
-    from adaserve_jax.workloads.traces import TraceRequest
-
-# Targets by class, for workloads that bring none: from a line such as
-# "code:relative=1.2,ttft=4000;chat:tpot=50".
-#
-# Knows no file format and no engine.
-
-Targeted = TypeVar("Targeted", WorkloadItem, "TraceRequest")
+Targeted = TypeVar("Targeted", WorkloadItem, TraceRequest)
 OTHERS = "*"
 """In the place of a class: requests that carry no target and whose class is not named."""
 NONE = "none"
@@ -42,7 +34,7 @@ class SloTable:
     text: str
 
     def apply(self, items: Iterable[WorkloadItem], name: str) -> list[WorkloadItem]:
-        """The items with their targets. Raises ConfigError: a class that workload `name` does not have."""
+        """Return the items with their targets. Raises ConfigError for a class that workload `name` does not have."""
         items = list(items)
         targets, present = dict(self.by_class), {item.slo_class for item in items}
         unknown = sorted(targets.keys() - present)
@@ -59,9 +51,9 @@ class SloTable:
 
 
 def with_relative(requests: Sequence[Targeted], scale: float, what: str) -> list[Targeted]:
-    """The requests, the relative TPOT targets of those that have one being `scale` baseline latencies.
+    """Set the relative TPOT targets of the requests that have one to `scale` baseline latencies.
 
-    Raises ConfigError: none of `what` has one, or it cannot be a target.
+    Raises ConfigError when none of `what` has one, or `scale` cannot be a target.
     """
     if all(request.slo.relative is None for request in requests):
         raise ConfigError(f"SLO scale: {what} has no request whose target is relative to the baseline")

@@ -26,7 +26,8 @@ from adaserve_jax.sim.acceptance import AcceptanceModel
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 PLAIN = "ar"
 REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 40, 64, 256

@@ -12,7 +12,8 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest, load_trace
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace, load_trace
 from adaserve_jax.workloads.workload import Workload, WorkloadItem
 
 PROMPT_PARTS = 13

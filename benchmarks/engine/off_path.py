@@ -32,7 +32,7 @@ from rich.table import Table
 from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES
@@ -216,7 +216,7 @@ def show(points: Sequence[Point]) -> None:
     Console(width=120).print(table)
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("policy", "target"))
+@takes("config", EngineConfig, without=("policy", "target"))
 def off_path(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write")],

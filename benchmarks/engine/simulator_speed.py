@@ -26,7 +26,8 @@ from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import ALWAYS_WAITS, SimulationPlan, simulate
 from adaserve_jax.types import SLO, CandidateTrees, SamplingParams, Sequence
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 POLICIES = ("spec:4", "ar", "adaserve", "adaserve-paper")
 MOST_RUNNING_AND_RATE = ((64, 6.0), (256, 9.0))

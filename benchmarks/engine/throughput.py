@@ -34,7 +34,7 @@ import typer
 from adaserve_jax import SLO
 from adaserve_jax.cli.options import comma_list, takes
 from adaserve_jax.cli.terminal import progress_bar
-from adaserve_jax.config import FIELD_HELP, EngineConfig
+from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.models.grow import SHAPES, grow
@@ -186,7 +186,7 @@ def grown_target(params: str) -> Path:
     return folder
 
 
-@takes("config", EngineConfig, FIELD_HELP, without=("policy", "target"))
+@takes("config", EngineConfig, without=("policy", "target"))
 def throughput(
     config: EngineConfig,
     out: Annotated[Path, typer.Option(help="JSON file to write, or to go on with")],

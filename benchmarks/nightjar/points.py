@@ -17,7 +17,8 @@ from adaserve_jax.memory.residency import T_PERSIST, TAU_LOW, ElasticRule
 from adaserve_jax.sim.machines import Machine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest, load_trace
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace, load_trace
 from benchmarks.nightjar.segments import (
     MINUTE_S,
     at_once,

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from adaserve_jax.runtime.warmup import Effort
-from adaserve_jax.star.service.dispatch import Batch, BatchRow
+from adaserve_jax.star.messages import SessionSampling
+from adaserve_jax.star.service.dispatch import DraftBatch, DraftBatchRow
 from adaserve_jax.star.service.model import DraftModel, load
-from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
 from benchmarks.starsd.targets import Text
 
@@ -58,21 +58,21 @@ def chains_of(texts: Sequence[Text], kept: Path, *, levels: int, max_context: in
 
 def _draft(model: DraftModel, texts: Sequence[Text], levels: int, max_context: int) -> Chains:
     whole = [np.array(text.prompt + text.output, np.int32) for text in texts]
-    said = [Sampling(text.seed, 0, text.temperature, 0, 1.0, 0.0) for text in texts]
+    said = [SessionSampling(text.seed, 0, text.temperature, 0, 1.0, 0.0) for text in texts]
 
-    def row(number: int, start: int, end: int, depth: int) -> BatchRow:
-        return BatchRow("", number, 0, 0, number, start, whole[number][start:end], depth, said[number])
+    def row(number: int, start: int, end: int, depth: int) -> DraftBatchRow:
+        return DraftBatchRow("", number, 0, 0, number, start, whole[number][start:end], depth, said[number])
 
     for number, text in enumerate(texts):
         assert model.reserve(number, max_context)
         for start in range(0, len(text.prompt) - 1, FED):
             end = min(start + FED, len(text.prompt) - 1)
-            model.run(Batch((row(number, start, end, 0),), 0, 1, True, 0.0))
+            model.run(DraftBatch((row(number, start, end, 0),), 0, 1, True, 0.0))
     tokens, log_fs = [], []
     for place in range(min(len(text.output) for text in texts)):
         ends = [len(text.prompt) + place for text in texts]
         rows = tuple(row(number, end - 1, end, levels) for number, end in enumerate(ends))
-        trees = model.run(Batch(rows, levels, 1, True, 0.0))
+        trees = model.run(DraftBatch(rows, levels, 1, True, 0.0))
         assert trees is not None
         tokens.append(trees.token.copy())
         log_fs.append(trees.log_f.copy())

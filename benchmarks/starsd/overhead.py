@@ -34,10 +34,10 @@ from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.results.provenance import machine_name, source_commit
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.client.drafter import RemoteDrafter
-from adaserve_jax.star.client.link import Lost, Received, Stream, Transport
+from adaserve_jax.star.client.link import OnFrame, OnLost, Stream, Transport
 from adaserve_jax.star.messages import Draft, FromService, Hello, Open, Tree
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.service.limits import DraftLimits, Quotas
 from adaserve_jax.star.service.server import DraftServer
 from adaserve_jax.star.service.worker import Worker
@@ -79,7 +79,7 @@ class Nothing:
         self._log_q = -rng.random(self._token.shape).astype(np.float32)
         self._log_f = np.where(columns < nodes, 0.0, -np.inf).astype(np.float32) + 0 * self._log_q
 
-    def run(self, batch: Batch) -> CandidateTrees | None:
+    def run(self, batch: DraftBatch) -> CandidateTrees | None:
         if not batch.depth:
             return None
         n = len(batch.rows)
@@ -250,7 +250,7 @@ class Noting:
         self.service_s = 0.0
         self._transport = transport
 
-    def open(self, received: Received, lost: Lost) -> Stream:
+    def open(self, received: OnFrame, lost: OnLost) -> Stream:
         def noted(frame: Sequence[FromService | WireError]) -> None:
             times = [each.service_s for each in frame if isinstance(each, Tree)]
             self.service_s = max(times, default=self.service_s)

@@ -22,7 +22,13 @@ import typer
 
 from adaserve_jax.errors import AdaServeError
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.service.admission import ServiceTime, emitted, full_targets, max_targets, max_targets_batched
+from adaserve_jax.star.service.admission import (
+    ServiceTime,
+    emitted_tokens,
+    full_targets,
+    max_targets,
+    max_targets_batched,
+)
 from benchmarks.starsd.sim import StarPlan, StarRow, closed_row, simulated_row
 
 SERVICE_S, GROWTH, MAX_ROWS = 0.010, 0.1, 64
@@ -61,7 +67,7 @@ def shown_rows(targets: tuple[int, ...], rounds: int) -> list[StarRow]:
 
 def plan_of(ratio: float, chance: float, depth: int, rounds: int) -> dict[str, Any]:
     """One line of the table of targets per draft. simulated values are None where they are beyond MOST."""
-    back_s, tokens = ratio * SERVICE_S, emitted(chance, depth)
+    back_s, tokens = ratio * SERVICE_S, emitted_tokens(chance, depth)
     plain_s = back_s
     closed = max_targets(SERVICE_S, back_s, tokens, plain_s)
     batched = max_targets_batched(together_s, back_s, tokens, plain_s, max_rows=MAX_ROWS)

@@ -17,9 +17,9 @@ import numpy as np
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import Draft, FromService, FromTarget, Hello, Open, Tree, Welcome
-from adaserve_jax.star.service.admission import ServiceTime, emitted, return_s, rounds
+from adaserve_jax.star.service.admission import ServiceTime, emitted_tokens, return_s, steady_state
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.service.limits import DraftLimits, Quotas
 from adaserve_jax.types import CandidateTrees
 
@@ -91,9 +91,9 @@ def closed_row(plan: StarPlan, service_s: ServiceTime) -> StarRow:
     def of_targets(targets: int) -> float:
         return service_s(targets * plan.rows) if together else plan.rows * service_s(1)
 
-    tokens = plan.rows * emitted(plan.acceptance, plan.depth)
+    tokens = plan.rows * emitted_tokens(plan.acceptance, plan.depth)
     most = max(plan.max_rows // plan.rows, 1) if together else 1
-    found = rounds(plan.targets, of_targets, plan.back_s, tokens, max_rows=most)
+    found = steady_state(plan.targets, of_targets, plan.back_s, tokens, max_rows=most)
     return StarRow(
         plan.targets, "closed", together, found.throughput_tps, found.per_target_tps, found.wait_s, found.idle_s,
         found.rounds_per_s * plan.rows, found.load,
@@ -157,7 +157,7 @@ class _Run:
         ]
         self._events: list[tuple[float, int, Act]] = []
         self._added = 0
-        self._batch: Batch | None = None
+        self._batch: DraftBatch | None = None
         self._drafted = 0
         self._counted = _Counted()
 
@@ -261,7 +261,7 @@ class _Run:
         )  # fmt: skip
 
 
-def _no_trees(batch: Batch) -> CandidateTrees:
+def _no_trees(batch: DraftBatch) -> CandidateTrees:
     """Of the right shape, without a node: what of a chain is right is drawn where it is verified."""
     shape = (len(batch.rows), batch.depth * batch.width)
     absent = np.full(shape, -1, np.int32)

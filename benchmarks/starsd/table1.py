@@ -38,7 +38,7 @@ import typer
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from adaserve_jax.results.provenance import machine_name, source_commit
-from adaserve_jax.star.service.admission import accepted, full_targets, measured
+from adaserve_jax.star.service.admission import accepted_tokens, full_targets, interpolated
 from benchmarks.starsd.colocated import Alone
 from benchmarks.starsd.engines import EngineRuns
 from benchmarks.starsd.paper import COLOCATED_TPS, paper_rows
@@ -80,7 +80,7 @@ def chance_of(mean_accepted: float, depth: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if accepted(middle, depth) < mean_accepted else (low, middle)
+        low, high = (middle, high) if accepted_tokens(middle, depth) < mean_accepted else (low, middle)
     return (low + high) / 2
 
 
@@ -95,7 +95,7 @@ def computed(
                 n, verify_s, network_s, chance, shape.depth, max_rows=most,
                 rounds=max(LEAST_ROUNDS, SIMULATED_DRAFTS // n),
             )  # fmt: skip
-            rows += [closed_row(plan, measured(service_s)), simulated_row(plan, measured(service_s))]
+            rows += [closed_row(plan, interpolated(service_s)), simulated_row(plan, interpolated(service_s))]
     return rows
 
 

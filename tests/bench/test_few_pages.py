@@ -13,7 +13,8 @@ from adaserve_jax.sim.executor import ElasticTimes
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import Simulated, SimulationPlan, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 
 MACHINE = replace(load_machine("llama-70b"), acceptance={"chat": 0.2})
 """With a draft that is hardly of use."""

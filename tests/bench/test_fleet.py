@@ -15,7 +15,8 @@ from adaserve_jax.scheduler.cost_model import CostTable
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import RequestColumns, SimulationPlan, _Simulation, simulate
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest, fluctuating_trace
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace, fluctuating_trace
 from tests.oracles import routers as oracles
 
 MACHINE = load_machine("llama-70b")

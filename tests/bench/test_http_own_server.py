@@ -16,7 +16,7 @@ from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.http_client.settings import UrlSettings
 from adaserve_jax.results.records import RequestRecord
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.server.serve import load_tokenizer
 from adaserve_jax.server.settings import ServerSettings
@@ -117,7 +117,7 @@ def test_from_the_command_line_to_a_folder(monkeypatch, tmp_path: Path, capsys):
         with_key = ("--url", server.url, "--api-key-env", "SERVER_KEY", *quick, "--out", str(out))
         assert adaserve(monkeypatch, *with_key) == 0
         assert adaserve(monkeypatch, *with_key, "--policies", "theirs", "--append") == 0
-    folder = RunFolder.load(out)
+    folder = RunResults.load(out)
     rows = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
     assert [(row.policy, row.system, row.token_source) for row in rows] == [
         ("scripted", "adaserve_jax", "usage"), ("theirs", "adaserve_jax", "usage"),

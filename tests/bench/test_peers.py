@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.models.config import DEMO_FOLDER
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from tests.bench.scripts import FOLDER, imported
 
@@ -274,14 +274,14 @@ def test_a_stand_in_is_measured_by_the_real_client_and_the_run_goes_on_at_its_po
     bench = ["--workload", str(workload), "--rates", "8", "--duration", "0.5", "--warmup-requests", "1"]
     bench += ["--max-late-ms", "5000", "--baseline-ms", "20"]
     assert common.measure(peer, out, bench) == 0
-    folder = RunFolder.load(out)
+    folder = RunResults.load(out)
     (row,) = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
     assert (row.system, row.policy, row.target, row.token_source) == ("stand-in", "draft:2", "stand-in", "usage")
     assert row.requests == row.finished > 0 and row.output_tokens == 7 * row.requests
     assert row.prompt_tokens == 3 * row.requests and row.baseline_s == 0.02 and row.attainment == 1.0
     assert common.baseline_ms(out) == 20.0
     assert common.measure(peer, out, bench) == 0
-    assert RunFolder.load(out).rows == folder.rows
+    assert RunResults.load(out).rows == folder.rows
     held = json.loads((out / common.SERVER).read_text())
     assert held["command"] == [*peer.command, "--port", str(held["port"])] and held["version"] == "1.0"
     assert common.port_for(out) == held["port"] and "adaserve report" in capfd.readouterr().err

@@ -20,7 +20,8 @@ from adaserve_jax.sim.executor import SimExecutor, VirtualClock
 from adaserve_jax.sim.machines import ProfiledMachine, load_machine
 from adaserve_jax.sim.simulation import SimulationPlan, simulate
 from adaserve_jax.types import SLO, CandidateTrees, CostSamples, Limits, RequestMetrics, SamplingParams, Sequence
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from tests.results.test_profile import profile, timings
 
 

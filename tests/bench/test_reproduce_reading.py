@@ -14,7 +14,8 @@ from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.schema import ResultRow
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from tests.bench.scripts import imported
 
 READERS = ("bench", "elastic", "engine", "nightjar", "over_time", "share", "sweep", "trace")

@@ -281,7 +281,7 @@ def test_an_engine_asks_the_service_or_has_a_draft_of_its_own(modules, monkeypat
 
     @contextmanager
     def build(target: str, draft: str | None, policy: str, **options: Any) -> Iterator[Writer]:
-        built.append(EngineConfig.from_dict({"target": target, "draft": draft, "policy": policy, **options}))
+        built.append(EngineConfig(**{"target": target, "draft": draft, "policy": policy, **options}))
         yield Writer([text], wrong=1)
 
     text = modules["targets"].Text((1, 2), (3, 4), 0, 0.7)

@@ -12,7 +12,7 @@ from adaserve_jax.bench.resume import begin_folder, check_folder, drop_unfinishe
 from adaserve_jax.bench.runner import Watch, run_bench
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.results.jsonl import append_rows, read_rows
-from adaserve_jax.results.run_folder import RunFolder, key_of
+from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.workloads.workload import Workload, load_workload
@@ -40,7 +40,7 @@ class Noting(Watch):
         self.begun.append(point.name)
 
 
-def points(folder: RunFolder) -> list[tuple[str, bool]]:
+def points(folder: RunResults) -> list[tuple[str, bool]]:
     return [(row.point, row.valid) for row in folder.rows if row.slo_class == ALL_CLASSES]
 
 
@@ -71,7 +71,7 @@ def test_whatever_byte_a_run_was_killed_at_it_ends_as_if_it_had_not_been(make_be
         watch = Noting()
         rows = run_bench(PLAN, workload, make_bench, tmp_path, watch, use="resume")
         assert watch.begun == names[done:]
-        folder = RunFolder.load(tmp_path)
+        folder = RunResults.load(tmp_path)
         assert folder.notes == () and [name for name, _ in points(folder)] == names
         assert set(folder.rows) == set(rows) and all(valid for _, valid in points(folder))
         assert {key_of(r) for r in rows} == set(folder.records)
@@ -85,7 +85,7 @@ def test_points_that_are_not_valid_are_measured_again(make_bench, workload, tmp_
     assert not any(row.valid for row in late)
     plan_again = dataclasses.replace(PLAN, max_late_s=0.01)
     rows = run_bench(plan_again, workload, make_bench, tmp_path, use="resume")
-    folder = RunFolder.load(tmp_path)
+    folder = RunResults.load(tmp_path)
     assert list(folder.rows) == rows and len(points(folder)) == 4
 
 
@@ -98,7 +98,7 @@ def test_other_runs_in_the_folder_stay(make_bench, workload, tmp_path: Path):
     lines = (tmp_path / "results.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "results.jsonl").write_text("".join(lines[:3]))
     run_bench(PLAN, workload, make_bench, tmp_path, use="resume")
-    folder = RunFolder.load(tmp_path)
+    folder = RunResults.load(tmp_path)
     assert folder.notes == () and ("other", "p") in folder.records and ("other", "p") in folder.samples
     assert len({r.run_id for r in folder.rows}) == 2 and len(points(folder)) == 5
 
@@ -143,7 +143,7 @@ def test_rows_say_which_repeat_and_load_they_are_of(make_bench, workload, tmp_pa
         ("adaserve_jax", 1.0, None, None)
     }
     first, second = (
-        [r.due_s for r in RunFolder.load(tmp_path).records[held["run_id"], f"ar@80/s #{i}"]] for i in (0, 1)
+        [r.due_s for r in RunResults.load(tmp_path).records[held["run_id"], f"ar@80/s #{i}"]] for i in (0, 1)
     )
     assert first != second, "arrivals of a repeat are its own"
 
@@ -215,7 +215,7 @@ def test_relative_targets_of_a_resumed_run_are_those_it_had(make_bench, tmp_path
     slower = dataclasses.replace(engine.client.info, baseline_s=BASELINE_S * 1.2)
     monkeypatch.setattr(type(engine.client), "info", slower)
     run_bench(PLAN, relative, make_bench, out, use="resume")
-    folder = RunFolder.load(out)
+    folder = RunResults.load(out)
     assert len(points(folder)) == 4 and {row.baseline_s for row in folder.rows} == {BASELINE_S}
     assert len({row.started_at for row in folder.rows}) == 1, "what is of a run is the same in all of its rows"
     targets = [r.tpot_slo_s for each in folder.records.values() for r in each]
@@ -245,7 +245,7 @@ def test_a_run_is_added_only_to_what_is_done(make_bench, workload, tmp_path: Pat
     assert (tmp_path / "plan.json").read_bytes() == held["plan.json"]
     run_bench(PLAN, workload, make_bench, tmp_path, use="resume")
     run_bench(PLAN, workload, make_bench, tmp_path, use="append")
-    assert len(points(RunFolder.load(tmp_path))) == 8
+    assert len(points(RunResults.load(tmp_path))) == 8
 
 
 @pytest.mark.parametrize("line", ['{"point": "p"}', "{broken", "3", '{"run_id": "r", "request_id": 3}'])

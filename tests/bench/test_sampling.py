@@ -7,13 +7,14 @@ import pytest
 
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import Sampler, run_bench
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.samples import SAMPLE_S
 from adaserve_jax.sim.machines import load_machine
 from adaserve_jax.sim.simulation import SimSampler, SimulationPlan, simulate, together
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from adaserve_jax.workloads.workload import load_workload
 
 ABOUT = {"run_id": "r", "point": "p"}
@@ -90,7 +91,7 @@ def test_a_bench_writes_the_samples_of_each_point_without_its_warm_up(make_bench
     steps = count()
     engine.stats = lambda: StepStats(steps=next(steps), running=2)
     run_bench(BenchPlan(("ar", "spec:4"), (60.0,), 0.25), load_workload(), lambda _: engine, tmp_path)
-    folder = RunFolder.load(tmp_path)
+    folder = RunResults.load(tmp_path)
     assert {point for _, point in folder.samples} == {"ar@60/s", "spec:4@60/s"}
     for samples in folder.samples.values():
         assert [s.steps for s in samples] == list(range(1, len(samples) + 1)), "counts begin with the point"

@@ -9,7 +9,7 @@ import pytest
 from adaserve_jax.bench.plan import BenchPlan
 from adaserve_jax.bench.runner import run_bench
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.workloads.workload import load_workload
 
@@ -34,7 +34,7 @@ def test_a_seeded_run_repeated_has_identical_token_counts(tmp_path: Path) -> Non
             run_bench(plan, workload, lambda _: engine, tmp_path / name, close=False, use="new")
     finally:
         engine.close()
-    one, other = (RunFolder.load(tmp_path / name) for name in ("one", "other"))
+    one, other = (RunResults.load(tmp_path / name) for name in ("one", "other"))
     counts = [
         {
             (point, r.request_id): (r.status, r.prompt_tokens, r.output_tokens)

@@ -6,7 +6,8 @@ import pytest
 
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.types import SLO
-from adaserve_jax.workloads.traces import Trace, TraceRequest
+from adaserve_jax.workloads.items import TraceRequest
+from adaserve_jax.workloads.traces import Trace
 from benchmarks.nightjar.segments import (
     at_once,
     busiest_swing,

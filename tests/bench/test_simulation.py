@@ -15,7 +15,7 @@ from adaserve_jax.errors import ConfigError
 from adaserve_jax.report.estimates import Estimates
 from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows, read_rows
-from adaserve_jax.results.run_folder import RunFolder, key_of
+from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.sim.acceptance import AcceptanceRecord
 from adaserve_jax.sim.machines import load_machine, packaged_machines
@@ -222,7 +222,7 @@ def test_the_command_sweeps_rates_scales_and_replicas_and_saves_its_traces(tmp_p
     ]
     assert len({row.point for row in rows}) == 8
     assert {(row.urgent_share, row.slo_scale) for row in rows} == {(1.0, 0.8), (1.0, 1.6)}
-    folder = RunFolder.load(out)
+    folder = RunResults.load(out)
     assert folder.notes == () and {key_of(row) for row in rows} == set(folder.records)
 
 
@@ -241,7 +241,7 @@ def test_the_command_repeated_writes_the_same_but_for_when_it_ran(tmp_path: Path
             "chat=1",
         ]
         app([*arguments, "--seed", "5", "--out", str(tmp_path / name)], standalone_mode=False)
-        folders.append(RunFolder.load(tmp_path / name))
+        folders.append(RunResults.load(tmp_path / name))
     assert {row.urgent_share for row in folders[0].rows} == {0.5, 0.0}
     when = {"run_id": "", "started_at": ""}
     rows = [[replace(row, **when) for row in folder.rows] for folder in folders]
@@ -274,10 +274,10 @@ def test_the_command_adds_to_a_folder_only_when_asked_and_tells_versions_of_a_po
     rows = rows_of(out)
     assert [row.policy_hash for row in rows] == ["", hashes[0], "", hashes[1]]
     assert rows[0].plan_hash == rows[1].plan_hash != rows[2].plan_hash
-    found = measured([RunFolder.load(out)])
-    assert found.whos == ("ar", *(f"{mine}@{each[:12]}" for each in hashes))
+    found = measured([RunResults.load(out)])
+    assert found.policies == ("ar", *(f"{mine}@{each[:12]}" for each in hashes))
     assert {who: len(group.points) for (who, _), group in found.groups.items()} == dict(
-        zip(found.whos, (2, 1, 1), strict=True)
+        zip(found.policies, (2, 1, 1), strict=True)
     )
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.service.admission import emitted, full_targets
+from adaserve_jax.star.service.admission import emitted_tokens, full_targets
 from benchmarks.starsd.sim import StarPlan, closed_row, simulated_row
-from tests.star.test_formulas import LOAD, R_Q, T_IDLE
+from tests.star.test_admission import LOAD, R_Q, T_IDLE
 
 SECONDS = ("wait_s", "idle_s")
 
@@ -45,7 +45,7 @@ def test_one_by_one_it_is_the_closed_form(targets: int, back_s: float) -> None:
     for name in SECONDS:
         assert getattr(found, name) == pytest.approx(getattr(closed, name), abs=2e-4)
     error = 4 * 1.6 / np.sqrt(targets * plan.rounds * 0.75)
-    assert found.throughput_tps / found.rounds_per_s == pytest.approx(emitted(0.7, 4), abs=error)
+    assert found.throughput_tps / found.rounds_per_s == pytest.approx(emitted_tokens(0.7, 4), abs=error)
 
 
 def test_batched_it_is_the_closed_form_where_phases_settle_as_it_says() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaserve_jax.star.client.mirror import Mirror
-from adaserve_jax.star.service.admission import accepted as mean_accepted
+from adaserve_jax.star.client.sessions import SessionTable
+from adaserve_jax.star.service.admission import accepted_tokens as mean_accepted
 from adaserve_jax.types import CandidateTrees, StepPlan
 from tests.bench.scripts import imported
 
@@ -77,12 +77,12 @@ class Guesser:
 
     def __init__(self, texts, rows: int) -> None:
         self._texts = {text.seed: np.array(text.prompt + text.output) for text in texts}
-        self._mirror, self._rng = Mirror(rows), np.random.default_rng(1)
+        self._table, self._rng = SessionTable(rows), np.random.default_rng(1)
         self.right = 0
 
     def propose(self, plan: StepPlan) -> CandidateTrees:
         assert plan.draft is not None
-        sessions, _ = self._mirror.follow(plan)
+        sessions, _ = self._table.update(plan)
         depth = plan.draft.depth
         if not depth:
             return CandidateTrees.empty(plan.num_decode)

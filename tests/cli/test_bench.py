@@ -18,7 +18,7 @@ from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.report.points import measured
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES
 from adaserve_jax.workloads.workload import load_workload
 from tests.bench.conftest import BASELINE_S, Script, ScriptedBench, ScriptedEngine
@@ -70,7 +70,7 @@ def test_the_plan_and_the_engines_options_are_passed_on(bench, tmp_path: Path, c
     assert (plan["policies"], plan["rates"], plan["repeats"]) == (["adaserve", "spec:4"], [50.0, 80.0], 2)
     assert (plan["duration_s"], plan["max_late_s"], plan["seed"], plan["max_requests"]) == (0.1, 60.0, 4, 3)
     assert "policy" not in plan and "compile_cache" not in plan
-    folder = RunFolder.load(tmp_path / "o")
+    folder = RunResults.load(tmp_path / "o")
     assert len({row.point for row in folder.rows}) == 2 * 2 * 2
     printed, told = capsys.readouterr()
     assert "joint" in printed and "spec:4" in printed
@@ -84,7 +84,7 @@ def test_what_a_format_does_not_say_is_given_and_what_is_left_out_is_told(bench,
     given = ("--workload", "q.jsonl", "--max-tokens", "9", "--temperature", "0", "--slos", "qa:tpot=50")
     assert bench(*QUICK, *given, "--max-late-ms", "500", "--out", "o") == 0
     assert limits == {(9, 0.0)}
-    rows = RunFolder.load(tmp_path / "o").rows
+    rows = RunResults.load(tmp_path / "o").rows
     assert {row.workload for row in rows} == {"q.jsonl max tokens 9 temperature 0.0 targets qa:tpot=50"}
     assert "left out: 2 later turns of conversations" in " ".join(capsys.readouterr().err.split())
 
@@ -130,11 +130,11 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(bench, tmp_path: Path, 
     told = capsys.readouterr().err
     command = shlex.split(told.partition("to go on: ")[2].strip())
     assert command[:2] == ["adaserve", "bench"] and command[-1] == "--resume"
-    overall = [row for row in RunFolder.load(tmp_path / "o dir").rows if row.slo_class == ALL_CLASSES]
+    overall = [row for row in RunResults.load(tmp_path / "o dir").rows if row.slo_class == ALL_CLASSES]
     assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", False)]
     bench.on_submit = lambda request: None
     assert bench(*command[2:]) == 0
-    folder = RunFolder.load(tmp_path / "o dir")
+    folder = RunResults.load(tmp_path / "o dir")
     overall = [row for row in folder.rows if row.slo_class == ALL_CLASSES]
     assert [(row.point, row.valid) for row in overall] == [("ar@60/s", True), ("spec:4@60/s", True)]
     assert folder.notes == () and len({row.run_id for row in overall}) == 1
@@ -211,7 +211,7 @@ def test_a_folder_with_rows_is_not_added_to_unasked(bench, tmp_path: Path, capsy
         capsys.readouterr().err.split()
     )
     assert bench(*arguments, "--append") == 0
-    assert len({row.run_id for row in RunFolder.load(tmp_path / "o").rows}) == 2
+    assert len({row.run_id for row in RunResults.load(tmp_path / "o").rows}) == 2
     assert bench(*arguments[:-2], "--duration", "0.2", "--out", "o", "--resume") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "cannot resume o: duration_s was 0.15, is 0.2; give the options of that run, or another --out" in told
@@ -247,11 +247,11 @@ def test_versions_of_a_policys_file_are_told_apart_and_not_mixed(bench, tmp_path
     told = " ".join(capsys.readouterr().err.split())
     assert f"cannot resume o: policy_files was {{'mine.py': '{one}'}}, is {{'mine.py': '{other}'}}; give the" in told
     assert bench(*arguments, "--append") == 0
-    folder = RunFolder.load(tmp_path / "o")
+    folder = RunResults.load(tmp_path / "o")
     assert {(row.policy, row.policy_hash) for row in folder.rows} == {
         ("ar", ""), ("mine.py", one), ("mine.py", other),
     }  # fmt: skip
-    assert measured([folder]).whos == ("ar", f"mine.py@{one[:12]}", f"mine.py@{other[:12]}")
+    assert measured([folder]).policies == ("ar", f"mine.py@{one[:12]}", f"mine.py@{other[:12]}")
 
 
 def test_a_policys_file_that_is_edited_meanwhile_ends_the_run(bench, tmp_path: Path, capsys):
@@ -260,4 +260,4 @@ def test_a_policys_file_that_is_edited_meanwhile_ends_the_run(bench, tmp_path: P
     assert bench("--policies", "ar,mine.py", *QUICK[2:], "--out", "o") == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "the file of policy mine.py is not the one that the run began with; put that back and --resume" in told
-    assert {row.policy for row in RunFolder.load(tmp_path / "o").rows} == {"ar"}
+    assert {row.policy for row in RunResults.load(tmp_path / "o").rows} == {"ar"}

@@ -13,7 +13,7 @@ from adaserve_jax.bench.local_client import ClientEngine
 from adaserve_jax.cli import app as cli_app
 from adaserve_jax.cli import bench as bench_module
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
 from adaserve_jax.workloads.prompt_text import PromptWriter
 from adaserve_jax.workloads.workload import WorkloadItem
@@ -68,14 +68,14 @@ QUICK = ("--policies", "ar", "--warmup-requests", "0", "--max-late-ms", "5000", 
 
 
 def overall(folder: str) -> list[ResultRow]:
-    return [row for row in RunFolder.load(Path(folder)).rows if row.slo_class == ALL_CLASSES]
+    return [row for row in RunResults.load(Path(folder)).rows if row.slo_class == ALL_CLASSES]
 
 
 def test_azures_lengths_reach_the_engine_at_their_own_times(bench):
     engine = bench(*QUICK, "--workload", "azure.csv", "--rates", "trace", "--slos", "*:tpot=5000", "--out", "o")
     sent = [(len(r.prompt_ids), r.sampling.max_tokens, r.sampling.ignore_eos) for r in engine.submitted]
     assert sent == [(374, 4, True), (396, 9, True), (879, 5, True)]
-    (records,) = RunFolder.load(Path("o")).records.values()
+    (records,) = RunResults.load(Path("o")).records.values()
     assert [record.due_s for record in records] == pytest.approx([0.0, 0.05, 0.12])
     (row,) = overall("o")
     assert (row.arrival_process, row.requests, row.output_tokens, row.attainment) == ("trace", 3, 18, 1.0)

@@ -124,7 +124,7 @@ def test_an_engine_of_a_command_gets_every_field_as_it_is(monkeypatch):
     monkeypatch.setattr("adaserve_jax.engine.llm.LLM", lambda progress, **options: given.update(options))
     config = EngineConfig(policy="ar", drafts=("code=a",), learning=LearnConfig(learn_every=3))
     open_llm(config)
-    assert EngineConfig.from_dict(given) == config and given["learning"] is config.learning
+    assert EngineConfig(**given) == config and given["learning"] is config.learning
 
 
 def test_a_value_of_the_command_line_that_is_the_default_wins_too(served, path):

@@ -29,8 +29,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that take 3 MiB, and an extension of 20 pages where there is a draft."""
 
-    def plan_memory(config: EngineConfig, progress: Any, *, swaps: bool) -> tuple[Resolved, Workspace]:
-        assert swaps, "the default policy has the draft give its memory to pages"
+    def plan_memory(config: EngineConfig, progress: Any, *, elastic: bool) -> tuple[Resolved, Workspace]:
+        assert elastic, "the default policy has the draft give its memory to pages"
         resolved = resolve(config, TARGET, None if config.draft is None else DRAFT)
         extension = 0 if config.draft is None else 20
         return replace(resolved, limits=replace(resolved.limits, extension_pages=extension)), Workspace(3 << 20)

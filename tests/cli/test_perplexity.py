@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.cli import app
-from adaserve_jax.cli import perplexity as module
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -68,6 +67,6 @@ def test_mistakes_are_one_line(
 def test_a_python_without_sources_needs_a_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "held_out_code", list)
+    monkeypatch.setattr("adaserve_jax.models.perplexity.held_out_code", list)
     assert run(monkeypatch) == 2
     assert "no source files of its library to score; give --text FILE" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.cli import app as cli_app
-from adaserve_jax.results.run_folder import RunFolder
+from adaserve_jax.results.run_folder import RunResults
 
 
 def test_a_trace_is_shortened_before_it_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_a_trace_is_shortened_before_it_is_simulated(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit) as ended:
         cli_app.main()
     assert not ended.value.code
-    folder = RunFolder.load(tmp_path)
+    folder = RunResults.load(tmp_path)
     (records,) = folder.records.values()
     assert [(each.prompt_tokens, each.output_tokens) for each in records] == [(980, 20), (45, 9)]
     assert {row.workload for row in folder.rows} == {"azure.csv lengths scale=0.5,output=20,context=1000"}

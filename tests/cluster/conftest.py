@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from adaserve_jax.cluster.router import Router
+from adaserve_jax.cluster.router import RouterApp
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.server.connection import http_config
 from adaserve_jax.server.serve import listen
@@ -35,7 +35,7 @@ class Routed:
     """A running router: its URL, a client, itself, and its loop."""
 
     url: str
-    router: Router
+    router: RouterApp
     http: httpx.Client
     loop: asyncio.AbstractEventLoop
 
@@ -62,7 +62,7 @@ def routed(*urls: str, wait: int | None = None, **settings: Any) -> Iterator[Rou
     found: dict[str, Any] = {}
 
     async def serve() -> None:
-        router = Router(chosen)
+        router = RouterApp(chosen)
         await router.start()
         quiet = http_config(router.app(), router.settings, lifespan="off")
         found.update(loop=asyncio.get_running_loop(), router=router, server=uvicorn.Server(quiet))

@@ -17,8 +17,8 @@ import pytest
 
 from adaserve_jax.cluster.run_folder import give_order
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_keeper import is_alive
 from tests.cluster.test_local import Up
+from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -31,9 +31,9 @@ class Program(Up):
     """The command itself, detached."""
 
     def __init__(self, folder: Path):
-        from adaserve_jax.cluster.run_folder import RunFolder
+        from adaserve_jax.cluster.run_folder import ClusterFolder
 
-        self.folder = RunFolder(folder)
+        self.folder = ClusterFolder(folder)
         command = [
             sys.executable, "-m", "adaserve_jax.cli", "cluster", "up", "--targets", "2", "--port", "0",
             "--drafts", "1", "--draft-options", "--max-batch 8", "--run-folder", str(folder), "--detach", "--", *SERVE,

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from adaserve_jax.cluster import forwarding
-from adaserve_jax.cluster.keeper import NoAnswer, ask_now
-from adaserve_jax.cluster.router import OF_ONE_SERVER
+from adaserve_jax.cluster.router import UNROUTED_PATHS
+from adaserve_jax.cluster.router_client import NoAnswer, request_json
 from tests.bench.fake_server import STREAM, FakeServer, answer, chunk, stream, token
 from tests.cluster.conftest import BODY, HEALTHY, TOKEN, error, events, routed, target, wait_until, whole
 from tests.server.conftest import running
@@ -181,7 +181,7 @@ def test_whatever_a_target_says_of_itself_it_is_asked_on(route, said):
 
 
 def test_a_long_answer_that_is_cut_is_neither_whole_nor_begun_again(monkeypatch, caplog):
-    monkeypatch.setattr(forwarding, "MOST_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(forwarding, "MAX_BUFFERED_ANSWER_BYTES", 1000)
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\ncontent-type: application/json\r\n\r\n"
     script = target(lambda _: [head + bytes(3000), 0.05, bytes(100), "close"])
     with FakeServer(script) as one, FakeServer(script) as two, routed(one.url, two.url) as router:
@@ -307,15 +307,15 @@ def test_the_token_is_told_to_the_certificate_of_the_cluster_only(tmp_path):
     tls = {"tls_cert": own, "tls_key": str(tmp_path / "own.key"), "token_file": _token_file()}
     with FakeServer(target(lambda _: whole())) as server, routed(server.url, **tls) as router:
         url = router.url.replace("http:", "https:") + "/cluster"
-        assert ask_now(url, token=TOKEN, certificate=own)[1]["status"] == "ok"
+        assert request_json(url, token=TOKEN, certificate=own)[1]["status"] == "ok"
         with pytest.raises(NoAnswer, match="CERTIFICATE_VERIFY_FAILED"):
-            ask_now(url, token=TOKEN, certificate=other)
+            request_json(url, token=TOKEN, certificate=other)
         with pytest.raises(NoAnswer, match="a token would be told"):
-            ask_now(url, token=TOKEN)
-        assert ask_now(url.replace("/cluster", "/health"))[1]["status"] == "ok"  # which is told nothing
+            request_json(url, token=TOKEN)
+        assert request_json(url.replace("/cluster", "/health"))[1]["status"] == "ok"  # which is told nothing
 
 
-@pytest.mark.parametrize("path", OF_ONE_SERVER)
+@pytest.mark.parametrize("path", UNROUTED_PATHS)
 def test_what_belongs_to_one_server_is_refused(pair, path):
     for below in ("", "/x"):
         refusal = pair[1].http.get(path + below)

@@ -19,14 +19,21 @@ import httpx
 import pytest
 
 from adaserve_jax.cli.app import main
-from adaserve_jax.cluster.plan import ClusterPlan, HeldPort, draft_at, filled, target_at, target_environment
-from adaserve_jax.cluster.run_folder import RunFolder, default_folder, give_order
+from adaserve_jax.cluster.plan import (
+    ClusterPlan,
+    ReservedPort,
+    place_draft,
+    place_target,
+    render_command,
+    target_environment,
+)
+from adaserve_jax.cluster.run_folder import ClusterFolder, default_folder, give_order
 from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.errors import AdaServeError, ConfigError
 from adaserve_jax.server.serve import listen
 from adaserve_jax.server.settings import ServerSettings
 from tests.cluster.conftest import BODY, wait_until
-from tests.cluster.test_keeper import is_alive
+from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
 
 UP = Path(__file__).parent / "up_members.py"
@@ -36,7 +43,7 @@ class Up:
     """A running cluster of stand-ins."""
 
     def __init__(self, folder: Path, targets: int, drafts: int, script: Path = UP):
-        self.folder = RunFolder(folder)
+        self.folder = ClusterFolder(folder)
         command = [sys.executable, str(script), str(folder), str(targets), str(drafts)]
         self.process = subprocess.Popen(
             command,
@@ -98,7 +105,7 @@ def test_state_and_token_are_for_their_owner_only(cluster):
 
 def test_a_second_cluster_in_the_folder_is_refused(cluster):
     with pytest.raises(ConfigError, match=r"a cluster runs in .* already; stop it with 'adaserve cluster down'"):
-        RunFolder(cluster.folder.path).open()
+        ClusterFolder(cluster.folder.path).open()
 
 
 @pytest.mark.parametrize("name", ["router", "target-0", "draft-0"])
@@ -191,7 +198,7 @@ def test_a_cluster_whose_folder_is_gone_serves_on_and_ends_cleanly(tmp_path):
 
 
 def test_the_state_of_a_cluster_that_was_killed_is_not_shown(tmp_path):
-    folder = RunFolder(tmp_path)
+    folder = ClusterFolder(tmp_path)
     folder.open()
     folder.write({"phase": "ready"})
     assert folder.read() == {"phase": "ready"}
@@ -245,7 +252,7 @@ def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
     plan = ClusterPlan(1, 0, RouterSettings(api_key="sk-1,sk-2"))
     assert target_environment(plan)["ADASERVE_API_KEY"] == "sk-1,sk-2"
     assert "sk-1" not in repr(RouterSettings(api_key="sk-1"))
-    assert filled(("{python}", "{drafter}", "{port}"), port=7, drafts="") == (sys.executable, "7")
+    assert render_command(("{python}", "{drafter}", "{port}"), port=7, drafts="") == (sys.executable, "7")
 
 
 @pytest.mark.parametrize("options, shutdown_s", [
@@ -255,19 +262,19 @@ def test_a_target_asks_for_the_routers_keys_which_are_in_no_command():
 def test_nothing_is_killed_before_its_own_limit(options, shutdown_s, tmp_path):
     """Two seconds to end what was aborted, and ten beyond that."""
     plan = ClusterPlan(1, 0, RouterSettings(shutdown_timeout=70.0), serve_options=options)
-    placed = target_at(plan, 0, "127.0.0.1", 1, [], tmp_path)
-    assert placed.member.patience.grace == shutdown_s + 12.0 and plan.router_grace_s == 82.0
+    placed = place_target(plan, 0, "127.0.0.1", 1, [], tmp_path)
+    assert placed.member.timing.termination_grace_s == shutdown_s + 12.0 and plan.router_grace_s == 82.0
     assert float(placed.member.environment["ADASERVE_SHUTDOWN_TIMEOUT"]) == shutdown_s
-    assert draft_at(plan, 0, "127.0.0.1", 1, 2, tmp_path).member.patience == plan.patience
+    assert place_draft(plan, 0, "127.0.0.1", 1, 2, tmp_path).member.timing == plan.timing
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ports are held on Linux only")
 def test_a_port_is_kept_for_the_server_that_it_was_chosen_for():
-    held = HeldPort("127.0.0.1")
+    held = ReservedPort("127.0.0.1")
     with pytest.raises(OSError), socket.socket() as other:
         other.bind(("127.0.0.1", held.number))
     for _ in range(2):  # a server may come again
         with listen(ServerSettings(port=held.number)) as server, pytest.raises(OSError):
             socket.create_connection(server.getsockname()).close()
-            HeldPort("127.0.0.1", held.number)
+            ReservedPort("127.0.0.1", held.number)
     held.close()

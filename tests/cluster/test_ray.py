@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.cluster.run_folder import RunFolder, give_order
+from adaserve_jax.cluster.run_folder import ClusterFolder, give_order
 from adaserve_jax.errors import ConfigError
 from tests.cluster.conftest import wait_until
-from tests.cluster.test_keeper import is_alive
 from tests.cluster.test_local import Up
+from tests.cluster.test_supervisor import is_alive
 from tests.conftest import ROOT
 
 pytest.importorskip("ray", reason="Ray is not installed; pip install 'adaserve-jax[cluster]'")
@@ -61,7 +61,7 @@ def test_down_leaves_no_process(cluster):
 
 
 def test_one_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
-    folder = RunFolder(tmp_path)
+    folder = ClusterFolder(tmp_path)
     command = [sys.executable, str(Path(__file__).parent / "up_members_on_ray.py"), str(tmp_path), "2", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) as up:
@@ -73,7 +73,7 @@ def test_one_that_is_stopped_while_it_starts_leaves_no_process(tmp_path):
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def members(folder: RunFolder) -> list[dict]:
+def members(folder: ClusterFolder) -> list[dict]:
     try:
         return folder.read()["members"]
     except ConfigError:

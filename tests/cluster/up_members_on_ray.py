@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from adaserve_jax.cluster.keeper import Patience
 from adaserve_jax.cluster.plan import ClusterPlan
 from adaserve_jax.cluster.ray_cluster import run_up_on_ray
-from adaserve_jax.cluster.run_folder import RunFolder
+from adaserve_jax.cluster.run_folder import ClusterFolder
 from adaserve_jax.cluster.settings import RouterSettings
+from adaserve_jax.cluster.supervisor import SupervisorTiming
 
 MEMBER = str(Path(__file__).parent / "member.py")
 
@@ -17,6 +17,6 @@ plan = ClusterPlan(
     int(sys.argv[2]), int(sys.argv[3]), RouterSettings(port=0, poll_every=0.05),
     target_command=("{python}", "-S", MEMBER, "{port}", "{drafter}"),
     draft_command=("{python}", "-S", MEMBER, "{http_port}", "--listen={host}:{port}"),
-    patience=Patience(every=0.05, first_wait=0.05),
+    timing=SupervisorTiming(probe_interval_s=0.05, first_backoff_s=0.05),
 )  # fmt: skip
-run_up_on_ray(plan, RunFolder(Path(sys.argv[1])), None, "SPREAD")
+run_up_on_ray(plan, ClusterFolder(Path(sys.argv[1])), None, "SPREAD")

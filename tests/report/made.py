@@ -10,7 +10,7 @@ import numpy as np
 
 from adaserve_jax.results.aggregate import summarize
 from adaserve_jax.results.records import RequestRecord, Status
-from adaserve_jax.results.run_folder import RunFolder, key_of
+from adaserve_jax.results.run_folder import RunResults, key_of
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import Conditions, Provenance, ResultRow
 from adaserve_jax.types import RequestMetrics
@@ -94,8 +94,8 @@ def point(
 
 def folder(
     *points: tuple[list[ResultRow], list[RequestRecord], list[Sample]], path: str = "run", notes: tuple[str, ...] = ()
-) -> RunFolder:  # fmt: skip
-    return RunFolder(
+) -> RunResults:  # fmt: skip
+    return RunResults(
         path=Path(path),
         rows=tuple(row for rows, _, _ in points for row in rows),
         records={key_of(rows[0]): tuple(records) for rows, records, _ in points if records},

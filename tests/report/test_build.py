@@ -11,6 +11,7 @@ from adaserve_jax.report.document import Document, Figure, Table, Text
 from adaserve_jax.report.points import measured
 from adaserve_jax.results.jsonl import append_rows
 from tests.report.made import PROVENANCE, folder, point, random_requests, request, samples_over
+from tests.results.made import records_file
 
 SECTIONS = (
     "headline", "versus", "comparison", "curves", "latency", "mlperf", "pareto", "acceptance", "violations", "phases",
@@ -128,6 +129,18 @@ def test_same_folder_twice_is_refused(tmp_path: Path):
         load_folders([tmp_path, tmp_path / ".." / tmp_path.name])
     with pytest.raises(ConfigError, match="expected one or more folders"):
         load_folders([])
+
+
+def test_a_servers_file_has_the_report_of_a_folder(tmp_path: Path):
+    (loaded,), _ = load_folders([records_file(tmp_path)])
+    document = build(measured([loaded]))
+    facts = dict(document.facts)
+    assert (facts["workload"], facts["commit"], facts["arrivals"]) == ("requests of clients", "unknown", "served")
+    assert facts["requests of valid points"] == "6, of them 5 with a target and 1 without"
+    assert not facts.keys() & {"requests at once, at most", "context, at most", "deterministic"}
+    assert {section.key for section in document.sections} >= {"headline", "curves", "latency", "mlperf", "violations"}
+    table = next(item for item in document.sections[0].items if isinstance(item, Table))
+    assert [row[:4] for row in table.rows] == [("adaserve", "0.75/s", "3", "3"), ("ar", "1/s", "3", "2")]
 
 
 def test_unknown_point_of_the_timeline_is_refused():

@@ -19,7 +19,7 @@ from adaserve_jax.report.measures import (
     VIOLATIONS,
     WITH_TARGET,
     WITHOUT_TARGET,
-    Columns,
+    MeasureColumns,
 )
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.sections import TIMES_OVER, shares_within
@@ -59,7 +59,7 @@ def test_classes_share_the_wall_time():
 
 
 def test_requests_with_and_without_a_target_are_told_apart():
-    columns = Columns.of([([request(0), request(1, tpot_slo=None), request(2)], 1.0)])
+    columns = MeasureColumns.of([([request(0), request(1, tpot_slo=None), request(2)], 1.0)])
     assert columns.mask(WITH_TARGET).tolist() == [True, False, True]
     assert columns.mask(WITHOUT_TARGET).tolist() == [False, True, False]
 
@@ -108,7 +108,7 @@ def test_paired_differences_see_what_independent_ones_do_not():
     estimates = Estimates()
     paired, unpaired = (estimates.difference(a, other, TPOT_P50) for other in (b, c))
     assert paired.value == pytest.approx(unpaired.value) == pytest.approx(-0.05 * np.median(hard))
-    assert paired.is_not_zero and not unpaired.is_not_zero
+    assert paired.excludes_zero and not unpaired.excludes_zero
     assert paired.high - paired.low < (unpaired.high - unpaired.low) / 4
 
 
@@ -184,7 +184,7 @@ def test_a_handful_of_requests_tells_nothing_from_chance(of: int):
     for measure in (ATTAINMENT, GOODPUT, TPOT_P50):
         found = estimates.difference(a, b, measure)
         assert found.value != 0 and (found.low, found.high) == (None, None)
-        assert not found.is_not_zero
+        assert not found.excludes_zero
         assert estimates.of(a, measure).low is None
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.report.document import Table, Text
-from adaserve_jax.report.measures import Columns
+from adaserve_jax.report.measures import MeasureColumns
 from adaserve_jax.report.mlperf import Tail, mlperf
 from adaserve_jax.report.points import measured
 from adaserve_jax.report.view import View
@@ -21,9 +21,9 @@ def requests(slow: int, of: int = 200, **changes):
 
 def test_percentile_counts_those_that_did_not_finish_as_slowest():
     records = [request(i, tpot=0.001 * i) for i in range(1, 101)]
-    assert Tail.of(Columns.of([(records, 1.0)]), "chat").tpot_s == pytest.approx(0.099)  # the 99th of 100
+    assert Tail.of(MeasureColumns.of([(records, 1.0)]), "chat").tpot_s == pytest.approx(0.099)  # the 99th of 100
     cut = [*records[:98], *(request(i, status="unfinished", tokens=3) for i in (98, 99))]
-    assert Tail.of(Columns.of([(cut, 1.0)]), "chat").tpot_s == np.inf
+    assert Tail.of(MeasureColumns.of([(cut, 1.0)]), "chat").tpot_s == np.inf
 
 
 def test_highest_rate_and_lowest_missed():

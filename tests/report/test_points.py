@@ -17,7 +17,7 @@ def test_repeats_of_a_setting_are_one_group():
     assert [(who, setting.rate_rps, len(group.points)) for (who, setting), group in found.groups.items()] == [
         ("ar", 1.0, 2), ("ar", 2.0, 1), ("adaserve", 1.0, 1)
     ]  # fmt: skip
-    assert (found.whos, found.varied) == (("ar", "adaserve"), ("rate_rps",))
+    assert (found.policies, found.varied) == (("ar", "adaserve"), ("rate_rps",))
     assert found.classes == ("chat",)
 
 
@@ -32,13 +32,13 @@ def test_systems_labels_and_replicas_are_told_apart():
         point(ONE), point(ONE, policy="spec:4", system="vllm"), point(ONE, policy="other", system="other"),
         point(ONE, policy="nightjar", label="tuned"), point(ONE, policy="adaserve", replicas=2, router="least"),
     )])  # fmt: skip
-    assert found.whos == ("ar", "vllm spec:4", "other", "nightjar (tuned)", "adaserve, 2 replicas by least")
+    assert found.policies == ("ar", "vllm spec:4", "other", "nightjar (tuned)", "adaserve, 2 replicas by least")
 
 
 def test_folders_are_named_only_where_they_hold_the_same():
     other = folder(point(ONE), point(ONE, policy="adaserve"), path="b/run")
     found = measured([folder(point(ONE), path="a/run"), other])
-    assert found.whos == ("a/run: ar", "b/run: ar", "adaserve")
+    assert found.policies == ("a/run: ar", "b/run: ar", "adaserve")
     assert [each.name for each in found.points] == ["a/run: ar@1/s", "b/run: ar@1/s", "adaserve@1/s"]
 
 
@@ -48,13 +48,13 @@ def test_runs_of_one_folder_are_repeats_only_when_they_were_made_alike(change: d
     (group,) = measured([folder(point(ONE), point(ONE, provenance=alike))]).groups.values()
     assert [each.row.run_id for each in group.points] == ["r1", "r2"]
     found = measured([folder(point(ONE), point(ONE, provenance=replace(alike, **change)))])
-    assert found.whos == ("run r1: ar", "run r2: ar")
+    assert found.policies == ("run r1: ar", "run r2: ar")
 
 
 def test_a_workload_may_differ_between_settings_of_one_run():
     urgent = replace(PROVENANCE, workload_hash="cd" * 32)
     found = measured([folder(point(ONE, urgent_share=0.2), point(ONE, urgent_share=0.6, provenance=urgent))])
-    assert found.whos == ("ar",)
+    assert found.policies == ("ar",)
     assert found.varied == ("urgent_share",)
 
 
@@ -62,7 +62,7 @@ def test_old_rows_that_cannot_be_told_apart_keep_no_requests():
     rows, records, _ = point(ONE, replicas=1)
     more, _, _ = point(ONE, replicas=2, router="least")
     found = measured([folder((rows, records, []), (more, [], []))])
-    assert found.whos == ("ar", "ar, 2 replicas by least")
+    assert found.policies == ("ar", "ar, 2 replicas by least")
     assert [each.records for each in found.points] == [(), ()]
 
 
@@ -107,19 +107,19 @@ def test_arrivals_are_told_by_burstiness_where_they_can_be():
 def test_runs_of_other_engine_settings_are_no_repeats(change: dict[str, object]):
     other = replace(PROVENANCE, run_id="r2", **change)
     found = measured([folder(point(ONE), point(ONE, provenance=other))])
-    assert found.whos == ("run r1: ar", "run r2: ar")
+    assert found.policies == ("run r1: ar", "run r2: ar")
 
 
 def test_runs_of_another_duration_are_no_repeats():
     other = replace(PROVENANCE, run_id="r2")
     found = measured([folder(point(ONE), point(ONE, provenance=other, duration_s=20.0))])
-    assert found.whos == ("run r1: ar", "run r2: ar")
+    assert found.policies == ("run r1: ar", "run r2: ar")
 
 
 def test_what_a_run_measured_after_it_was_resumed_elsewhere_is_told_apart():
     later = replace(PROVENANCE, commit="fedcba9876543210")
     found = measured([folder(point(ONE), point(ONE, repeat=1, provenance=later), point(ONE, rate=2.0))])
-    assert found.whos == ("run r1: ar", "run r1 part 2: ar")
+    assert found.policies == ("run r1: ar", "run r1 part 2: ar")
     assert found.sources == ("run r1", "run r1 part 2")
     (said,) = (item.text for item in warnings(found).items)
     assert said == ("run r1 and run r1 part 2 were not measured alike: commit (0123456789ab against fedcba987654).")
@@ -137,7 +137,7 @@ def test_points_that_were_tuned_one_by_one_are_of_their_run():
         for rate, most in ((1.0, 4), (2.0, 16))
     ]
     found = measured([folder(point(ONE), point(ONE, rate=2.0), *tuned)])
-    assert found.whos == ("ar", "spec:4 (tuned)")
+    assert found.policies == ("ar", "spec:4 (tuned)")
     assert found.sources == ("run",)
 
 

@@ -5,11 +5,20 @@ from dataclasses import replace
 import pytest
 
 from adaserve_jax.errors import ConfigError
+from adaserve_jax.report.compare import headline
 from adaserve_jax.report.document import Figure, Table, Text
-from adaserve_jax.report.headline import headline
 from adaserve_jax.report.points import measured
-from adaserve_jax.report.sections import NO_SAMPLES, acceptance, curves, latency, pareto, phases, violations
-from adaserve_jax.report.timeline import generation_rates, over_time
+from adaserve_jax.report.sections import (
+    NO_SAMPLES,
+    acceptance,
+    curves,
+    generation_rates,
+    latency,
+    over_time,
+    pareto,
+    phases,
+    violations,
+)
 from adaserve_jax.report.view import View
 from tests.report.made import PROVENANCE, folder, point, request, samples_over
 

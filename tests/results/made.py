@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaserve_jax.results.served import RecordStore, ServedChoice, ServerRun, served_choice, unbegun
+from adaserve_jax.results.record_store import RecordStore
+from adaserve_jax.results.records import ServedRecord, ServerRun, served_record, unstarted_metrics
 from adaserve_jax.types import RequestMetrics
 
 RUN = ServerRun("r1", 1000.0, "0.1.0", "0.10.2", "cpu", "adaserve", "served", "folder/target", "folder/draft", 0.05)
@@ -29,7 +30,7 @@ def begun(
     key: str = "",
     run: ServerRun = RUN,
     texts: tuple[str | None, str | None] = (None, None),
-) -> ServedChoice:
+) -> ServedRecord:
     """A choice that the engine began. ttft, last, queue: since its arrival. spec: verifications, drafted, accepted."""
     steps, drafted, accepted = spec
     metrics = RequestMetrics(
@@ -38,21 +39,21 @@ def begun(
         cached_tokens=cached, tpot_slo_s=tpot_slo, ttft_slo_s=ttft_slo, slo_class=slo_class,
         slo_feasible=None if tpot_slo is None else True,
     )  # fmt: skip
-    return served_choice(
+    return served_record(
         metrics, run=run, request_id=name, choice=0, key=key, ending=ending, error_code=None, arrival_unix_s=arrival,
         ended_unix_s=ended, acceptance_rate=0.5, prompt=texts[0], output=texts[1],
     )  # fmt: skip
 
 
-def refused(name: str, at: float, code: str, run: ServerRun = RUN) -> ServedChoice:
+def refused(name: str, at: float, code: str, run: ServerRun = RUN) -> ServedRecord:
     """A choice of class chat that the engine never began."""
-    return served_choice(
-        unbegun(0.125, None, "chat", code), run=run, request_id=name, choice=0, key="", ending="rejected",
+    return served_record(
+        unstarted_metrics(0.125, None, "chat", code), run=run, request_id=name, choice=0, key="", ending="rejected",
         error_code=code, arrival_unix_s=at, ended_unix_s=at, acceptance_rate=0.5,
     )  # fmt: skip
 
 
-def made() -> list[ServedChoice]:
+def made() -> list[ServedRecord]:
     """Six choices between 1000 and 1008; times are halves and eighths, so that sums are exact."""
     return [
         begun("a", 1000.0, ended=1001.0, queue=0.25, ttft=0.5, last=1.0, tokens=5, spec=(2, 8, 3)),

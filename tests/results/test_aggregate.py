@@ -1,16 +1,20 @@
-"""Aggregates against values worked out by hand and against plain-Python recomputation."""
+"""Summaries, columns of records and reports of a server's file, against values by hand and a plain recomputation."""
+
+from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaserve_jax.results.aggregate import summarize
+from adaserve_jax.results.aggregate import RecordColumns, ServedReport, report_of, summarize
 from adaserve_jax.results.records import RequestRecord, Status, violation_cause
 from adaserve_jax.types import RequestMetrics
+from tests.results.made import OTHER_RUN, RUN, records_file
 
 
 def record(
@@ -161,3 +165,133 @@ def test_percentiles_agree_with_the_standard_library(ttfts: list[float]):
     assert math.isclose(total.ttft_p50_s or 0, expected[49], rel_tol=1e-9)
     assert math.isclose(total.ttft_p90_s or 0, expected[89], rel_tol=1e-9)
     assert math.isclose(total.ttft_p99_s or 0, expected[98], rel_tol=1e-9)
+
+
+SECONDS = st.floats(0.0, 100.0)
+
+
+@st.composite
+def any_records(draw: st.DrawFn) -> RequestRecord:
+    output = draw(st.integers(0, 5))
+    first_s, last_s = sorted([draw(SECONDS), draw(SECONDS)])
+    metrics = RequestMetrics(
+        arrival_s=0.0, first_scheduled_s=draw(st.none() | SECONDS), first_token_s=first_s if output else None,
+        last_token_s=last_s if output else None, prompt_tokens=draw(st.integers(1, 9)), output_tokens=output,
+        verify_steps=draw(st.integers(0, 9)), drafted_tokens=draw(st.integers(0, 9)),
+        accepted_tokens=draw(st.integers(0, 9)), preemptions=draw(st.integers(0, 1)),
+        tpot_slo_s=draw(st.none() | st.floats(0.01, 50.0)), ttft_slo_s=draw(st.none() | st.floats(0.01, 50.0)),
+        slo_class=draw(st.sampled_from(["a", "b", "c"])), slo_feasible=draw(st.sampled_from([None, True, False])),
+    )  # fmt: skip
+    offsets = tuple(sorted(draw(st.lists(SECONDS, min_size=output, max_size=output))))
+    return RequestRecord.of(
+        metrics, run_id="r", policy="p", rate_rps=1.0, request_id="p-1", due_s=draw(SECONDS), late_s=draw(SECONDS),
+        status=draw(st.sampled_from(["finished", "rejected", "failed", "unfinished"])),
+        token_offsets_s=draw(st.sampled_from([(), offsets])),
+    )  # fmt: skip
+
+
+@given(st.lists(any_records(), max_size=6))
+def test_what_is_kept_comes_back(of: list[RequestRecord]) -> None:
+    columns = RecordColumns(of)
+    assert len(columns) == len(of)
+    nameless = {"run_id": "", "policy": "", "rate_rps": 0.0, "request_id": "", "token_offsets_s": ()}
+    assert [columns.record(row) for row in range(len(of))] == [replace(each, **nameless) for each in of]
+
+
+@given(st.lists(any_records(), max_size=12))
+def test_a_summary_counts_what_records_say(of: list[RequestRecord]) -> None:
+    """By a plain pass over the records, of what has no test of its own."""
+    for summary in summarize(RecordColumns(of), wall_s=10.0):
+        mine = [each for each in of if summary.slo_class in ("all", each.slo_class)]
+        assert summary.requests == len(mine)
+        for name in ("finished", "rejected", "failed", "unfinished"):
+            assert getattr(summary, name) == sum(each.status == name for each in mine)
+        known = [each.slo_met for each in mine if each.slo_met is not None]
+        assert summary.attainment == (sum(known) / len(known) if known else None)
+        assert summary.goodput_tps == sum(each.output_tokens for each in mine if each.slo_met) / 10.0
+        e2es = [each.e2e_s for each in mine if each.status == "finished" and each.e2e_s is not None]
+        assert summary.e2e_mean_s == (pytest.approx(sum(e2es) / len(e2es)) if e2es else None)
+        paced = [each for each in mine if each.tpot_slo_s is not None]
+        total = sum(max(0, len(each.token_offsets_s) - 1) for each in paced)
+        late = sum(each.late_tokens for each in paced)
+        assert summary.fluidity == ((total - late) / total if total else None)
+        causes = [getattr(summary, field.name) for field in fields(summary) if field.name.startswith("cause_")]
+        assert sum(causes) == len(known) - sum(known)
+
+
+def test_more_records_than_there_was_room_for() -> None:
+    one = RequestRecord.of(
+        RequestMetrics(0.0, output_tokens=1, first_token_s=1.0, last_token_s=1.0), run_id="", policy="", rate_rps=1.0,
+        request_id="", status="finished",
+    )  # fmt: skip
+    columns = RecordColumns(replace(one, due_s=float(number)) for number in range(1000))
+    assert [columns.record(row).due_s for row in (0, 255, 256, 999)] == [0.0, 255.0, 256.0, 999.0]
+    assert columns.rows["due_s"].sum() == 999 * 500
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return records_file(tmp_path_factory.mktemp("records"))
+
+
+def report(path: Path, since: float = 0.0, until: float = 1e12, **which: str) -> ServedReport:
+    return report_of(path, since_unix_s=since, until_unix_s=until, **which)
+
+
+def test_all_classes_together(path):
+    found = report(path)
+    every = found.classes[0]
+    summary = every.summary
+    assert (found.first_unix_s, found.last_unix_s, found.wall_s) == (1000.0, 1008.0, 8.0)
+    assert found.runs == (RUN, OTHER_RUN)
+    assert (summary.requests, summary.finished, summary.rejected, summary.failed) == (6, 3, 2, 1)
+    assert every.aborted == 1
+    assert (summary.prompt_tokens, summary.output_tokens, every.cached_tokens) == (40, 19, 3)
+    assert summary.requests_with_slo == 5 and summary.attainment == pytest.approx(1 / 5)  # a met, b c e f did not
+    assert summary.attainment_tpot == pytest.approx(1 / 5) and summary.attainment_ttft == 0.0
+    assert summary.goodput_tps == 5 / 8 and summary.throughput_tps == 19 / 8
+    assert summary.busy_throughput_tps == 19 / 4.75  # 1000-1001, 1001-1003, 1005-1006.25, and from there to 1006.75
+    assert (summary.ttft_p50_s, summary.ttft_p90_s) == (0.5, pytest.approx(0.5 + 0.7 * 0.5))  # .25 .5 .5 1
+    assert (summary.tpot_p50_s, summary.tpot_mean_s) == (0.1875, 0.25)  # .125 .125 .25 .5
+    assert summary.queue_p50_s == 0.125  # 0 0 .25 .75
+    assert summary.e2e_mean_s == pytest.approx((1.0 + 2.0 + 1.25) / 3)
+    assert (summary.drafted_tokens, summary.accepted_tokens, summary.acceptance_rate) == (20, 8, 0.4)
+    assert summary.mean_accepted == 1.0
+    causes = (summary.cause_budget, summary.cause_rejected, summary.cause_failed, summary.cause_infeasible)
+    assert causes == (1, 1, 1, 1)  # b: 1.8 tokens of .125 s each are less than a step of .5 s
+    assert every.errors == (("queue_full", 1), ("slo_infeasible", 1))
+    assert (every.tpot.least_s, every.tpot.most_s) == (0.125, 0.125)
+    assert every.tpot.over[:2] == (2.0, pytest.approx(2 + 0.8 * 2))  # 1, 2 (aborted), 4
+    assert (every.ttft.least_s, every.ttft.over[0]) == (0.25, 2.0)
+
+
+def test_each_class_has_its_own_choices_and_the_same_wall_time(path):
+    every, batch, chat = report(path).classes
+    assert [each.summary.slo_class for each in (every, batch, chat)] == ["all", "batch", "chat"]
+    assert (batch.summary.requests, batch.summary.attainment, batch.tpot.least_s) == (1, None, None)
+    assert (batch.summary.throughput_tps, batch.summary.goodput_tps) == (9 / 8, 0.0)
+    assert (chat.summary.requests, chat.summary.goodput_tps, chat.cached_tokens) == (5, 5 / 8, 0)
+    assert report(path, slo_class="chat").classes == (chat,)
+
+
+def test_one_key(path):
+    found = report(path, key="team")
+    assert [each.summary.requests for each in found.classes] == [1, 1]
+    assert found.runs == (OTHER_RUN,)
+    assert found.classes[0].summary.throughput_tps == 9 / 8
+    assert len(report(path, key="").classes) == 2
+
+
+def test_a_part_of_the_time(path):
+    found = report(path, 1003.0, 1007.0)
+    assert (found.first_unix_s, found.wall_s) == (1001.0, 5.25)
+    assert [(each.summary.slo_class, each.summary.requests) for each in found.classes] == [
+        ("all", 3), ("batch", 1), ("chat", 2),
+    ]  # fmt: skip
+
+
+def test_nothing_there(path):
+    found = report(path, 2000.0)
+    assert (found.classes, found.runs, found.wall_s, found.first_unix_s) == ((), (), 0.0, None)
+    assert (found.held.choices, found.held.last_unix_s) == (6, 1008.0)
+    assert report(path, slo_class="nobody").classes == () and report(path, key="nobody").classes == ()

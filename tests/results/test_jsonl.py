@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.jsonl import append_rows, read_good_rows, read_rows
+from adaserve_jax.results.jsonl import append_rows, make_folder, read_good_rows, read_rows
 from adaserve_jax.results.records import RequestRecord
 from adaserve_jax.results.samples import Sample
 from adaserve_jax.results.schema import ResultRow
@@ -164,3 +164,9 @@ def test_samples_and_records_of_a_point_survive_a_file(tmp_path: Path):
     for kind, made in ((Sample, sample(point="ar@2/s")), (RequestRecord, record(point="ar@2/s"))):
         append_rows(tmp_path / kind.__name__, [made])
         assert read_rows(tmp_path / kind.__name__, kind) == [made]
+
+
+def test_a_folder_below_a_file_cannot_be_created(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot create output folder .*: Not a directory; choose another --out"):
+        make_folder(tmp_path / "file" / "out")

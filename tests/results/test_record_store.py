@@ -9,17 +9,17 @@ import stat
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results import served as record_reader
-from adaserve_jax.results.served import APPLICATION_ID, Held, RecordStore, ServedChoice, _prepare, read_choices, schema
+from adaserve_jax.results import record_store
+from adaserve_jax.results.record_store import APPLICATION_ID, FileExtent, RecordStore, read_records, schema
+from adaserve_jax.results.records import ServedRecord
 from tests.conftest import ROOT
 from tests.results.made import RUN, begun, made
-
-EVER = {"since_unix_s": 0.0, "until_unix_s": float("inf")}
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def filled(path: Path, choices) -> RecordStore:
 
 
 def names(path: Path, **between: float) -> list[str]:
-    return [choice.record.request_id for choice in read_choices(path, **(EVER | between))[0]]
+    return [choice.request_id for choice in read_records(path, **between)[0]]
 
 
 def test_what_is_written_is_read_again(path):
     texts = begun("t", 1009.0, ended=1010.0, ttft=0.5, last=0.5, tokens=1, texts=("question", "answer"))
     filled(path, [*made(), texts]).close()
-    found, held = read_choices(path, **EVER)
+    found, held = read_records(path)
     assert found == [*made(), replace(texts, prompt=None, output=None)]
-    assert held == Held(7, 1001.0, 1010.0)
+    assert held == FileExtent(7, 1001.0, 1010.0)
     with sqlite3.connect(path) as plain:
         assert plain.execute("SELECT prompt, output FROM requests WHERE request_id = 't'").fetchall() == [
             ("question", "answer")
@@ -63,12 +63,12 @@ def test_times_choose_by_the_end_of_a_choice(path):
 
 
 def test_more_than_memory_holds_is_refused(path, monkeypatch):
-    monkeypatch.setattr(record_reader, "MOST_CHOICES", 3)
+    monkeypatch.setattr(record_store, "MAX_RECORDS", 3)
     filled(path, made()).close()
     with pytest.raises(
         ConfigError, match="at most 3 choices can be reported on at once, 6 ended in that time; choose a"
     ):
-        read_choices(path, **EVER)
+        read_records(path)
     assert names(path, since_unix_s=1003.0, until_unix_s=1007.0) == ["b", "c", "d"]
 
 
@@ -102,7 +102,7 @@ def test_only_the_owner_may_read_it(path):
     store.close()
 
 
-def many(begin_unix_s: float) -> list[ServedChoice]:
+def many(begin_unix_s: float) -> list[ServedRecord]:
     """12,000 choices, one a second."""
     first = made()[0]
     return [replace(first, ended_unix_s=begin_unix_s + i) for i in range(12_000)]
@@ -114,7 +114,7 @@ def test_old_choices_are_removed_and_the_file_shrinks(path):
     calls = 1
     while store.prune(before_unix_s=1000.0 + 11_000, max_bytes=2**30):
         calls += 1
-    found, held = read_choices(path, **EVER)
+    found, held = read_records(path)
     assert (len(found), held.first_unix_s) == (1000, 12_000.0)
     assert calls == 3
     assert store.used_bytes() < before / 5
@@ -131,11 +131,11 @@ def test_of_too_many_bytes_the_oldest_go_and_no_more(path, share):
     fits = 12_000 * (most - empty) / (store.used_bytes() - empty)
     while store.prune(before_unix_s=0.0, max_bytes=most):
         pass
-    held = read_choices(path, **EVER)[1]
+    held = read_records(path)[1]
     assert held.last_unix_s == 2000.0 + 11_999 and 0.9 * fits < held.choices <= fits
     assert store.used_bytes() <= most
     assert not store.prune(before_unix_s=0.0, max_bytes=most)
-    assert read_choices(path, **EVER)[1] == held
+    assert read_records(path)[1] == held
     store.close()
 
 
@@ -147,7 +147,7 @@ def test_a_batch_that_fails_leaves_nothing_and_can_be_repeated(path):
     assert names(path) == ["a"]
     store.add(made()[2:4])
     assert names(path) == ["a", "c", "d"]
-    found = read_choices(path, **EVER)[0]
+    found = read_records(path)[0]
     assert [choice.run for choice in found] == [made()[0].run, made()[2].run, made()[3].run]
     store.close()
 
@@ -171,7 +171,7 @@ def foreign(path: Path, application: int, version: int) -> None:
 def test_a_file_of_something_else_is_refused_and_left_alone(path, application, version, text):
     foreign(path, application, version)
     before = path.read_bytes()
-    for attempt in (lambda: RecordStore.open(path), lambda: read_choices(path, **EVER)):
+    for attempt in (lambda: RecordStore.open(path), lambda: read_records(path)):
         with pytest.raises(ConfigError) as caught:
             attempt()
         assert text in str(caught.value) and str(path) in str(caught.value)
@@ -192,24 +192,24 @@ def test_a_path_that_cannot_be_written_is_refused(path, tmp_path):
 
 def test_reading_says_what_is_wrong(path):
     with pytest.raises(ConfigError, match="expected a file that a server wrote with --records, found no file"):
-        read_choices(path, **EVER)
+        read_records(path)
     path.write_text("no database at all, whatever its name says, and long enough to be looked at\n" * 4)
     with pytest.raises(ConfigError, match=r"cannot read .* as a file that a server wrote with --records: file is not"):
-        read_choices(path, **EVER)
+        read_records(path)
 
 
 def test_an_empty_file_has_no_records_and_can_be_begun(path):
     path.touch()
-    assert read_choices(path, **EVER) == ([], Held(0, None, None))
+    assert read_records(path) == ([], FileExtent(0, None, None))
     store = RecordStore.open(path)
-    assert read_choices(path, **EVER) == ([], Held(0, None, None))
+    assert read_records(path) == ([], FileExtent(0, None, None))
     store.close()
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from adaserve_jax.results.served import RecordStore
+from adaserve_jax.results.record_store import RecordStore
 from dataclasses import replace
 from tests.results.made import made
 store = RecordStore.open(Path(sys.argv[1]))
@@ -232,7 +232,7 @@ def test_a_killed_writer_loses_nothing_that_it_had_written(path):
     last = max([60, *(int(line) for line in process.stdout if line.endswith("\n"))])
     process.wait()
     process.stdout.close()
-    written = [choice.choice for choice in read_choices(path, **EVER)[0]]
+    written = [choice.choice for choice in read_records(path)[0]]
     assert last in written and written.count(last) == len(made())
     store = RecordStore.open(path)
     store.add(made())
@@ -276,14 +276,13 @@ def test_the_documented_questions_have_answers(path):
     assert tokens == [("", "adaserve", 20, 8), ("", "ar", 10, 2), ("team", "ar", 10, 9)]
 
 
-def test_a_file_system_that_keeps_no_log_beside_the_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_system_that_keeps_no_log_beside_the_file_is_refused(path, monkeypatch):
     class Mapless(sqlite3.Connection):
-        """As on a network share, where the journal stays what it was."""
+        """A connection on a network share, where the journal stays what it was."""
 
         def execute(self, sql: str, *values):
             return super().execute(sql.replace("journal_mode = WAL", "journal_mode = MEMORY"), *values)
 
-    connection = sqlite3.connect(tmp_path / "r.sqlite", isolation_level=None, factory=Mapless)
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Mapless))
     with pytest.raises(ConfigError, match="must be on a file system with shared memory maps, such as a local disk"):
-        _prepare(tmp_path / "r.sqlite", connection)
-    connection.close()
+        RecordStore.open(path)

@@ -10,7 +10,15 @@ import pytest
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.errors import OverloadedError, QueueFullError
 from adaserve_jax.scheduler.queue import due_s
-from adaserve_jax.server.admission import JUST_NOW_S, LATELY_S, TTFT_SHARE, Admission, Overtakers, Reservation, Slots
+from adaserve_jax.server.admission import (
+    ARRIVALS_S,
+    BURST_S,
+    TTFT_SHARE,
+    QueueAdmission,
+    RecentArrivals,
+    Reservation,
+    Slots,
+)
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics
@@ -26,8 +34,8 @@ def held(seconds: float, first_s: float = 0.0) -> RequestMetrics:
 
 
 def test_the_wait_is_littles_law():
-    admission = Admission(10.0)
-    admission.see(4, 96, SLOTS)
+    admission = QueueAdmission(10.0)
+    admission.observe_engine(4, 96, SLOTS)
     assert admission.wait_s(96, 4, False) == 0.0  # nothing has ended yet
     admission.learn(held(2.0))
     assert admission.wait_s(0, 3, False) == 0.0  # a slot is free
@@ -41,22 +49,22 @@ def test_the_wait_is_littles_law():
 
 
 def test_predictions_are_corrected_by_what_became_of_them():
-    admission = Admission(10.0)
+    admission = QueueAdmission(10.0)
     admission.learn(held(2.0))
-    admission.see(4, 1, SLOTS)
+    admission.observe_engine(4, 1, SLOTS)
     for _ in range(400):
-        admission.compare(admission.wait_s(9, 4, False), 15.0, False)
-    admission.compare(0.0, 3.0, False)
+        admission.correct(admission.wait_s(9, 4, False), 15.0, False)
+    admission.correct(0.0, 3.0, False)
     assert admission.wait_s(9, 4, False) == pytest.approx(15.0, rel=0.01)  # without what was seen: 5 s
     assert admission.wait_s(9, 4, True) == pytest.approx(5.0)
-    admission.compare(1.0, 1000.0, True)
+    admission.correct(1.0, 1000.0, True)
     assert admission.bias[True] == pytest.approx(4.0**0.05)
 
 
 def test_those_who_will_overtake_are_waited_for():
-    admission = Admission(10.0)
+    admission = QueueAdmission(10.0)
     admission.learn(held(2.0))
-    admission.see(4, 1, SLOTS)  # two end per second
+    admission.observe_engine(4, 1, SLOTS)  # two end per second
     assert admission.wait_s(3, 4, False, (1.0, 4.0)) == pytest.approx(4 / (2.0 - 1.0))
     assert admission.wait_s(7, 4, False, (1.0, 4.0)) == pytest.approx((8 + 1.0 * 4.0) / 2.0)  # then they come no more
     assert admission.wait_s(0, 4, False, (3.0, 4.0)) == pytest.approx((1 + 3.0 * 4.0) / 2.0)  # they alone are too many
@@ -64,26 +72,29 @@ def test_those_who_will_overtake_are_waited_for():
 
 
 def test_arrivals_tell_of_those_to_come():
-    overtakers = Overtakers()
-    assert overtakers.expected(0.0, 10.0) == (0.0, 0.0)
-    overtakers.add(3.0, 5.0, 1)
-    overtakers.add(4.0, 7.0, 3)
-    overtakers.add(5.0, 15.0, 9)
-    assert overtakers.expected(6.0, 16.0) == (pytest.approx(4 / LATELY_S), pytest.approx((8.0 + 3 * 7.0) / 4))
-    assert overtakers.expected(4.5, 14.5) == (pytest.approx(3 / JUST_NOW_S), pytest.approx((8.0 + 3 * 7.0) / 4))
-    assert overtakers.expected(6.0, 8.0) == (0.0, 0.0)  # the equally patient come behind
-    assert overtakers.expected(4.0 + LATELY_S, 14.0 + LATELY_S) == (pytest.approx(3 / LATELY_S), pytest.approx(7.0))
+    arrivals = RecentArrivals()
+    assert arrivals.overtaking(0.0, 10.0) == (0.0, 0.0)
+    arrivals.add(3.0, 5.0, 1)
+    arrivals.add(4.0, 7.0, 3)
+    arrivals.add(5.0, 15.0, 9)
+    assert arrivals.overtaking(6.0, 16.0) == (pytest.approx(4 / ARRIVALS_S), pytest.approx((8.0 + 3 * 7.0) / 4))
+    assert arrivals.overtaking(4.5, 14.5) == (pytest.approx(3 / BURST_S), pytest.approx((8.0 + 3 * 7.0) / 4))
+    assert arrivals.overtaking(6.0, 8.0) == (0.0, 0.0)  # the equally patient come behind
+    assert arrivals.overtaking(4.0 + ARRIVALS_S, 14.0 + ARRIVALS_S) == (
+        pytest.approx(3 / ARRIVALS_S),
+        pytest.approx(7.0),
+    )
 
 
 def test_slots_that_pages_do_not_allow_are_unlearned_and_a_dip_is_not_believed():
-    admission = Admission(10.0)
+    admission = QueueAdmission(10.0)
     admission.learn(held(1.0))
-    admission.see(0, 8, SLOTS)  # between two steps: hardly anything
+    admission.observe_engine(0, 8, SLOTS)  # between two steps: hardly anything
     assert admission.wait_s(8, 0, True) == pytest.approx((9 - 3.92) / 3.92)
     for _ in range(300):
-        admission.see(2, 6, SLOTS)
+        admission.observe_engine(2, 6, SLOTS)
     assert admission.wait_s(6, 2, True) == pytest.approx((9 - 2) / 2, rel=0.02)
-    admission.see(4, 0, SLOTS)  # four do run
+    admission.observe_engine(4, 0, SLOTS)  # four do run
     assert admission.wait_s(0, 4, False) == pytest.approx(1 / 4)
 
 
@@ -108,7 +119,7 @@ def test_who_is_due_sooner_comes_first_and_who_began_waits_no_longer():
 
 
 def test_a_request_is_refused_when_its_turn_comes_too_late():
-    admission = Admission(3.0)
+    admission = QueueAdmission(3.0)
     admission.learn(held(2.0, first_s=0.1))
     admission.check(3.0, None)
     with pytest.raises(OverloadedError, match=r"would wait 3\.5 s for its turn, longer than the 3 s") as caught:
@@ -124,13 +135,13 @@ def test_a_request_is_refused_when_its_turn_comes_too_late():
     with pytest.raises(OverloadedError, match="longer than the 3 s that this server lets"):
         admission.check(3.5, 0.05)
     admission.check(0.0, 0.01)  # on a free server even a target that will be missed is served
-    Admission(0.0).check(1e9, 0.01)
+    QueueAdmission(0.0).check(1e9, 0.01)
 
 
 class Queue:
     """SLOTS servers and a queue in the order of due times, with `admission` before it, on a clock of its own."""
 
-    def __init__(self, admission: Admission, seed: int):
+    def __init__(self, admission: QueueAdmission, seed: int):
         self.admission = admission
         self.slots = Slots(10**6)
         self.draws = random.Random(seed)
@@ -151,21 +162,21 @@ class Queue:
         while self.waiting and len(self.running) < SLOTS:
             _, _, arrival, target, room = heapq.heappop(self.waiting)
             room.begin()
-            self.admission.compare(room.predicted_s, self.now - arrival, target is not None)
+            self.admission.correct(room.predicted_s, self.now - arrival, target is not None)
             self.waits.append((self.now - arrival, target))
             heapq.heappush(self.running, (self.now + self.draws.expovariate(1.0), self.now, room))
 
     def arrive(self, target: float | None) -> OverloadedError | None:
         due = due_s(self.now, 0, target)
-        self.admission.see(len(self.running), len(self.waiting), SLOTS)
-        overtakers = self.admission.overtakers.expected(self.now, due)
-        predicted = self.admission.wait_s(self.slots.ahead(due), len(self.running), target is not None, overtakers)
+        self.admission.observe_engine(len(self.running), len(self.waiting), SLOTS)
+        overtaking = self.admission.arrivals.overtaking(self.now, due)
+        predicted = self.admission.wait_s(self.slots.ahead(due), len(self.running), target is not None, overtaking)
         try:
             self.admission.check(predicted, target)
         except OverloadedError as error:
             return error
         room = self.slots.reserve(1, due, predicted)
-        self.admission.overtakers.add(self.now, due, 1)
+        self.admission.arrivals.add(self.now, due, 1)
         heapq.heappush(self.waiting, (due, self.draws.random(), self.now, target, room))
         self.fill()
         return None
@@ -174,7 +185,7 @@ class Queue:
 @pytest.mark.parametrize("seed", range(3))
 def test_at_three_times_the_capacity_the_admitted_begin_in_time(seed):
     """Half carry a TTFT target of 4 s; they go before the others, of whom few are let in."""
-    queue = Queue(Admission(5.0), seed)
+    queue = Queue(QueueAdmission(5.0), seed)
     offered, refused = 3 * SLOTS * 500, {4.0: 0, None: 0}
     for i in range(offered):
         queue.advance(queue.now + queue.draws.expovariate(3.0 * SLOTS))
@@ -189,7 +200,7 @@ def test_at_three_times_the_capacity_the_admitted_begin_in_time(seed):
 
 
 def test_who_comes_again_after_the_time_told_is_let_in():
-    queue = Queue(Admission(5.0), 1)
+    queue = Queue(QueueAdmission(5.0), 1)
     queue.admission.learn(held(1.0))
     told = next(error for _ in range(1000) if (error := queue.arrive(None)) is not None)
     queue.advance(queue.now + told.retry_after_s + 1.0)

@@ -6,19 +6,21 @@ import logging
 import threading
 from collections.abc import Callable
 
-from adaserve_jax.server.records import Batches
+from adaserve_jax.server.records import BatchThread
 from tests.waiting import wait_until
 
 
 class Worked:
-    """Notes what it gets; `answer` says what it wants again."""
+    """Work that notes what it gets; `answer` returns the items that it wants again."""
 
     def __init__(self, answer: Callable[[list[int]], list[int]] = lambda items: []):
         self.done: list[int] = []
+        self.given: list[list[int]] = []
         self.dropped = 0
         self.answer = answer
 
     def work(self, items: list[int]) -> list[int]:
+        self.given.append(items)
         again = self.answer(items)
         self.done += [item for item in items if item not in again]
         return again
@@ -26,8 +28,8 @@ class Worked:
     def drop(self, count: int) -> None:
         self.dropped += count
 
-    def batches(self, limit: int = 100) -> Batches[int]:
-        return Batches("worked", self.work, self.drop, every_s=0.01, limit=limit)
+    def batches(self, limit: int = 100) -> BatchThread[int]:
+        return BatchThread("worked", self.work, self.drop, every_s=0.01, limit=limit)
 
 
 def test_items_come_in_order_and_the_end_waits_for_them():
@@ -46,7 +48,7 @@ def test_what_is_wanted_again_comes_first():
     worked = Worked(lambda items: [] if busy.is_set() else items)
     batches = worked.batches()
     batches.put(1)
-    wait_until(lambda: batches._taken == [1])
+    wait_until(lambda: [1] in worked.given)
     batches.put(2)
     busy.set()
     wait_until(lambda: len(worked.done) == 2)
@@ -58,7 +60,7 @@ def test_what_finds_no_room_is_counted_and_so_is_what_is_left_at_the_end():
     worked = Worked(lambda items: items)
     batches = worked.batches(limit=3)
     batches.put(0)
-    wait_until(lambda: batches._taken == [0])
+    wait_until(lambda: [0] in worked.given)
     for item in range(1, 6):
         batches.put(item)
     assert worked.dropped == 3

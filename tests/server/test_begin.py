@@ -70,7 +70,7 @@ def test_a_failure_to_count_keeps_no_answer_from_its_client(keyed, monkeypatch):
 
 def test_admission_learns_from_the_choice_that_waited_longest(keyed):
     compared = []
-    keyed.state.admission.compare = lambda *seen: compared.append(seen)
+    keyed.state.admission.correct = lambda *seen: compared.append(seen)
     keyed.engine.stats = lambda: EngineStats(StepStats(running=64))
     post(keyed, prompt=["one", "two"], n=3, max_tokens=3, slo_ttft_ms=500)
     ((predicted_s, waited_s, targeted),) = compared

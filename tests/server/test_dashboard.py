@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.server.dashboard.live import LastRequest, Snapshot
+from adaserve_jax.server.dashboard.live import DashboardSnapshot, LastRequest
 from adaserve_jax.server.dashboard.routes import FOLDER, HEADERS, bearer
-from adaserve_jax.server.dashboard.series import Series
+from adaserve_jax.server.dashboard.series import EngineSeries
 from adaserve_jax.server.settings import ServerSettings
 from tests.waiting import wait_until
 
@@ -69,8 +69,8 @@ def test_the_data_count_what_was_served(board):
     wait_until(lambda: sum(each["requests"] for each in data()["windows"][0]["ended"]["attainment"]) >= 8)
     response = board.http.get("/dashboard/data", params={"since": before["seq"]})
     after = response.json()
-    assert set(after) == {field.name for field in fields(Snapshot)}
-    assert set(after["series"]) == {field.name for field in fields(Series)}
+    assert set(after) == {field.name for field in fields(DashboardSnapshot)}
+    assert set(after["series"]) == {field.name for field in fields(EngineSeries)}
     minute = after["windows"][0]["ended"]
     classes = {each["slo_class"]: each for each in minute["attainment"]}
     assert (classes["chat"]["requests"], classes["chat"]["met"], classes["chat"]["attainment"]) == (2, 2, 1.0)
@@ -130,5 +130,5 @@ def test_before_the_engine_is_ready_it_says_so(start_server):
 
 def test_the_guide_explains_every_field():
     named = set(re.findall(r"`([a-z0-9_]+)`", GUIDE.read_text()))
-    for kind in (Snapshot, Series, LastRequest):
+    for kind in (DashboardSnapshot, EngineSeries, LastRequest):
         assert {field.name for field in fields(kind)} <= named

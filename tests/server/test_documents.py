@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ import adaserve_jax
 from adaserve_jax import cluster
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.server import errors
-from adaserve_jax.server.settings import FIELD_HELP, KeySettings, ServerSettings, SloClass
+from adaserve_jax.server.settings import KeySettings, ServerSettings, SloClass
+from adaserve_jax.settings import settings_of
 from tests.documents import rows, section
 
 DOCS = Path(__file__).resolve().parent.parent.parent / "docs"
@@ -52,9 +52,8 @@ def test_every_metric_is_documented_with_its_type_and_labels_and_no_other(server
 def test_every_code_and_setting_is_documented_in_its_words():
     for code, meaning in errors.CODES.items():
         assert f"| `{code}` | {meaning} |" in TEXT
-    for name, meaning in FIELD_HELP.items():
-        assert f"| `{name}` | {meaning} |" in TEXT
-    assert set(FIELD_HELP) == {field.name for field in fields(ServerSettings)}
+    for each in settings_of(ServerSettings):
+        assert f"| `{each.name}` | {each.help} |" in TEXT
 
 
 def test_every_code_in_the_source_is_one_of_the_table():
@@ -72,7 +71,9 @@ def test_every_code_of_a_router_is_a_servers_or_in_its_own_table():
 
 def _codes_in(files: Iterable[Path]) -> set[str]:
     source = "".join(path.read_text() for path in files)
-    return set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(re.findall(r'of_code\([^()]*"(\w+)"\)', source))
+    return set(re.findall(r'code(?:: str)? ?= ?"(\w+)"', source)) | set(
+        re.findall(r'from_code\([^()]*"(\w+)"\)', source)
+    )
 
 
 def test_every_route_is_documented(server):
@@ -144,7 +145,7 @@ def test_the_openapi_document_is_complete(server):
 )
 def test_wrong_settings_are_refused(values, text):
     with pytest.raises(ConfigError) as caught:
-        ServerSettings.from_dict(values)
+        ServerSettings(**values)
     assert text in str(caught.value)
 
 

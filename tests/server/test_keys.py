@@ -291,9 +291,9 @@ def test_each_key_has_a_salt_of_its_own_and_observers_learn_its_name(keyed):
 
 def test_a_hold_gives_back_what_it_has_and_no_more():
     account = keyring_of(KeySettings("a", "x", max_inflight=4, tokens_per_minute=60, burst_s=60)).find(b"x")
-    first, second = account.hold(3), account.hold(1)
+    first, second = account.reserve(3), account.reserve(1)
     with pytest.raises(RateLimited, match="4 choices in flight, has 4 and asks for 1"):
-        account.hold(1)
+        account.reserve(1)
     first.end(0)
     assert account.in_flight == 3
     first.drop()
@@ -303,7 +303,7 @@ def test_a_hold_gives_back_what_it_has_and_no_more():
     second.end(0)
     assert account.in_flight == 0
     account.charge(60)
-    account.hold(2).drop(unused_tokens=60)
+    account.reserve(2).drop(unused_tokens=60)
     account.charge(60)
 
 

@@ -11,9 +11,9 @@ import pytest
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.results.aggregate import summarize
-from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, Live
-from adaserve_jax.server.dashboard.requests import ALL, CAUSES, EndedChoices, record_of
-from adaserve_jax.server.dashboard.series import LENGTH, Looks, Rolling
+from adaserve_jax.server.dashboard.live import KEPT_REQUESTS, DashboardMonitor
+from adaserve_jax.server.dashboard.requests import ALL, CAUSES, ChoiceHistory, record_of
+from adaserve_jax.server.dashboard.series import KEPT_SAMPLES, EngineHistory, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.settings import ServerSettings
@@ -22,7 +22,7 @@ from adaserve_jax.stats import StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ByteTokenizer, ScriptedEngine
 
-NOTHING = Rolling(None, 0.0, None, None)
+NOTHING = LastMinute(None, 0.0, None, None)
 
 
 def ended(
@@ -48,9 +48,9 @@ def ended(
     return EndedChoice("id", 0, ending, error_code, "", slo_class, 1e9, target_s, ttft_target_s, known)
 
 
-def begun(classes: list[str], **settings) -> EndedChoices:
+def begun(classes: list[str], **settings) -> ChoiceHistory:
     """Watched since 0 s."""
-    choices = EndedChoices(classes, **settings)
+    choices = ChoiceHistory(classes, **settings)
     choices.begin(0.0)
     return choices
 
@@ -74,33 +74,33 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def live(clock) -> Iterator[Live]:
+def live(clock) -> Iterator[DashboardMonitor]:
     engine = ScriptedEngine(EngineConfig(target="models/scripted"))
     engine.dead = False
     engine.totals = StepStats()
     engine.stats = lambda: EngineStats(engine.totals)
     state = ServerState(engine, ServerSettings(slo_classes=("fast=20", "chat=100:200")))
     state.become_ready(ByteTokenizer())
-    watching = Live(state, clock, clock.wall)
-    watching.look()
+    watching = DashboardMonitor(state, clock, clock.wall)
+    watching.sample()
     yield watching
 
 
-def engine_of(live: Live) -> ScriptedEngine:
-    return live._state.client
+def engine_of(live: DashboardMonitor) -> ScriptedEngine:
+    return live.state.client
 
 
 def test_attainment_and_goodput_by_class_and_window(live, clock):
     clock.now_s = 100.0
-    live.ended(ended(target_s=0.02, slo_class="fast", tokens=11))  # met
+    live.observe(ended(target_s=0.02, slo_class="fast", tokens=11))  # met
     clock.now_s = 200.0
-    live.ended(ended(target_s=0.005, slo_class="fast", tokens=30))  # 10 ms a token against 5
-    live.ended(ended(target_s=0.01001, ttft_target_s=0.05, tokens=40))  # TPOT met, TTFT missed
+    live.observe(ended(target_s=0.005, slo_class="fast", tokens=30))  # 10 ms a token against 5
+    live.observe(ended(target_s=0.01001, ttft_target_s=0.05, tokens=40))  # TPOT met, TTFT missed
     clock.now_s = 350.0
-    live.ended(ended(slo_class="default", tokens=7))  # no target
-    live.ended(ended("abort", target_s=1.0, tokens=5))  # in time as far as it came, but cut off
-    live.ended(ended(target_s=1.0, ttft_target_s=1.0, tokens=24))  # met
-    live.ended(ended("rejected", target_s=1.0))
+    live.observe(ended(slo_class="default", tokens=7))  # no target
+    live.observe(ended("abort", target_s=1.0, tokens=5))  # in time as far as it came, but cut off
+    live.observe(ended(target_s=1.0, ttft_target_s=1.0, tokens=24))  # met
+    live.observe(ended("rejected", target_s=1.0))
     clock.now_s = 380.0
     minute, five, quarter = (window.ended for window in live.snapshot().windows)
     rows = {
@@ -190,59 +190,61 @@ def test_where_more_end_than_are_kept_the_window_covers_less():
     assert window.goodput_tps == round(80 / 7, 3)
 
 
-def test_looks_turn_totals_into_rates_and_shares():
-    looks = Looks()
+def test_samples_turn_totals_into_rates_and_shares():
+    history = EngineHistory()
     stats = StepStats(
         steps=5, running=2, waiting=1, pages_used=3, pages_total=12, pages_cached=4, extension_used=1,
         extension_cached=2, extension_total=6, generation_tokens=100, draft_resident=True, last_depth=4, last_width=2,
         last_verified_tree_tokens=48, elastic_moves={"expand": 1},
     )  # fmt: skip
-    looks.add(10.0, 1e9, stats, NOTHING)
+    history.add(10.0, 1e9, stats, NOTHING)
     stats.steps, stats.generation_tokens, stats.prompt_tokens = 9, 150, 30
     stats.draft_tokens, stats.accepted_tokens, stats.cache_queried_tokens, stats.cache_hit_tokens = 40, 10, 30, 12
     stats.elastic_moves["reload"] = 2
-    looks.add(12.0, 1e9 + 2, stats, Rolling(0.5, 7.0, 20.0, 30.0))
-    looks.add(13.0, 1e9 + 3, stats, NOTHING)
-    series = looks.series(1)
-    assert series == looks.series(1) and series.seq == [2, 3]
+    history.add(12.0, 1e9 + 2, stats, LastMinute(0.5, 7.0, 20.0, 30.0))
+    history.add(13.0, 1e9 + 3, stats, NOTHING)
+    series = history.series(1)
+    assert series == history.series(1) and series.seq == [2, 3]
     assert (series.generation_tps, series.prompt_tps) == ([25.0, 0.0], [15.0, 0.0])
     assert (series.acceptance_rate, series.cache_hit_rate) == ([0.25, None], [0.4, None])
     assert (series.depth, series.width, series.budget) == ([4, None], [2, None], [48, None])
     assert (series.base_used, series.base_cached, series.base_free) == ([3, 3], [2, 2], [7, 7])
     assert (series.extension_used, series.extension_cached, series.extension_free) == ([1, 1], [2, 2], [3, 3])
     assert series.swaps == [2, 0] and series.attainment == [0.5, None] and series.goodput_tps == [7.0, 0.0]
-    window = looks.window(13.0, 60.0)
+    window = history.window(13.0, 60.0)
     assert (window.throughput_tps, window.prompt_tps) == (round(50 / 3, 3), 10.0)
     assert (window.acceptance_rate, window.cache_hit_rate) == (0.25, 0.4)
-    assert looks.window(13.0, 1.0).throughput_tps == 0.0 and looks.window(13.0, 1.5).throughput_tps == round(50 / 3, 3)
+    assert history.window(13.0, 1.0).throughput_tps == 0.0 and history.window(13.0, 1.5).throughput_tps == round(
+        50 / 3, 3
+    )
 
 
 def test_an_engine_that_starts_again_counts_from_zero():
-    looks = Looks()
-    looks.add(1.0, 0.0, StepStats(steps=90, generation_tokens=1000), NOTHING)
-    looks.add(2.0, 0.0, StepStats(steps=3, generation_tokens=12), NOTHING)
-    assert looks.series(0).generation_tps == [0.0, 12.0]
+    history = EngineHistory()
+    history.add(1.0, 0.0, StepStats(steps=90, generation_tokens=1000), NOTHING)
+    history.add(2.0, 0.0, StepStats(steps=3, generation_tokens=12), NOTHING)
+    assert history.series(0).generation_tps == [0.0, 12.0]
 
 
-def test_only_what_is_new_is_sent_and_old_looks_go():
-    looks = Looks()
-    for second in range(LENGTH + 5):
-        looks.add(float(second), 0.0, StepStats(), NOTHING)
-    assert looks.seq == LENGTH + 5
-    assert looks.series(0).seq == list(range(6, LENGTH + 6))
-    assert looks.series(LENGTH + 3).seq == [LENGTH + 4, LENGTH + 5]
-    assert looks.series(LENGTH + 5).seq == []
-    assert len(looks.series(LENGTH + 6).seq) == LENGTH  # asked by who knows another server's numbers
+def test_only_what_is_new_is_sent_and_old_samples_go():
+    history = EngineHistory()
+    for second in range(KEPT_SAMPLES + 5):
+        history.add(float(second), 0.0, StepStats(), NOTHING)
+    assert history.seq == KEPT_SAMPLES + 5
+    assert history.series(0).seq == list(range(6, KEPT_SAMPLES + 6))
+    assert history.series(KEPT_SAMPLES + 3).seq == [KEPT_SAMPLES + 4, KEPT_SAMPLES + 5]
+    assert history.series(KEPT_SAMPLES + 5).seq == []
+    assert len(history.series(KEPT_SAMPLES + 6).seq) == KEPT_SAMPLES  # asked by who knows another server's numbers
 
 
-def test_a_look_carries_the_minute_before_it(live, clock):
+def test_a_sample_carries_the_minute_before_it(live, clock):
     clock.now_s = 70.0
-    live.ended(ended(target_s=1.0, tokens=100))
-    live.ended(ended(target_s=0.001, ttft_s=0.3, tokens=10))
+    live.observe(ended(target_s=1.0, tokens=100))
+    live.observe(ended(target_s=0.001, ttft_s=0.3, tokens=10))
     engine_of(live).totals.generation_tokens = 110
-    live.look()
+    live.sample()
     clock.now_s = 131.0
-    live.look()
+    live.sample()
     series = live.snapshot().series
     assert series.attainment == [None, 0.5, None]
     assert series.goodput_tps == [0.0, 5.0, 0.0]
@@ -253,7 +255,7 @@ def test_a_look_carries_the_minute_before_it(live, clock):
 
 def test_the_last_requests_are_the_newest_first_and_few(live):
     for number in range(KEPT_REQUESTS + 3):
-        live.ended(replace(ended(target_s=0.02, accepted_tokens=6, verify_steps=4, cached_tokens=2), index=number))
+        live.observe(replace(ended(target_s=0.02, accepted_tokens=6, verify_steps=4, cached_tokens=2), index=number))
     last = live.snapshot().last_requests
     assert [request.index for request in last] == list(range(KEPT_REQUESTS + 2, 2, -1))
     assert asdict(last[0]) | {"index": 0} == {
@@ -267,7 +269,7 @@ def test_the_last_requests_are_the_newest_first_and_few(live):
 def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
     engine = engine_of(live)
     engine.totals = StepStats(preemptions=2, elastic_moves={"expand": 1}, elastic_s={"expand": 0.5}, arms={"8": "4x2"})
-    live.look()
+    live.sample()
     first = live.snapshot()
     assert (first.status, first.model, first.policy, first.device) == ("ok", "scripted", "scripted", "cpu")
     assert first.baseline_ms == 10.0
@@ -278,6 +280,6 @@ def test_a_snapshot_names_the_server_and_outlives_its_engine(live, clock):
 
     engine.totals, engine.dead = StepStats(), True
     clock.now_s += 1
-    live.look()
+    live.sample()
     after = live.snapshot(2)
     assert (after.status, after.model, after.seq, after.series.seq) == ("dead", None, 2, [])

@@ -11,7 +11,7 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.engine.client import EngineStats
 from adaserve_jax.server.metrics import ServerMetrics
 from adaserve_jax.server.observers import EndedChoice
-from adaserve_jax.stats import StepStats
+from adaserve_jax.stats import DrafterStats, ServiceState, StepStats
 from adaserve_jax.types import RequestMetrics
 from tests.server.scripted import ScriptedEngine
 
@@ -100,6 +100,22 @@ def test_requests_are_observed_as_they_end():
     assert found[("adaserve_tpot_over_target_bucket", ("le", "1.0"))] == 1
     assert found[("adaserve_inter_token_latency_seconds_count",)] == 4
     assert found[("adaserve_inter_token_latency_seconds_sum",)] == pytest.approx(0.03)
+
+
+def test_each_draft_service_has_its_gauges_and_one_state():
+    engine = ScriptedEngine(EngineConfig())
+    services = {"a:1": ServiceState("open"), "b:1": ServiceState("closed")}
+    engine.stats = lambda: EngineStats(StepStats(), drafter=DrafterStats(services=services))
+    found = {key: value for key, value in samples(ServerMetrics(engine)).items() if ("service", "a:1") in key}
+    service = ("service", "a:1")
+    assert found == {
+        ("adaserve_drafter_breaker", service, ("state", "open")): 1,
+        ("adaserve_drafter_breaker", service, ("state", "half_open")): 0,
+        ("adaserve_drafter_breaker", service, ("state", "closed")): 0,
+        ("adaserve_drafter_sessions", service): 0,
+        ("adaserve_drafter_busy", service): 0,
+        ("adaserve_drafter_queue_seconds", service): 0,
+    }
 
 
 def test_without_an_engine_there_are_still_metrics():

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError, EngineDeadError
-from adaserve_jax.results.served import RecordStore, read_choices
-from adaserve_jax.server.dashboard import live as live_module
-from adaserve_jax.server.dashboard.live import Live
-from adaserve_jax.server.metrics import drafter_metrics
-from adaserve_jax.server.middleware import Boundary
-from adaserve_jax.server.observers import ChoiceText, EndedChoice, tell
-from adaserve_jax.server.records import Notes, Recorder, Retention, Served
-from adaserve_jax.server.serve import Watchers
+from adaserve_jax.results.record_store import RecordStore, read_records
+from adaserve_jax.results.records import ServerRun
+from adaserve_jax.server.dashboard.live import DashboardMonitor
+from adaserve_jax.server.middleware import RequestBoundaryMiddleware
+from adaserve_jax.server.observers import ChoiceText, EndedChoice, notify
+from adaserve_jax.server.records import ChoiceStamper, Recorder, RecordMaker, Retention, StampedChoice
+from adaserve_jax.server.serve import Observability
 from adaserve_jax.server.settings import ServerSettings, SloClass
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.stats import DrafterStats, ServiceState
 from tests.server.scripted import ScriptedEngine
 from tests.waiting import wait_until
 
@@ -39,7 +39,7 @@ def test_an_observer_that_fails_costs_the_next_ones_nothing(caplog: pytest.LogCa
         raise ValueError("no room")
 
     with caplog.at_level(logging.ERROR):
-        tell([fails, seen.append], ended())
+        notify([fails, seen.append], ended())
     assert [each.request_id for each in seen] == ["mine"]
     assert "an observer failed on request mine" in caplog.text and "no room" in caplog.text
 
@@ -58,28 +58,23 @@ def test_a_response_that_began_is_cut_off_and_not_followed_by_another() -> None:
         raise AssertionError("nobody listens")
 
     with pytest.raises(ValueError, match="in the midst"):
-        asyncio.run(Boundary(application)({"type": "http", "headers": []}, receive, send))
+        asyncio.run(RequestBoundaryMiddleware(application)({"type": "http", "headers": []}, receive, send))
     assert sent == ["http.response.start"]
 
 
-def test_a_look_that_fails_is_logged_and_the_next_one_comes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sample_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
     engine = ScriptedEngine(EngineConfig(target="models/scripted"))
-    live = Live(ServerState(engine, ServerSettings()))
-    looks: list[int] = []
+    engine.dead = False
+    monitor = DashboardMonitor(ServerState(engine, ServerSettings()), clock=count(0.0, 10.0).__next__)
+    failures = iter([ValueError("half of the statistics"), asyncio.CancelledError()])
 
-    def look() -> None:
-        looks.append(len(looks))
-        if len(looks) == 1:
-            raise ValueError("half of the statistics")
-        raise asyncio.CancelledError  # enough
+    def stats():
+        raise next(failures)
 
-    monkeypatch.setattr(live, "look", look)
-    monkeypatch.setattr(live_module, "INTERVAL_S", 0.0)
+    engine.stats = stats
     with caplog.at_level(logging.ERROR), pytest.raises(asyncio.CancelledError):
-        asyncio.run(live.run())
-    assert looks == [0, 1]
+        asyncio.run(monitor.run())
+    assert next(failures, None) is None
     assert "the dashboard could not look at the engine" in caplog.text and "half of the statistics" in caplog.text
 
 
@@ -119,33 +114,40 @@ def test_a_broken_file_drops_what_it_cannot_take_and_takes_what_it_can(
         store.broken = False
         server.post(prompt="kept", max_tokens=3)
         recorder.close()
-    found = read_choices(path, since_unix_s=0.0, until_unix_s=float("inf"))[0]
-    assert [each.record.output_tokens for each in found] == [3]
+    found = read_records(path)[0]
+    assert [each.output_tokens for each in found] == [3]
     said = [each.getMessage() for each in caplog.records if each.name == "adaserve_jax.server.records"]
     assert len(said) == 2 and "malformed; the server goes on" in said[0]
 
 
-def test_watchers_that_were_never_attached_close_their_file(tmp_path: Path) -> None:
-    with Watchers(ServerSettings(records=str(tmp_path / "records.sqlite"))) as watchers:
-        store = watchers._store
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        store._connection.execute("SELECT 1")
+def test_records_that_were_never_attached_close_their_file(tmp_path: Path) -> None:
+    def is_open() -> bool:
+        return any(os.path.realpath(each) == str(path) for each in Path("/proc/self/fd").iterdir())
+
+    path = (tmp_path / "records.sqlite").resolve()
+    with Observability(ServerSettings(records=str(path))):
+        assert is_open()
+    assert not is_open()
 
 
 def test_a_prompt_that_cannot_be_decoded_leaves_its_record_without(caplog: pytest.LogCaptureFixture) -> None:
     def decode(token_ids) -> str:
         raise IndexError("token 999 is not there")
 
+    run = ServerRun("run", 0.0, "0", "0", "cpu", "scripted", "m", "m", None, 0.01)
+    choice = StampedChoice(ended(ChoiceText([999], "out\ud800")), run, 0.0)
     with caplog.at_level(logging.ERROR):
-        assert Served(decode)._texts(ChoiceText([999], "out\ud800")) == (None, "out?")
+        made = RecordMaker(decode).make(choice)
+    assert (made.prompt, made.output) == (None, "out?")
     assert "its record goes without" in caplog.text and "token 999" in caplog.text
-    assert Served(None)._texts(ChoiceText([1], "out")) == (None, None)
+    made = RecordMaker(None).make(choice)
+    assert (made.prompt, made.output) == (None, None)
 
 
-def test_without_an_engine_that_was_ever_ready_there_is_no_run_to_note() -> None:
+def test_without_an_engine_that_was_ever_ready_there_is_no_run_to_stamp() -> None:
     engine = ScriptedEngine(EngineConfig(target="models/scripted"))  # never started
     with pytest.raises(EngineDeadError):
-        Notes(ServerState(engine, ServerSettings())).of(ended())
+        ChoiceStamper(ServerState(engine, ServerSettings())).stamp(ended())
 
 
 def test_version_is_told_before_there_is_an_engine(serve_engine) -> None:
@@ -174,13 +176,3 @@ def test_a_schema_of_half_a_character_is_refused(server) -> None:
     answer = server.http.post("/v1/completions", content=body % '{"const": "\\ud800"}', headers=headers)
     assert answer.status_code == 400
     assert "half of a surrogate pair" in answer.json()["error"]["message"]
-
-
-def test_each_draft_service_has_its_gauges_and_one_state() -> None:
-    services = {"a:1": ServiceState("open"), "b:1": ServiceState("closed")}
-    families = {family.name: family for family in drafter_metrics(DrafterStats(services=services))}
-    samples = families["adaserve_drafter_breaker"].samples
-    on = {(s.labels["service"], s.labels["state"]) for s in samples if s.value}
-    assert on == {("a:1", "open"), ("b:1", "closed")} and len(samples) == 6
-    gauges = [family for family in families.values() if {"service"} == set(family.samples[0].labels)]
-    assert gauges and all([s.labels["service"] for s in each.samples] == ["a:1", "b:1"] for each in gauges)

@@ -22,12 +22,13 @@ from rich.console import Console
 import adaserve_jax
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.served import RecordStore, ServedChoice, read_choices, served_choice, unbegun
+from adaserve_jax.results.record_store import RecordStore, read_records
+from adaserve_jax.results.records import ServedRecord, served_record, unstarted_metrics
 from adaserve_jax.server import serve as serve_module
 from adaserve_jax.server.dashboard.requests import record_of
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.records import Recorder, Retention
-from adaserve_jax.server.serve import WarmUpBar, Watchers
+from adaserve_jax.server.serve import Observability, WarmUpBar
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.types import RequestMetrics
 from tests.conftest import ROOT
@@ -50,15 +51,15 @@ def watched(start_server, path):
     @contextmanager
     def start(**settings) -> Iterator:
         chosen = ServerSettings(records=str(path), **settings)
-        with Watchers(chosen) as watchers, start_server(chosen) as server:
+        with Observability(chosen) as watchers, start_server(chosen) as server:
             watchers.attach(server.state)
             yield server
 
     return start
 
 
-def read(path: Path) -> list[ServedChoice]:
-    return read_choices(path, since_unix_s=0.0, until_unix_s=float("inf"))[0]
+def read(path: Path) -> list[ServedRecord]:
+    return read_records(path)[0]
 
 
 def dropped(server) -> float:
@@ -82,19 +83,19 @@ def test_every_choice_leaves_a_record(watched, path):
     end = time.time()
     found = read(path)
     mine = found[:2]
-    assert [(each.record.request_id, each.choice, each.ending) for each in mine] == [
+    assert [(each.request_id, each.choice, each.ending) for each in mine] == [
         ("mine", 0, "length"), ("mine", 1, "length"),
     ]  # fmt: skip
     assert [each.ending for each in found[2:]] == ["error", "rejected", "rejected", "abort"]
-    assert [each.record.status for each in found] == ["finished"] * 2 + ["failed", "rejected", "rejected", "failed"]
-    assert [each.record.error_code for each in found[3:]] == ["queue_full", "queue_full", None]
+    assert [each.status for each in found] == ["finished"] * 2 + ["failed", "rejected", "rejected", "failed"]
+    assert [each.error_code for each in found[3:]] == ["queue_full", "queue_full", None]
     assert [each.cause for each in found] == [None, None, None, "rejected", "rejected", None]
     first = mine[0]
-    record, metrics = first.record, answered["metrics"]
+    record, metrics = first, answered["metrics"]
     assert (record.output_tokens, record.prompt_tokens, record.slo_class) == (7, len("count me"), "chat")
     assert (record.tpot_slo_s, record.ttft_slo_s, record.tpot_met, record.slo_met) == (0.1, 5.0, True, True)
     assert (record.verify_steps, record.drafted_tokens, record.accepted_tokens, first.cached_tokens) == (3, 12, 4, 2)
-    slowest_ms = max(each.record.ttft_s for each in mine) * 1e3
+    slowest_ms = max(each.ttft_s for each in mine) * 1e3
     assert slowest_ms == pytest.approx(metrics["time_to_first_token_ms"], abs=1e-3)
     assert begin <= first.arrival_unix_s <= first.ended_unix_s <= end
     assert first.arrival_unix_s + record.e2e_s <= first.ended_unix_s + 1e-3
@@ -169,7 +170,7 @@ def test_old_records_are_removed_while_serving(start_server, path):
         wait_until(lambda: read(path) == [])
         server.post(prompt="new", max_tokens=1)
         recorder.close()
-    assert [each.record.prompt_tokens for each in read(path)] == [3]
+    assert [each.prompt_tokens for each in read(path)] == [3]
 
 
 WATCHED = """
@@ -179,12 +180,12 @@ from adaserve_jax.config import EngineConfig
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.state import ServerState
-from adaserve_jax.server.serve import Watchers
+from adaserve_jax.server.serve import Observability
 from tests.server.scripted import ScriptedEngine
 engine = ScriptedEngine(EngineConfig())
 engine.start()
 state = ServerState(engine, ServerSettings())
-Watchers(ServerSettings(records=sys.argv[1])).attach(state)
+Observability(ServerSettings(records=sys.argv[1])).attach(state)
 for number in range(1_000_000):
     now = time.time()
     state.ended(EndedChoice(f"{number}", 0, "stop", None, "", "chat", now, None, None, None))
@@ -206,7 +207,7 @@ def test_a_killed_server_loses_its_last_second_at_most(path):
             break
     process.wait()
     process.stdout.close()
-    found = {each.record.request_id for each in read(path)}
+    found = {each.request_id for each in read(path)}
     missing = [number for number, told_s in lines if float(told_s) < killed_s - 1.0 and number not in found]
     assert found and missing == []
     with sqlite3.connect(path) as plain:
@@ -235,7 +236,7 @@ def test_a_server_records_until_its_end(path, monkeypatch):
     bar = WarmUpBar(Console(file=io.StringIO()))
     serve_module.serve(ServerSettings(records=str(path), port=0), engine, ByteTokenizer, bar)
     assert [file.name for file in path.parent.iterdir()] == ["records.sqlite"]
-    assert [each.record.request_id for each in read(path)] == ["last"]
+    assert [each.request_id for each in read(path)] == ["last"]
 
 
 def test_a_port_that_is_taken_leaves_the_file_closed(path):
@@ -299,9 +300,9 @@ def test_an_engine_that_comes_back_is_another_run(start_server, path):
 def test_records_and_dashboard_say_the_same_of_an_ending(ending, error_code, status):
     """An engine's loss is no refusal, and whoever goes away cuts off its own choice only."""
     ended = EndedChoice("r", 0, ending, error_code, "", "chat", 0.0, 0.1, None, None)
-    metrics = unbegun(0.1, None, "chat", error_code)
-    kept = served_choice(
+    metrics = unstarted_metrics(0.1, None, "chat", error_code)
+    kept = served_record(
         metrics, run=made()[0].run, request_id="r", choice=0, key="", ending=ending, error_code=error_code,
         arrival_unix_s=0.0, ended_unix_s=0.0, acceptance_rate=0.0,
     )  # fmt: skip
-    assert kept.record.status == record_of(ended).status == status
+    assert kept.status == record_of(ended).status == status

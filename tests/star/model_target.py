@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from adaserve_jax.star.messages import FromService, FromTarget, Open, Refused, Resync, Tree, Welcome
-from adaserve_jax.star.service.session import Sampling
+from adaserve_jax.star.messages import FromService, FromTarget, Open, Refused, Resync, SessionSampling, Tree, Welcome
 from tests.star.toys import close, columns_of, draft, hello, opened, toy_columns
 
 
@@ -15,7 +14,7 @@ class Ask:
     """One Draft with depth, and what its tree must be."""
 
     text: list[int]
-    sampling: Sampling
+    sampling: SessionSampling
     depth: int
     width: int
     calibrated: bool
@@ -27,7 +26,7 @@ class ModelSession:
 
     number: int
     text: list[int]
-    sampling: Sampling
+    sampling: SessionSampling
     epoch: int = 0
     round: int = 0
     told: int = 0
@@ -86,7 +85,7 @@ class ModelTarget:
         for session in self.sessions.values():
             session.renew()
 
-    def begin(self, text: list[int], sampling: Sampling) -> ModelSession:
+    def begin(self, text: list[int], sampling: SessionSampling) -> ModelSession:
         session = ModelSession(self._next, text, sampling)
         self.sessions[session.number] = session
         self._next += 1

@@ -16,7 +16,7 @@ import numpy as np
 
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.star.client.drafter import RemoteDrafter
-from adaserve_jax.star.client.link import Lost, Received
+from adaserve_jax.star.client.link import OnFrame, OnLost
 from adaserve_jax.star.messages import (
     Close,
     Draft,
@@ -129,7 +129,7 @@ class Service:
     listen: Callable[[Sequence[FromTarget]], Sequence[FromTarget]] = lambda frame: frame
     answer: Callable[[Draft, Tree], FromService | WireError | None] = lambda draft, tree: tree
 
-    def open(self, received: Received, lost: Lost) -> ScriptedStream:
+    def open(self, received: OnFrame, lost: OnLost) -> ScriptedStream:
         assert not self.world.held, "opened with the lock held"
         stream = ScriptedStream(self, received, lost)
         self.streams.append(stream)
@@ -176,15 +176,7 @@ class Service:
         held = self.sessions.get(message.session)
         if isinstance(message, Open):
             if held is None or message.epoch > held.epoch:
-                sampling = (
-                    message.seed,
-                    message.choice,
-                    message.temperature,
-                    message.top_k,
-                    message.top_p,
-                    message.min_p,
-                )
-                self.sessions[message.session] = Held(message.epoch, message.tokens, sampling)
+                self.sessions[message.session] = Held(message.epoch, message.tokens, message.sampling)
             return None
         if held is None or message.epoch > held.epoch:
             return Resync(message.session, message.epoch)
@@ -204,7 +196,7 @@ class Service:
 
 
 class ScriptedStream:
-    def __init__(self, service: Service, received: Received, lost: Lost) -> None:
+    def __init__(self, service: Service, received: OnFrame, lost: OnLost) -> None:
         self._service = service
         self._received = received
         self._lost = lost

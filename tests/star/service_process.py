@@ -53,7 +53,7 @@ class ServiceProcess:
         self._process = self._start(self.address[1])
 
     def number(self, metric: str) -> float:
-        """What /metrics says of it; no older than LOOK_EVERY_S of the service."""
+        """What /metrics says of it; no older than SNAPSHOT_EVERY_S of the service."""
         with urlopen(self._metrics) as said:
             found = re.search(rf"^adaserve_draft_service_{metric} (\S+)$", said.read().decode(), re.MULTILINE)
         assert found is not None, metric

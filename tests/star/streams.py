@@ -18,7 +18,7 @@ from adaserve_jax.star.service.server import DraftServer
 from adaserve_jax.star.service.worker import Worker
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.star.wire import METHOD, Caps, read_service_frame, target_frame
-from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, hello, limits
+from tests.star.toys import VOCABULARY, ToyDevice, ToyPages, hello, limits
 
 HANG_S = 60.0
 """Nothing takes so long, unless it hangs."""
@@ -85,7 +85,7 @@ class Service:
     worker: Worker
     core: DraftCore
     device: Any
-    room: ToyRoom
+    pages: ToyPages
     dead: list[bool]
 
     @property
@@ -108,19 +108,19 @@ class Service:
 
 @contextmanager
 def toy_service(
-    quotas: Quotas | None = None, device: Callable[[ToyRoom, DraftLimits], Any] = ToyDevice, **changes: Any
+    quotas: Quotas | None = None, device: Callable[[ToyPages, DraftLimits], Any] = ToyDevice, **changes: Any
 ) -> Iterator[Service]:
     """changes: of the settings."""
-    bounds, room, dead = limits(), ToyRoom(), []
-    runs = device(room, bounds)
-    core = DraftCore(bounds, room, quotas=quotas)
+    bounds, pages, dead = limits(), ToyPages(), []
+    runs = device(pages, bounds)
+    core = DraftCore(bounds, pages, quotas=quotas)
     worker = Worker(core, runs, on_death=lambda: dead.append(True))
     settings = DraftServiceSettings(**({"listen": "127.0.0.1:0", "http": ""} | changes))
     server = DraftServer(settings, worker, Caps(1024, VOCABULARY))
     worker.start()
     server.start()
     try:
-        yield Service(server, worker, core, runs, room, dead)
+        yield Service(server, worker, core, runs, pages, dead)
     finally:
         ended = server.stop(0.0)
         assert worker.stop(HANG_S)

@@ -18,7 +18,7 @@ from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.client.channel import GrpcTransport
 from adaserve_jax.star.client.drafter import RemoteDrafter
-from adaserve_jax.star.service.session import Sampling
+from adaserve_jax.star.messages import SessionSampling
 from adaserve_jax.star.wire import METHOD
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from tests.star.scripted import Row, plan_of
@@ -50,7 +50,7 @@ def check_round(drafts: RemoteDrafter, rows: list[Row], depth: int = 3, width: i
     found = drafts.propose(plan_of(rows, depth, width))
     assert found.log_f.shape == (len(rows), depth * width)
     for at, row in enumerate(rows):
-        sampling = Sampling(row.seed, 0, float(np.float32(row.temperature)), 0, 1.0, 0.0)
+        sampling = SessionSampling(row.seed, 0, float(np.float32(row.temperature)), 0, 1.0, 0.0)
         columns = np.flatnonzero(found.log_f[at] > -np.inf)
         expected = toy_columns(row.text, sampling, depth, width, True)
         assert found.cell is not None and found.log_q is not None
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_read_are_told_at_once(tmp_path: Path) -> None:
 
 
 class _Says(grpc.GenericRpcHandler):
-    """Answers every stream with the same bytes, and ends it."""
+    """CandidateBuilder every stream with the same bytes, and ends it."""
 
     def __init__(self, *frames: bytes) -> None:
         self._frames = frames

@@ -33,7 +33,7 @@ def test_a_welcome_says_what_the_service_can():
     (welcome,) = service.say("a", hello())
     assert welcome == Welcome("v1", 4, 3, 40, 64, 60.0, {(1, 3): 0.01}, {16: 0.02})  # ten pages hold 40 tokens
     assert service.say("a", hello()) == [] and service.core.stats.duplicates == 1  # once for each stream
-    service.core.gone("a", 0.0)
+    service.core.disconnect("a", 0.0)
     assert service.say("a", hello(draft_version="v1")) == [welcome] and service.core.targets == ["a"]
 
 
@@ -185,7 +185,7 @@ def test_what_came_back_from_a_lost_stream_keeps_its_kv():
     service.say("a", opened(1, 0, range(10)), draft(1, 0, 0, 10, []))
     service.run()
     service.say("a", draft(1, 0, 1, 10, [11]))
-    service.core.gone("a", 0.0)
+    service.core.disconnect("a", 0.0)
     assert service.core.targets == [] and service.core.num_sessions == 1 and service.core.num_waiting == 0
     assert service.say("a", draft(1, 0, 1, 10, [11]))[0].message == "say Hello first"
     service.say("a", hello(), opened(1, 1, [*range(8), 20]), draft(1, 1, 2, 9, []))
@@ -197,8 +197,8 @@ def test_who_is_gone_is_not_answered():
     service.say("a", opened(1, 0, [1]), draft(1, 0, 0, 1, []))
     batch = service.core.next_batch(0.0)
     assert batch is not None
-    service.core.gone("a", 0.0)
-    service.core.gone("nobody", 0.0)
+    service.core.disconnect("a", 0.0)
+    service.core.disconnect("nobody", 0.0)
     assert service.core.done(batch, service.device.run(batch), 0.0) == []
 
 
@@ -209,10 +209,10 @@ def test_leases_give_room_back():
     service.run()
     service.now = 8.0
     service.say("a", draft(2, 0, 0, 2, []))  # also what was said before keeps a session
-    service.core.gone("a", service.now)
+    service.core.disconnect("a", service.now)
     assert service.core.expire(10.0) == 0 and service.core.expire(10.5) == 1
-    assert list(service.room.held) == [2] and service.core.stats.leases_ended == 1
-    assert service.core.expire(18.5) == 1 and service.room.held == {}
+    assert list(service.pages.held) == [2] and service.core.stats.leases_ended == 1
+    assert service.core.expire(18.5) == 1 and service.pages.held == {}
     assert service.core.targets == ["b"]
 
 
@@ -259,12 +259,12 @@ def test_full_of_sessions_those_of_who_is_gone_make_room_the_oldest_first():
         service.now = now
         service.say(target_id, opened(number, 0, [1]))
     assert service.say("c", opened(1, 0, [1]))[0].code == "quota", "all are here"
-    service.core.gone("b", 3.0)
+    service.core.disconnect("b", 3.0)
     assert service.say("c", opened(1, 0, [1])) == []
     service.say("b", hello("b"))
     assert service.say("b", draft(1, 0, 0, 1, [])) == [Resync(1, 0)] and service.say("b", draft(2, 0, 0, 1, [])) == []
     assert service.core.num_sessions == 3
-    service.core.gone("b", 4.0)
+    service.core.disconnect("b", 4.0)
     assert service.say("c", opened(2, 0, [1])) == [] and service.say("c", opened(3, 0, [1]))[0].code == "quota"
 
 

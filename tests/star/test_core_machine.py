@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adaserve_jax.star.service.core import Answers, DraftCore
-from adaserve_jax.star.service.dispatch import Batch
-from adaserve_jax.star.service.session import Sampling
+from adaserve_jax.star.messages import SessionSampling
+from adaserve_jax.star.service.core import DraftCore, Replies
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.types import CandidateTrees
 from tests.star.model_target import ModelSession, ModelTarget
-from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyDevice, ToyRoom, draft, hello, limits, opened
+from tests.star.toys import PLAIN, SAMPLED, VOCABULARY, ToyDevice, ToyPages, draft, hello, limits, opened
 
 TIMES = {"level_s": {(1, 3): 0.01, (4, 3): 0.02}, "catchup_s": {4: 0.01, 16: 0.03}}
 LONGEST = 40
@@ -79,10 +79,10 @@ class DraftServiceMachine(RuleBasedStateMachine):
 
     def start_service(self) -> None:
         self.count()
-        self.room = ToyRoom(self.pages)
-        self.device = ToyDevice(self.room, self.bounds)
-        self.core = DraftCore(self.bounds, self.room, batching=self.batching)
-        self.flying: list[tuple[Batch, CandidateTrees | None]] = []
+        self.pool = ToyPages(self.pages)
+        self.device = ToyDevice(self.pool, self.bounds)
+        self.core = DraftCore(self.bounds, self.pool, batching=self.batching)
+        self.flying: list[tuple[DraftBatch, CandidateTrees | None]] = []
 
     counters: Counter[str] | None = None
 
@@ -96,7 +96,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
     # ---- targets ----
 
     @rule(who=pick, text=texts, sampling=st.sampled_from(SAMPLINGS))
-    def begin_session(self, who: int, text: list[int], sampling: Sampling) -> None:
+    def begin_session(self, who: int, text: list[int], sampling: SessionSampling) -> None:
         target = self.targets[who % 2]
         if len(target.live) < 4:
             target.begin(text, sampling)
@@ -191,7 +191,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
     @rule(who=pick)
     def lose_stream(self, who: int) -> None:
         target = self.targets[who % 2]
-        self.core.gone(target.id, self.now)
+        self.core.disconnect(target.id, self.now)
         target.connect()
 
     @rule()
@@ -220,7 +220,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
         answers = self.core.failed(batch, self.now) if fails else self.core.done(batch, trees, self.now)
         self.hand_out(answers)
 
-    def hand_out(self, answers: Answers) -> None:
+    def hand_out(self, answers: Replies) -> None:
         for target in self.targets:
             target.down += [frame for target_id, frame in answers if target_id == target.id]
 
@@ -233,16 +233,15 @@ class DraftServiceMachine(RuleBasedStateMachine):
 
     @invariant()
     def kv_is_what_the_service_takes_it_to_be(self) -> None:
-        sessions = {s.key: s for t in self.core._registry._targets.values() for s in t.sessions.values()}
+        sessions = {session.key: session for session in self.core.sessions}
         flying = {row.key: row for batch, _ in self.flying for row in batch.rows}
-        assert set(self.room.held) <= set(sessions) | set(flying)
+        assert set(self.pool.held) <= set(sessions) | set(flying)
         for key, session in sessions.items():
             kv = self.device.kv.get(key, [])
             until = min(session.computed, flying[key].start) if key in flying else session.computed
             assert session.text[:until].tolist() == kv[:until]
             assert session.computed <= session.length
-            assert session.flying == (key in flying)
-        assert {session.key for session in self.core._flying.values()} == set(flying)
+            assert session.running == (key in flying)
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
@@ -259,7 +258,7 @@ class DraftServiceMachine(RuleBasedStateMachine):
     def settle(self, target: ModelTarget) -> None:
         """Without faults every live session gets a tree soon."""
         if not target.is_welcome:
-            self.core.gone(target.id, self.now)
+            self.core.disconnect(target.id, self.now)
             target.connect()
         self.exchange()
         live = [session for session in target.live if not session.is_bad and session.text]
@@ -291,11 +290,11 @@ class DraftServiceMachine(RuleBasedStateMachine):
         for session in self.targets[0].live:
             self.targets[0].end(session)
         self.exchange()
-        self.core.gone("a", self.now)
+        self.core.disconnect("a", self.now)
         self.now += 61.0
         self.core.expire(self.now)
         assert self.core.num_sessions == 0 and self.core.num_holding == 0
-        assert self.room.held == {} and self.device.kv == {}
+        assert self.pool.held == {} and self.device.kv == {}
         assert self.core.next_batch(self.now) is None
 
     def session(self, who: int, which: int) -> ModelSession | None:
@@ -384,6 +383,6 @@ def test_random_walks(seed: int):
 
 
 def test_a_target_that_says_hello_for_another_is_refused():
-    core = DraftCore(limits(), ToyRoom())
+    core = DraftCore(limits(), ToyPages())
     (refused,) = core.receive("a", [hello("b")], 0.0)
     assert refused.code == "invalid" and "target a" in refused.message

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from adaserve_jax.star.service.limits import Expected, Quotas
+from adaserve_jax.star.service.limits import BatchTimes, Quotas
 from tests.star.toys import ToyService, close, draft, hello, limits, opened
 
 TIMES = {"level_s": {(1, 3): 0.010, (4, 3): 0.016}, "catchup_s": {4: 0.004, 16: 0.012}}
@@ -301,11 +301,11 @@ def test_nobody_is_made_late_by_company():
 
 
 def test_expected_times_are_of_the_least_bucket_that_holds_them():
-    expected = Expected(limits(max_feed=16, **TIMES))
+    expected = BatchTimes(limits(max_feed=16, **TIMES))
     assert [expected.feed_s(tokens) for tokens in (1, 4, 5, 16)] == pytest.approx([0.004, 0.004, 0.012, 0.012])
     assert expected.feed_s(36) == pytest.approx(2 * 0.012 + 0.004)
     assert [expected.search_s(rows, 2, 2) for rows in (1, 2, 4, 9)] == pytest.approx([0.02, 0.032, 0.032, 0.032])
-    unknown = Expected(limits())
+    unknown = BatchTimes(limits())
     assert unknown.feed_s(100) == unknown.search_s(1, 4, 3) == 0.0
 
 
@@ -321,7 +321,7 @@ def test_the_least_recently_used_idle_session_gives_its_room():
     service.run()
     service.say("a", opened(4, 0, [4] * 4), draft(4, 0, 0, 4, []))
     assert len(service.run()[1]) == 1
-    assert sorted(service.room.held) == [1, 3, 4] and service.core.stats.evicted == 1
+    assert sorted(service.pages.held) == [1, 3, 4] and service.core.stats.evicted == 1
     assert service.run()[0] == []  # 2 is not fed before it speaks
     service.say("a", draft(2, 0, 1, 4, [9]))
     rows, trees = service.run()
@@ -348,7 +348,7 @@ def test_company_takes_no_room_from_those_that_wait():
     service.say("a", *[draft(number, 0, 0, 4, [], due_s=0.3) for number in (1, 2, 3)])
     service.say("a", *[draft(number, 0, 0, 4, [], width=3, due_s=0.1 * number) for number in (5, 6)])
     assert [row[1] for row in service.run()[0]] == [4, 1, 2]  # 4 took the room of 6, the last; 3 takes none of 5
-    assert service.core.stats.evicted == 1 and len(service.room.held) == 4
+    assert service.core.stats.evicted == 1 and len(service.pages.held) == 4
     assert [row[1] for row in service.run()[0]] == [3]
 
 
@@ -372,9 +372,9 @@ def test_room_of_what_is_on_the_device_is_nobodys():
     flying = service.core.next_batch(0.0)
     assert flying is not None
     service.say("a", close(1), opened(2, 0, [2] * 8), draft(2, 0, 0, 8, [], due_s=-9.0))
-    assert service.core.next_batch(0.0) is None and service.room.held == {1: 2}
+    assert service.core.next_batch(0.0) is None and service.pages.held == {1: 2}
     assert service.core.done(flying, service.device.run(flying), 0.0) == []
-    assert service.room.held == {} and len(service.run()[1]) == 1
+    assert service.pages.held == {} and len(service.run()[1]) == 1
 
 
 def test_who_claims_to_be_late_is_no_earlier_than_who_is():

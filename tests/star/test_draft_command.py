@@ -24,33 +24,16 @@ from tests.conftest import ROOT
 from tests.star.streams import HANG_S, Target, until
 
 SMALL = (
-    "--max-sessions",
-    "4",
-    "--max-batch",
-    "4",
-    "--max-batch-tokens",
-    "16",
-    "--max-context",
-    "128",
-    "--max-width",
-    "2",
-)
+    "--max-sessions", "4", "--max-batch", "4", "--max-batch-tokens", "16", "--max-context", "128", "--max-width", "2",
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_it_drafts_until_a_signal_and_says_so_to_its_targets(kind: signal.Signals):
     command = [
-        sys.executable,
-        "-m",
-        "adaserve_jax.cli",
-        "draft",
-        "--listen",
-        "127.0.0.1:0",
-        "--http",
-        "127.0.0.1:0",
-        *SMALL,
-    ]
+        sys.executable, "-m", "adaserve_jax.cli", "draft", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *SMALL,
+    ]  # fmt: skip
     with (
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process,
         contextlib.ExitStack() as held,
@@ -90,8 +73,8 @@ def test_an_open_port_is_refused_before_anything_is_loaded():
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "grpc", None)
-    for name in ("server", "service", "channel", "grpc_direct"):
-        monkeypatch.delitem(sys.modules, f"adaserve_jax.star.{name}", raising=False)
+    for name in ("main", "metrics", "server"):
+        monkeypatch.delitem(sys.modules, f"adaserve_jax.star.service.{name}", raising=False)
     expected = (
         r"a draft service needs the package 'grpc', which is not installed; run: pip install 'adaserve-jax\[star\]'"
     )

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from adaserve_jax.errors import ConfigError
@@ -21,12 +21,11 @@ from adaserve_jax.results.provenance import model_hash
 from adaserve_jax.runtime.drafter import LocalDrafter
 from adaserve_jax.runtime.model import DeviceModel
 from adaserve_jax.runtime.warmup import Effort
-from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, Tree, cells_hash
-from adaserve_jax.star.service.dispatch import Batch, BatchRow
-from adaserve_jax.star.service.main import DraftService, StatusServer
-from adaserve_jax.star.service.metrics import PREFIX
+from adaserve_jax.star.messages import Close, Draft, Hello, Open, Resync, SessionSampling, Tree, cells_hash
+from adaserve_jax.star.service.dispatch import DraftBatch, DraftBatchRow
+from adaserve_jax.star.service.main import DraftService
+from adaserve_jax.star.service.metrics import PREFIX, ServiceCollector
 from adaserve_jax.star.service.model import DraftModel, load
-from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.tree.beam import AcceptanceTable
 from adaserve_jax.types import CandidateTrees, DraftPlan, RowSampling, StepPlan
@@ -41,10 +40,10 @@ SIZES = {
 }  # fmt: skip
 LENGTHS = (61, 25, 90, 9)
 SAMPLINGS = (
-    Sampling(7, 0, 0.0, 0, 1.0, 0.0),
-    Sampling(2**63 + 5, 1, 1.0, 0, 1.0, 0.0),
-    Sampling(9, 2, 0.7, 20, 1.0, 0.0),
-    Sampling(9, 0, 1.3, 0, 0.9, 0.02),
+    SessionSampling(7, 0, 0.0, 0, 1.0, 0.0),
+    SessionSampling(2**63 + 5, 1, 1.0, 0, 1.0, 0.0),
+    SessionSampling(9, 2, 0.7, 20, 1.0, 0.0),
+    SessionSampling(9, 0, 1.3, 0, 0.9, 0.02),
 )
 
 
@@ -82,7 +81,9 @@ class Local:
         device.compiled = dict(ours.compiled)
         self.drafter = LocalDrafter(device, AcceptanceTable.of(model.table), max_depth=4, widths=model.drafter.widths)
 
-    def tree(self, text: np.ndarray, sampling: Sampling, depth: int, width: int, calibrated: bool) -> CandidateTrees:
+    def tree(
+        self, text: np.ndarray, sampling: SessionSampling, depth: int, width: int, calibrated: bool
+    ) -> CandidateTrees:
         found = CandidateTrees.empty(1)
         for start in range(0, len(text), 16):
             chunk, last = text[start : start + 16], start + 16 >= len(text)
@@ -93,7 +94,7 @@ class Local:
             found = self.drafter.propose(self._plan(draft, sampling))
         return found
 
-    def _plan(self, draft: DraftPlan, sampling: Sampling) -> StepPlan:
+    def _plan(self, draft: DraftPlan, sampling: SessionSampling) -> StepPlan:
         said = RowSampling(
             np.array([sampling.seed], np.uint64), np.array([sampling.choice]), np.array([sampling.temperature]),
             np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]),
@@ -119,12 +120,12 @@ def check(found: CandidateTrees | None, at: int, depth: int, expected: Candidate
         np.testing.assert_allclose(getattr(found, name)[at, there], getattr(expected, name)[0, there], atol=1e-4)
 
 
-def batch_of(rows: list[BatchRow], width: int, calibrated: bool = True) -> Batch:
-    return Batch(tuple(rows), max(row.depth for row in rows), width, calibrated, 0.0)
+def batch_of(rows: list[DraftBatchRow], width: int, calibrated: bool = True) -> DraftBatch:
+    return DraftBatch(tuple(rows), max(row.depth for row in rows), width, calibrated, 0.0)
 
 
-def row_of(key: int, start: int, tokens: np.ndarray, depth: int) -> BatchRow:
-    return BatchRow("target", key, 0, 1, key, start, tokens, depth, SAMPLINGS[key])
+def row_of(key: int, start: int, tokens: np.ndarray, depth: int) -> DraftBatchRow:
+    return DraftBatchRow("target", key, 0, 1, key, start, tokens, depth, SAMPLINGS[key])
 
 
 def texts() -> list[np.ndarray]:
@@ -258,7 +259,7 @@ def test_over_the_wire_trees_are_those_of_a_local_drafter(service: DraftService,
     assert (welcome.max_depth, welcome.max_width, welcome.max_context) == (4, 3, 128)
     assert welcome.level_s == model.samples.draft_level_s and welcome.catchup_s == model.samples.catchup_s
     for key, text in enumerate(texts()):
-        target.send(Open(key + 1, 1, text[:-5], **vars(SAMPLINGS[key])))
+        target.send(Open(key + 1, 1, text[:-5], *SAMPLINGS[key]))
     for turn, (depth, width) in enumerate(((4, 3), (2, 1), (3, 2)), 1):
         drafts = [
             Draft(key + 1, 1, turn, len(text) - 6 + turn, text[-6 + turn : -5 + turn], depth, width, True, 1.0, HANG_S)
@@ -279,11 +280,11 @@ def test_what_does_not_fit_is_refused(service: DraftService, model: DraftModel):
     target = Target(service.port)
     target.send(hello(model))
     target.receive()
-    plain = vars(SAMPLINGS[0])
+    plain = SAMPLINGS[0]
     target.send(
-        Open(1, 1, np.zeros(125, np.int32), **plain),
+        Open(1, 1, np.zeros(125, np.int32), *plain),
         Draft(1, 1, 1, 125, np.zeros(0, np.int32), 4, 3, True, 1.0, 1.0),
-        Open(2, 1, np.array([model.vocabulary], np.int32), **plain),
+        Open(2, 1, np.array([model.vocabulary], np.int32), *plain),
     )
     refused = {(each := target.receive()).session: each.code for _ in range(2)}
     assert refused == {1: "too_long", 2: "invalid"}
@@ -295,7 +296,10 @@ def test_what_does_not_fit_is_refused(service: DraftService, model: DraftModel):
 
 
 def test_metrics_say_what_the_documents_say(service: DraftService, model: DraftModel):
-    families = {family.name: family for family in text_string_to_metric_families(service.metrics().decode())}
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ServiceCollector(service.worker, service.audit, model))
+    exposition = generate_latest(registry).decode()
+    families = {family.name: family for family in text_string_to_metric_families(exposition)}
     documented = (ROOT / "docs" / "star.md").read_text()
     assert [name for name in families if f"`{name}" not in documented] == []
     named = set(re.findall(r"^\| `(adaserve_draft_service_\w+?)(?:_total)?`", documented, re.MULTILINE))
@@ -303,20 +307,3 @@ def test_metrics_say_what_the_documents_say(service: DraftService, model: DraftM
     value = {name: sum(sample.value for sample in family.samples) for name, family in families.items()}
     assert value[PREFIX + "kv_pages"] == 24 and value[PREFIX + "compiles_after_ready"] == 0
     assert value[PREFIX + "load"] >= 0 and value[PREFIX + "streams_opened"] >= 0
-
-
-def test_health_is_answered_from_the_start():
-    status = StatusServer("127.0.0.1:0", lambda: (False, {"status": "starting"}))
-    url = f"http://127.0.0.1:{status.port}"
-    with httpx.Client() as client:
-        assert client.get(f"{url}/metrics").status_code == 404
-        answer = client.get(f"{url}/health")
-        assert (answer.status_code, answer.json()) == (503, {"status": "starting"})
-        status.health, status.metrics = lambda: (True, {"status": "ok"}), lambda: b"nothing 1\n"
-        assert client.get(f"{url}/health?x=1").status_code == 200
-        assert client.get(f"{url}/metrics").text == "nothing 1\n"
-        assert client.head(f"{url}/metrics").text == "" and client.get(f"{url}/").status_code == 404
-        assert client.post(f"{url}/health").status_code == 501
-    with pytest.raises(ConfigError, match="choose another address with --http"):
-        StatusServer(f"127.0.0.1:{status.port}", status.health)
-    status.close()

@@ -119,7 +119,7 @@ def test_a_target_that_comes_back_goes_on_with_what_is_held():
             assert service.core.num_sessions == 1
             second.send(opened(1, 2, [*TEXT, 9]), draft(1, 2, 9, 6, [], give_up_s=HANG_S))
             assert is_right(second.receive(), [*TEXT, 9])
-    assert service.room.held, "its lease goes on"
+    assert service.pages.held, "its lease goes on"
 
 
 def test_a_stream_that_breaks_leaves_its_sessions_to_their_leases():
@@ -142,7 +142,7 @@ def test_a_device_that_fails_answers_empty_trees_and_ends_the_service_if_it_goes
             tree = target.receive()
             assert isinstance(tree, Tree) and len(tree.index) == 0
         assert [each.code for each in target.rest() if isinstance(each, Refused)] == ["shutting_down"]
-        service.worker._thread.join(HANG_S)
+        assert service.worker.stop(HANG_S)
         assert service.dead == [True] and not service.worker.alive
 
 
@@ -208,7 +208,10 @@ def test_nonsense_costs_its_own_session():
         assert target.receive() == Resync(1, 1), "the session has ended"
         target.send(opened(0, 1, TEXT), Close(0))
         rounds(target, 3)
-        assert service.worker._stats.nonsense == {"session": 1, "target": 2}, "of no session: counted, not answered"
+        assert service.worker.stop(HANG_S)
+        assert service.worker.snapshot.worker.nonsense == {"session": 1, "target": 2}, (
+            "of no session: counted, not answered"
+        )
 
 
 def test_a_flood_is_refused_and_others_go_on():
@@ -226,11 +229,11 @@ def test_frames_are_paid_for_by_their_messages():
     taken: list[int] = []
 
     class Counts:
-        def heard(self, stream, frame):
+        def receive(self, stream, frame):
             taken.append(len(frame))
-            stream.taken()
+            stream.frame_taken()
 
-        def lost(self, stream): ...
+        def disconnect(self, stream): ...
 
     server = DraftServer(DraftServiceSettings(listen="127.0.0.1:0", max_messages_per_s=0.1), Counts(), Caps())
     server.start()
@@ -258,7 +261,7 @@ def ended_with(port: int) -> tuple[grpc.StatusCode, str]:
 
 
 def test_who_reads_no_answers_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.service.server.MOST_UNSENT", 8)
+    monkeypatch.setattr("adaserve_jax.star.service.server.MAX_UNSENT_FRAMES", 8)
     most = 10**9
     quotas = Quotas(messages_per_s=most, messages_at_once=most)
     with toy_service(quotas=quotas, max_messages_per_s=most) as service, service.target("good") as good:
@@ -276,7 +279,7 @@ def test_who_reads_no_answers_is_cut_off(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_who_does_not_read_why_it_is_refused_is_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.service.server.LAST_WORDS_S", 0.05)
+    monkeypatch.setattr("adaserve_jax.star.service.server.DRAIN_S", 0.05)
     with toy_service() as service, service.target("deaf") as deaf:
         asked = target_frame([draft(number, 1, 1, 0, [1]) for number in range(1, 2000)])
         for _ in range(20):
@@ -299,7 +302,7 @@ def test_no_more_streams_than_there_may_be():
 
 
 def test_who_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("adaserve_jax.star.service.server.HELLO_S", 0.05)
+    monkeypatch.setattr("adaserve_jax.star.service.server.HELLO_TIMEOUT_S", 0.05)
     with toy_service() as service, service.target(None) as silent:
         assert silent.rest() == []
         until(lambda: not service.server.audit.streams)
@@ -322,8 +325,8 @@ def test_logs_tell_nothing_of_texts_and_secrets(caplog: pytest.LogCaptureFixture
 
 def test_a_port_that_is_taken_is_said():
     class Nobody:
-        def heard(self, stream, frame): ...
-        def lost(self, stream): ...
+        def receive(self, stream, frame): ...
+        def disconnect(self, stream): ...
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

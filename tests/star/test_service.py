@@ -5,24 +5,28 @@ from __future__ import annotations
 import signal
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from adaserve_jax.star.messages import Hello, Refused, Tree, Welcome, cells_hash
 from adaserve_jax.star.service import main as service
-from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.settings import DraftServiceSettings
+from adaserve_jax.star.wire import SERVICE
 from adaserve_jax.types import CandidateTrees
 from tests.star.scripted import table
 from tests.star.streams import HANG_S, Target, until
-from tests.star.toys import VOCABULARY, ToyDevice, ToyRoom, draft, limits, opened
+from tests.star.toys import VOCABULARY, ToyDevice, ToyPages, draft, limits, opened
 
 SETTINGS = DraftServiceSettings(listen="127.0.0.1:0", http="")
 HELLO = Hello("a", "voc", cells_hash(table()))
 
 
-class ToyModel(ToyRoom):
+class ToyModel(ToyPages):
     """What a service asks of `star.model.DraftModel`. Batches wait for `go_on`; they fail if it is said so."""
 
     def __init__(self, fails: bool = False) -> None:
@@ -35,7 +39,7 @@ class ToyModel(ToyRoom):
         self._fails = fails
         self._device = ToyDevice(self, limits())
 
-    def run(self, batch: Batch) -> CandidateTrees | None:
+    def run(self, batch: DraftBatch) -> CandidateTrees | None:
         self.begun.set()
         assert self.go_on.wait(HANG_S)
         if self._fails:
@@ -55,6 +59,12 @@ def welcomed(port: int) -> Target:
 
 def ask(target: Target, session: int) -> None:
     target.send(opened(session, 1, [1, 2]), draft(session, 1, 1, 2, [], give_up_s=HANG_S))
+
+
+def health(port: int, name: str = "") -> Any:
+    """What the standard health protocol says."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return HealthStub(channel).Check(HealthCheckRequest(service=name), timeout=HANG_S).status
 
 
 def port_of(line: str) -> int:
@@ -81,14 +91,14 @@ def test_a_device_that_fails_on_and_on_is_the_exit_status(monkeypatch: pytest.Mo
         said.extend(each.code for each in target.rest() if isinstance(each, Refused))
         target.close()
 
-    died = service.Worker._say_goodbye
+    died = service.Worker._refuse_all
 
     def late(worker: service.Worker) -> None:
         """The thread goes on for a while after it has told that it died."""
         threading.Event().wait(0.05)
         died(worker)
 
-    monkeypatch.setattr(service.Worker, "_say_goodbye", late)
+    monkeypatch.setattr(service.Worker, "_refuse_all", late)
     assert service.run(SETTINGS, None, ready) == service.DEAD_STATUS == 70
     assert said == ["shutting_down"] and model.is_closed
 
@@ -96,7 +106,7 @@ def test_a_device_that_fails_on_and_on_is_the_exit_status(monkeypatch: pytest.Mo
 def test_a_model_that_is_in_use_is_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ToyModel()
     monkeypatch.setattr(service, "load", lambda *_: model)
-    monkeypatch.setattr(service, "LAST_BATCH_S", 0.05)
+    monkeypatch.setattr(service, "BATCH_WAIT_S", 0.05)
     targets: list[Target] = []
 
     def ready(line: str) -> None:
@@ -113,12 +123,13 @@ def test_a_model_that_is_in_use_is_not_closed(monkeypatch: pytest.MonkeyPatch) -
 def test_who_is_there_is_told_the_end_after_the_last_batch_and_nobody_comes_in_meanwhile() -> None:
     model = ToyModel()
     serving = service.DraftService(SETTINGS, model)  # type: ignore[arg-type]
+    assert health(serving.port) == health(serving.port, SERVICE) == HealthCheckResponse.SERVING
     target = welcomed(serving.port)
     ask(target, 1)
     assert model.begun.wait(HANG_S)
     ending = threading.Thread(target=serving.close)
     ending.start()
-    until(lambda: serving._server._is_shut)
+    until(lambda: health(serving.port) == HealthCheckResponse.NOT_SERVING)
     late = Target(serving.port)
     late.send(HELLO)
     assert late.rest() == [] and late.call.code() is grpc.StatusCode.UNAVAILABLE

@@ -7,73 +7,74 @@ from itertools import product
 import numpy as np
 import pytest
 
-from adaserve_jax.star.service.limits import Allowance
-from adaserve_jax.star.service.session import Heard, Session, Target
+from adaserve_jax.star.service.limits import RateLimiter
+from adaserve_jax.star.service.session import DraftSession, TargetState
+from adaserve_jax.star.service.session import MessageOutcome as Outcome
 from tests.star.toys import SAMPLED, draft, opened
 
 
-def session(tokens=(1, 2, 3), computed: int = 0) -> Session:
-    made = Session(Target("a", Allowance(1.0, 1, 0.0)), opened(1, 0, tokens), key=1, now=0.0)
+def session(tokens=(1, 2, 3), computed: int = 0) -> DraftSession:
+    made = DraftSession(TargetState("a", RateLimiter(1.0, 1, 0.0)), opened(1, 0, tokens), key=1, now=0.0)
     made.computed = computed
     return made
 
 
 def test_a_text_grows_by_drafts_that_follow_it():
     held = session()
-    assert held.hear(draft(1, 0, 0, 3, [4, 5])) is Heard.TAKEN
-    assert held.hear(draft(1, 0, 5, 4, [5, 6])) is Heard.TAKEN  # one token again, rounds in between lost
+    assert held.apply_draft(draft(1, 0, 0, 3, [4, 5])) is Outcome.APPLIED
+    assert held.apply_draft(draft(1, 0, 5, 4, [5, 6])) is Outcome.APPLIED  # one token again, rounds in between lost
     assert held.text.tolist() == [1, 2, 3, 4, 5, 6]
-    assert held.hear(draft(1, 0, 6, 2, [3])) is Heard.TAKEN  # the text ends earlier than was said
+    assert held.apply_draft(draft(1, 0, 6, 2, [3])) is Outcome.APPLIED  # the text ends earlier than was said
     assert held.text.tolist() == [1, 2, 3]
-    assert held.hear(draft(1, 0, 7, 3, range(200))) is Heard.TAKEN
+    assert held.apply_draft(draft(1, 0, 7, 3, range(200))) is Outcome.APPLIED
     assert held.text.tolist() == [1, 2, 3, *range(200)]
 
 
 @pytest.mark.parametrize(
     ("message", "heard"),
     [
-        (draft(1, 0, 8, 4, [9]), Heard.GAP),  # begins behind the text
-        (draft(1, 0, 8, 2, [4]), Heard.GAP),  # another text
-        (draft(1, 0, 8, 0, [1, 2, 4, 5]), Heard.GAP),
-        (draft(1, 1, 8, 3, [4]), Heard.GAP),  # its Open was lost
-        (draft(1, 0, 6, 3, [4]), Heard.STALE),
-        (draft(1, 0, 7, 3, []), Heard.DUPLICATE),
-        (draft(1, 0, 7, 3, [], depth=3), Heard.CONFLICT),
-        (draft(1, 0, 7, 2, [3]), Heard.CONFLICT),
-        (draft(1, 0, 7, 3, [], give_up_s=2.0), Heard.CONFLICT),
+        (draft(1, 0, 8, 4, [9]), Outcome.GAP),  # begins behind the text
+        (draft(1, 0, 8, 2, [4]), Outcome.GAP),  # another text
+        (draft(1, 0, 8, 0, [1, 2, 4, 5]), Outcome.GAP),
+        (draft(1, 1, 8, 3, [4]), Outcome.GAP),  # its Open was lost
+        (draft(1, 0, 6, 3, [4]), Outcome.STALE),
+        (draft(1, 0, 7, 3, []), Outcome.DUPLICATE),
+        (draft(1, 0, 7, 3, [], depth=3), Outcome.CONFLICT),
+        (draft(1, 0, 7, 2, [3]), Outcome.CONFLICT),
+        (draft(1, 0, 7, 3, [], give_up_s=2.0), Outcome.CONFLICT),
     ],
 )
-def test_what_does_not_follow_changes_no_text(message, heard: Heard):
+def test_what_does_not_follow_changes_no_text(message, heard: Outcome):
     held = session(computed=2)
-    assert held.hear(draft(1, 0, 7, 3, [])) is Heard.TAKEN
-    assert held.hear(message) is heard
+    assert held.apply_draft(draft(1, 0, 7, 3, [])) is Outcome.APPLIED
+    assert held.apply_draft(message) is heard
     assert held.text.tolist() == [1, 2, 3] and held.computed == 2
 
 
 def test_of_an_older_epoch_nothing_is_heard():
     held = session()
-    assert held.reopen(opened(1, 4, [1, 2])) is Heard.TAKEN
-    assert held.hear(draft(1, 3, 99, 2, [3])) is Heard.STALE
-    assert held.reopen(opened(1, 3, [7])) is Heard.STALE
-    assert held.reopen(opened(1, 4, [1, 2])) is Heard.DUPLICATE
-    assert held.reopen(opened(1, 4, [1, 3])) is Heard.CONFLICT
-    assert held.reopen(opened(1, 4, [1, 2], SAMPLED)) is Heard.CONFLICT
+    assert held.reopen(opened(1, 4, [1, 2])) is Outcome.APPLIED
+    assert held.apply_draft(draft(1, 3, 99, 2, [3])) is Outcome.STALE
+    assert held.reopen(opened(1, 3, [7])) is Outcome.STALE
+    assert held.reopen(opened(1, 4, [1, 2])) is Outcome.DUPLICATE
+    assert held.reopen(opened(1, 4, [1, 3])) is Outcome.CONFLICT
+    assert held.reopen(opened(1, 4, [1, 2], SAMPLED)) is Outcome.CONFLICT
     assert held.text.tolist() == [1, 2]
 
 
 def test_an_open_said_again_after_drafts_is_still_the_same():
     held = session()
-    held.hear(draft(1, 0, 0, 3, [4]))
-    assert held.reopen(opened(1, 0, [1, 2, 3])) is Heard.DUPLICATE
+    held.apply_draft(draft(1, 0, 0, 3, [4]))
+    assert held.reopen(opened(1, 0, [1, 2, 3])) is Outcome.DUPLICATE
     assert held.text.tolist() == [1, 2, 3, 4]
 
 
 def test_rounds_count_across_epochs():
     held = session()
-    held.hear(draft(1, 0, 7, 3, []))
+    held.apply_draft(draft(1, 0, 7, 3, []))
     held.reopen(opened(1, 1, [1]))
-    assert held.hear(draft(1, 1, 7, 1, [])) is Heard.STALE
-    assert held.hear(draft(1, 1, 8, 1, [])) is Heard.TAKEN
+    assert held.apply_draft(draft(1, 1, 7, 1, [])) is Outcome.STALE
+    assert held.apply_draft(draft(1, 1, 8, 1, [])) is Outcome.APPLIED
 
 
 def test_a_new_epoch_may_draw_otherwise():
@@ -92,7 +93,7 @@ def test_the_kv_of_the_common_beginning_stays_whatever_the_text_becomes():
             common = next((at for at, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), None)
             common = min(len(before), len(after)) if common is None else common
             assert held.computed == min(common, computed)
-            assert held.feed == (held.computed < len(after))
+            assert held.needs_feed == (held.computed < len(after))
 
 
 def test_kv_that_lands_counts_as_far_as_the_text_is_still_that():
@@ -103,7 +104,7 @@ def test_kv_that_lands_counts_as_far_as_the_text_is_still_that():
             held = session(before, start)
             kv = np.array(before)
             held.reopen(opened(1, 1, after))
-            held.fed(start, kv[start:])
+            held.commit_kv(start, kv[start:])
             assert held.text[: held.computed].tolist() == before[: held.computed]
             if after[: len(before)] == before:
                 assert held.computed == len(before)
@@ -111,12 +112,12 @@ def test_kv_that_lands_counts_as_far_as_the_text_is_still_that():
 
 def test_what_the_kv_lacks_is_worth_feeding_until_it_is_fed():
     held = session([1, 2, 3])
-    assert held.feed and held.lag == 3
-    held.fed(0, held.text[:2])
-    assert held.feed and held.lag == 1
-    held.fed(2, held.text[2:])
-    assert not held.feed and held.search_from == 2
-    held.unfed()
-    assert not held.feed and held.computed == 0
-    held.hear(draft(1, 0, 0, 3, []))
-    assert held.feed
+    assert held.needs_feed and held.lag == 3
+    held.commit_kv(0, held.text[:2])
+    assert held.needs_feed and held.lag == 1
+    held.commit_kv(2, held.text[2:])
+    assert not held.needs_feed and held.search_from == 2
+    held.drop_kv()
+    assert not held.needs_feed and held.computed == 0
+    held.apply_draft(draft(1, 0, 0, 3, []))
+    assert held.needs_feed

@@ -10,10 +10,10 @@ import pytest
 
 from adaserve_jax.star.messages import Load, Refused, Tree
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.session import BusyMeter
+from adaserve_jax.star.service.stats import BusyMeter
 from adaserve_jax.star.service.worker import Worker
 from tests.star.streams import HANG_S
-from tests.star.toys import ToyDevice, ToyRoom, close, draft, hello, limits, opened
+from tests.star.toys import ToyDevice, ToyPages, close, draft, hello, limits, opened
 
 
 class Stream:
@@ -32,7 +32,7 @@ class Stream:
             self.frames += 1
             self.news.notify_all()
 
-    def taken(self) -> None:
+    def frame_taken(self) -> None:
         pass
 
     def end(self) -> None:
@@ -78,20 +78,20 @@ class Timed(ToyDevice):
         return super().run(batch)
 
 
-def begun() -> tuple[Worker, DraftCore, Clock]:
-    bounds, room, clock = limits(), ToyRoom(), Clock()
+def begun() -> tuple[Worker, DraftCore, Clock, Timed]:
+    bounds, room, clock = limits(), ToyPages(), Clock()
     device = Timed(room, bounds)
     device.clock = clock
     core = DraftCore(bounds, room)
     worker = Worker(core, device, clock=clock)
     worker.start()
-    return worker, core, clock
+    return worker, core, clock, device
 
 
 def test_what_the_loop_measures():
-    worker, core, _ = begun()
+    worker, core, *_ = begun()
     stream = Stream()
-    worker.heard(
+    worker.receive(
         stream, [hello("a"), opened(1, 1, [1, 2]), opened(2, 1, [3]), draft(1, 1, 1, 2, []), draft(2, 1, 1, 1, [])]
     )
     welcome, load, *answers = stream.wait(2)
@@ -100,52 +100,55 @@ def test_what_the_loop_measures():
     assert [(tree.session, tree.queue_s, tree.service_s) for tree in trees] == [(1, 0.0, 0.25), (2, 0.0, 0.25)]
     assert answers[-1] == Load(1.0, 0.0, 2, 1), "a quarter second later, all of it busy"
     assert worker.stop(HANG_S)
-    seen = worker._snapshot(101.0)
+    seen = worker.snapshot
     assert (seen.worker.searches, seen.worker.search_s, seen.worker.rows_searched) == (1, 0.25, 2)
     assert seen.worker.rows == {2: 1} and seen.core.rounds == 2 and seen.worker.frames == 1
     assert (welcome.max_depth, core.num_sessions, seen.waiting, seen.holding) == (4, 2, 0, 2)
 
 
 def test_what_comes_during_a_batch_waits_from_then_on():
-    worker, _, _ = begun()
+    worker, _, _, device = begun()
     one, other = Stream(), Stream()
-    worker.heard(other, [hello("b")])
+    worker.receive(other, [hello("b")])
     other.wait(1)
-    worker._device.meanwhile = lambda: worker.heard(other, [opened(1, 1, [3]), draft(1, 1, 1, 1, [])])
-    worker.heard(one, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
+    device.meanwhile = lambda: worker.receive(other, [opened(1, 1, [3]), draft(1, 1, 1, 1, [])])
+    worker.receive(one, [hello("a"), opened(1, 1, [1, 2]), draft(1, 1, 1, 2, [])])
     trees = [each for each in other.wait(2) if isinstance(each, Tree)]
     assert [(tree.queue_s, tree.service_s) for tree in trees] == [(0.125, 0.25)]
     assert worker.stop(HANG_S)
 
 
 def test_the_load_is_told_every_quarter_second_at_most():
-    worker, _, clock = begun()
+    worker, _, clock, _ = begun()
     stream = Stream()
-    worker.heard(stream, [hello("a")])
+    worker.receive(stream, [hello("a")])
     stream.wait(1)
     for frames, later_s in enumerate((0.1, 0.1, 0.1), 2):
         clock.now += later_s
-        worker.heard(stream, [draft(1, 1, 1, 0, [1])])
+        worker.receive(stream, [draft(1, 1, 1, 0, [1])])
         stream.wait(frames)
     assert [type(each).__name__ for each in stream.sent] == ["Welcome", "Load", "Resync", "Resync", "Resync", "Load"]
     assert worker.stop(HANG_S)
 
 
 def test_between_two_batches_messages_are_taken_in_up_to_a_number(monkeypatch):
-    monkeypatch.setattr("adaserve_jax.star.service.worker.MOST_MESSAGES", 5)
-    bounds, room = limits(), ToyRoom()
-    worker = Worker(DraftCore(bounds, room), ToyDevice(room, bounds), clock=Clock())
+    monkeypatch.setattr("adaserve_jax.star.service.worker.MAX_MESSAGES_PER_TURN", 5)
+    bounds, room = limits(), ToyPages()
+    clock = Clock()
+    worker = Worker(DraftCore(bounds, room), ToyDevice(room, bounds), clock=clock)
     stream = Stream()
     for frame in ([hello("a"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])], [close(2)] * 3, [close(2)], []):
-        worker.heard(stream, frame)
-    worker._turn()
-    assert worker._stats.frames == 2 and worker._stats.searches == 1, "six messages: a frame is taken whole"
+        worker.receive(stream, frame)
+    clock.now += 1.0  # so that the turn takes a snapshot
+    worker.turn()
+    seen = worker.snapshot.worker
+    assert seen.frames == 2 and seen.searches == 1, "six messages: a frame is taken whole"
 
 
 def test_nothing_that_is_said_ends_the_loop(monkeypatch):
-    worker, core, _ = begun()
+    worker, core, *_ = begun()
     good, bad = Stream(), Stream()
-    worker.heard(bad, [hello("bad")])
+    worker.receive(bad, [hello("bad")])
     bad.wait(1)
     receive = core.receive
 
@@ -155,8 +158,8 @@ def test_nothing_that_is_said_ends_the_loop(monkeypatch):
         return receive(target_id, messages, now)
 
     monkeypatch.setattr(core, "receive", broken)
-    worker.heard(bad, [opened(1, 1, [1])])
-    worker.heard(good, [hello("good"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])])
+    worker.receive(bad, [opened(1, 1, [1])])
+    worker.receive(good, [hello("good"), opened(1, 1, [1]), draft(1, 1, 1, 1, [])])
     assert any(isinstance(each, Tree) for each in good.wait(2))
     assert bad.ended.is_set() and not good.ended.is_set()
     assert worker.stop(HANG_S)
@@ -164,14 +167,14 @@ def test_nothing_that_is_said_ends_the_loop(monkeypatch):
 
 
 def test_the_same_name_with_other_credentials_is_another_target():
-    worker, core, _ = begun()
+    worker, core, *_ = begun()
     one, other = Stream("token-1"), Stream("token-2")
     for stream, session in ((one, 1), (other, 1)):
-        worker.heard(stream, [hello("a"), opened(session, 1, [1, 2, 3]), draft(session, 1, 1, 3, [])])
+        worker.receive(stream, [hello("a"), opened(session, 1, [1, 2, 3]), draft(session, 1, 1, 3, [])])
         stream.wait(2)
     assert core.targets == ["token-1/a", "token-2/a"] and core.num_sessions == 2
-    worker.lost(one)
-    worker.heard(other, [draft(1, 1, 2, 3, [4])])
+    worker.disconnect(one)
+    worker.receive(other, [draft(1, 1, 2, 3, [4])])
     trees = [each for each in other.wait(3) if isinstance(each, Tree)]
     assert [tree.length for tree in trees] == [3, 4] and core.targets == ["token-2/a"]
     assert np.isfinite(trees[-1].log_q).all()
@@ -192,15 +195,15 @@ class Failing(ToyDevice):
 
 
 def test_only_failures_one_after_another_end_the_loop(caplog):
-    bounds, room = limits(), ToyRoom()
+    bounds, room = limits(), ToyPages()
     device, stream = Failing(room, bounds), Stream()
     worker = Worker(DraftCore(bounds, room), device, clock=Clock())
-    worker.heard(stream, [hello("a"), opened(1, 1, [1, 2])])
+    worker.receive(stream, [hello("a"), opened(1, 1, [1, 2])])
     for number in range(1, 12):
         device.fails = number % 3 > 0
-        worker.heard(stream, [draft(1, 1, number, 2, [])])
-        worker._turn()
+        worker.receive(stream, [draft(1, 1, number, 2, [])])
+        worker.turn()
     assert caplog.text.count("a batch of 1 rows failed: RuntimeError") == 8
     with pytest.raises(RuntimeError, match="of the device"):
-        worker.heard(stream, [draft(1, 1, 12, 2, [])])
-        worker._turn()
+        worker.receive(stream, [draft(1, 1, 12, 2, [])])
+        worker.turn()

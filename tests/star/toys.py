@@ -1,7 +1,7 @@
 """A draft of which every answer can be foretold: its trees are a function of text, sampling, depth and width alone.
 
 `ToyDevice` runs the batches of a `DraftCore` as a device would: it remembers what was fed, position by position, and
-searches from that, so that a mix-up of sessions, positions or pages shows in the tree. `ToyRoom` is the page pool.
+searches from that, so that a mix-up of sessions, positions or pages shows in the tree. `ToyPages` is the page pool.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from hashlib import blake2b
 
 import numpy as np
 
-from adaserve_jax.star.messages import Close, Draft, FromService, Hello, Open, Tree
+from adaserve_jax.star.messages import Close, Draft, FromService, Hello, Open, SessionSampling, Tree
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.service.limits import DraftLimits
-from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.types import CandidateTrees
 
 VOCABULARY = 97
-PLAIN = Sampling(seed=1, choice=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-SAMPLED = Sampling(seed=2**64 - 1, choice=3, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
+PLAIN = SessionSampling(seed=1, choice=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+SAMPLED = SessionSampling(seed=2**64 - 1, choice=3, temperature=0.8, top_k=20, top_p=0.9, min_p=0.05)
 Columns = tuple[list[int], list[int], list[int], list[int], list[float]]
 """index, token, parent, cell, log_q of a tree."""
 
@@ -45,8 +44,8 @@ def hello(target_id: str = "a", **changes) -> Hello:
     return Hello(**({"target_id": target_id, "vocabulary_hash": "voc", "cells_hash": "cells"} | changes))
 
 
-def opened(session: int, epoch: int, tokens, sampling: Sampling = PLAIN) -> Open:
-    return Open(session, epoch, np.asarray(tokens, np.int32), **vars(sampling))
+def opened(session: int, epoch: int, tokens, sampling: SessionSampling = PLAIN) -> Open:
+    return Open(session, epoch, np.asarray(tokens, np.int32), *sampling)
 
 
 def draft(session: int, epoch: int, number: int, base: int, tokens, **changes) -> Draft:
@@ -59,7 +58,7 @@ def close(session: int) -> Close:
     return Close(session)
 
 
-def toy_columns(text, sampling: Sampling, depth: int, width: int, calibrated: bool) -> Columns:
+def toy_columns(text, sampling: SessionSampling, depth: int, width: int, calibrated: bool) -> Columns:
     """The tree after `text`, whose level l does not depend on the levels after it. Some nodes are absent."""
     index, token, parent, cell, log_q = [], [], [], [], []
     for level in range(depth):
@@ -88,7 +87,7 @@ def columns_of(tree: Tree) -> Columns:
     )
 
 
-class ToyRoom:
+class ToyPages:
     """Pages of `page` tokens. Raises where it is used wrongly. `wiped`: told the key that gives its pages back."""
 
     def __init__(self, pages: int = 1000, page: int = 4):
@@ -117,12 +116,12 @@ class ToyRoom:
 class ToyDevice:
     """Runs batches. kv: by key what each position was fed, as long as the session has room."""
 
-    def __init__(self, room: ToyRoom, bounds: DraftLimits):
+    def __init__(self, room: ToyPages, bounds: DraftLimits):
         self.kv: dict[int, list[int]] = {}
         self._room, self._bounds = room, bounds
         room.wiped = lambda key: self.kv.pop(key, None)
 
-    def run(self, batch: Batch) -> CandidateTrees | None:
+    def run(self, batch: DraftBatch) -> CandidateTrees | None:
         """Feed, then search; checks that the batch keeps to the limits."""
         assert 0 < len(batch.rows) <= self._bounds.max_rows
         assert 0 < batch.num_tokens <= self._bounds.max_feed
@@ -136,7 +135,7 @@ class ToyDevice:
             assert self._room.held[row.key] * self._room._page >= len(kv), "fed beyond the room"
         return self._search(batch) if batch.depth else None
 
-    def _search(self, batch: Batch) -> CandidateTrees:
+    def _search(self, batch: DraftBatch) -> CandidateTrees:
         shape = (len(batch.rows), batch.depth * batch.width)
         token, parent, cell = (np.full(shape, -1, np.int32) for _ in range(3))
         log_f, log_q = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.float32)
@@ -156,9 +155,9 @@ class ToyService:
 
     def __init__(self, targets="a", *, pages: int = 1000, core: dict | None = None, **changes):
         self.bounds = limits(**changes)
-        self.room = ToyRoom(pages)
-        self.device = ToyDevice(self.room, self.bounds)
-        self.core = DraftCore(self.bounds, self.room, **(core or {}))
+        self.pages = ToyPages(pages)
+        self.device = ToyDevice(self.pages, self.bounds)
+        self.core = DraftCore(self.bounds, self.pages, **(core or {}))
         self.now = 0.0
         self.nothing: list[Tree] = []
         for target_id in targets:
@@ -179,6 +178,6 @@ class ToyService:
         return rows_of(batch), [tree for _, frame in answers for tree in frame if isinstance(tree, Tree)]
 
 
-def rows_of(batch: Batch) -> list[tuple[str, int, int]]:
+def rows_of(batch: DraftBatch) -> list[tuple[str, int, int]]:
     """(target, session, tokens fed) of each row."""
     return [(row.target_id, row.session, len(row.tokens)) for row in batch.rows]

@@ -1,7 +1,6 @@
-"""What is going on now, for the dashboard: choices as they end, the engine once a second, and one snapshot of both.
+"""Monitor of one server for the dashboard: ended choices, a sample of the engine each second, a snapshot of both.
 
-Holds numbers, names and request ids of the last quarter of an hour in bounded memory, never a text. Does nothing
-unless the dashboard is on. Used from the event loop only.
+It keeps numbers, names and request ids of the last quarter of an hour in bounded memory, and no text.
 """
 
 from __future__ import annotations
@@ -17,51 +16,12 @@ from typing import Any
 
 from adaserve_jax.engine.client import EngineInfo
 from adaserve_jax.errors import EngineDeadError
-from adaserve_jax.server.dashboard.requests import EndedChoices, EndedWindow, record_of
-from adaserve_jax.server.dashboard.series import EngineWindow, Looks, Rolling, Series
+from adaserve_jax.server.dashboard.requests import ChoiceHistory, ChoiceWindow, record_of
+from adaserve_jax.server.dashboard.series import EngineHistory, EngineSeries, EngineWindow, LastMinute
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 from adaserve_jax.server.state import ServerState
 from adaserve_jax.stats import LearningStats
-
-# What the dashboard shows of drafts that learn. Knows no HTTP.
-
-
-@dataclass(frozen=True)
-class LearningDraft:
-    """One draft that learns. acceptance_rate: accepted / drafted tokens since the start; held_out_acceptance: of the
-    version in force, by sum min(p, q); None: nothing of it is known yet."""
-
-    name: str
-    version: int
-    acceptance_rate: float | None
-    held_out_acceptance: float | None
-    loss: float | None
-    updates: int
-    refused: int
-    rolled_back: int
-    records: int
-
-
-def learning_drafts(stats: LearningStats) -> list[LearningDraft]:
-    """The drafts in the engine's order; none where nothing learns."""
-    return [_draft(stats, name, version) for name, version in stats.version.items()]
-
-
-def _draft(stats: LearningStats, name: str, version: int) -> LearningDraft:
-    drafted = stats.drafted_tokens.get(name, 0)
-    return LearningDraft(
-        name=name, version=version,
-        acceptance_rate=round(stats.accepted_tokens.get(name, 0) / drafted, 6) if drafted else None,
-        held_out_acceptance=_rounded(stats.held_out_acceptance.get(name)), loss=_rounded(stats.loss.get(name)),
-        updates=stats.updates.get(name, 0), refused=stats.refused.get(name, 0),
-        rolled_back=stats.rolled_back.get(name, 0), records=stats.records.get(name, 0),
-    )  # fmt: skip
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 6)
-
 
 INTERVAL_S = 1.0
 WINDOWS_S = (60.0, 300.0, 900.0)
@@ -71,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LastRequest:
-    """One choice that ended. Times are milliseconds; None: unknown, or no such target."""
+    """One ended choice. Times are milliseconds; None: unknown, or no such target."""
 
     ended_unix_s: float
     request_id: str
@@ -94,7 +54,7 @@ class LastRequest:
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """A class of the server's configuration and its targets."""
+    """Targets of a class in the server's configuration."""
 
     name: str
     tpot_target_ms: float | None
@@ -102,16 +62,35 @@ class ClassTargets:
 
 
 @dataclass(frozen=True)
-class Window:
-    """What choices and engine did within a window."""
+class LearningDraft:
+    """One draft that learns; None: not known yet.
 
-    ended: EndedWindow
+    acceptance_rate: accepted / drafted tokens since the start. held_out_acceptance: mean of sum min(p, q) over held-out
+    positions, of the version in force.
+    """
+
+    name: str
+    version: int
+    acceptance_rate: float | None
+    held_out_acceptance: float | None
+    loss: float | None
+    updates: int
+    refused: int
+    rolled_back: int
+    records: int
+
+
+@dataclass(frozen=True)
+class DashboardWindow:
+    """Figures of choices and engine within a window."""
+
+    ended: ChoiceWindow
     engine: EngineWindow
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Everything that the page shows. docs/dashboard.md says what each field means."""
+class DashboardSnapshot:
+    """All data of the page. docs/dashboard.md says what each field means."""
 
     started_unix_s: float
     now_unix_s: float
@@ -133,29 +112,32 @@ class Snapshot:
     swap_s: dict[str, float]
     arms: dict[str, str]
     learning: list[LearningDraft]
-    windows: list[Window]
+    windows: list[DashboardWindow]
     last_requests: list[LastRequest]
     seq: int
-    series: Series
+    series: EngineSeries
 
 
-class Live:
-    """Watches one server. `ended` is an observer of choices; `run` looks at the engine until it is cancelled."""
+class DashboardMonitor:
+    """Monitor of one server, used from the event loop only.
+
+    `observe` is an observer of choices; `run` samples the engine until it is cancelled.
+    """
 
     def __init__(
         self, state: ServerState, clock: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time
     ):
-        self._state = state
+        self.state = state
         self._clock, self._wall = clock, wall
         self._started_unix_s = wall()
-        self._choices = EndedChoices(list(state.classes))
-        self._looks = Looks()
+        self._choices = ChoiceHistory(list(state.classes))
+        self._history = EngineHistory()
         self._last: deque[LastRequest] = deque(maxlen=KEPT_REQUESTS)
-        self._windows: list[Window] = []
+        self._windows: list[DashboardWindow] = []
         self._windows_at_s = -INTERVAL_S
 
-    def ended(self, choice: EndedChoice) -> None:
-        """Take in a choice that has ended."""
+    def observe(self, choice: EndedChoice) -> None:
+        """Add a choice that ended."""
         record = record_of(choice)
         cause = self._choices.add(self._clock(), record)
         metrics = choice.metrics
@@ -171,52 +153,52 @@ class Live:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Any) -> AsyncIterator[None]:
-        """Look at the engine for as long as the application lives."""
-        looking = asyncio.ensure_future(self.run())
+        """Sample the engine for as long as the application lives."""
+        sampling = asyncio.ensure_future(self.run())
         try:
             yield
         finally:
-            looking.cancel()
+            sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
+                await sampling
 
     async def run(self) -> None:
-        """Look once a second. A look that fails is logged; the next one comes all the same."""
+        """Sample the engine once a second; a failure is logged."""
         due_s = self._clock()
         while True:
             try:
-                self.look()
+                self.sample()
             except Exception:
                 _log.exception("the dashboard could not look at the engine")
             due_s = max(due_s + INTERVAL_S, self._clock())
             await asyncio.sleep(due_s - self._clock())
 
-    def look(self) -> None:
-        """Note the engine's numbers now; nothing while there is no engine."""
+    def sample(self) -> None:
+        """Add a sample of the engine; none while there is no engine."""
         if self._info() is None:
             return
         now_s = self._clock()
         self._choices.begin(now_s)
         minute = self._choices.window(now_s, WINDOWS_S[0])
         ttft_ms = minute.ttft_ms
-        rolling = Rolling(
+        last_minute = LastMinute(
             minute.attainment[0].attainment, minute.goodput_tps,
             None if ttft_ms is None else ttft_ms.p50, None if ttft_ms is None else ttft_ms.p99,
         )  # fmt: skip
-        self._looks.add(now_s, self._wall(), self._state.client.stats().scheduler, rolling)
+        self._history.add(now_s, self._wall(), self.state.client.stats().scheduler, last_minute)
 
-    def snapshot(self, since: int = 0) -> Snapshot:
-        """Now, with the looks after number `since`; windows are worked out at most once a second."""
+    def snapshot(self, since: int = 0) -> DashboardSnapshot:
+        """Return the data of now, with the samples after number `since`; windows are computed at most once a second."""
         now_s = self._clock()
         if now_s - self._windows_at_s >= INTERVAL_S:
             self._windows = [
-                Window(self._choices.window(now_s, window_s), self._looks.window(now_s, window_s))
+                DashboardWindow(self._choices.window(now_s, window_s), self._history.window(now_s, window_s))
                 for window_s in WINDOWS_S
             ]
             self._windows_at_s = now_s
-        state, health, info, stats = self._state, self._state.health(), self._info(), self._state.client.stats()
+        state, health, info, stats = self.state, self.state.health(), self._info(), self.state.client.stats()
         steps = stats.scheduler
-        return Snapshot(
+        return DashboardSnapshot(
             started_unix_s=self._started_unix_s, now_unix_s=self._wall(), status=health.status, detail=health.detail,
             model=state.model_name if info is not None else None,
             policy=info.policy if info is not None else None,
@@ -229,16 +211,36 @@ class Live:
             preemptions=steps.preemptions, swaps=dict(steps.elastic_moves), swap_s=dict(steps.elastic_s),
             arms=dict(steps.arms),
             learning=learning_drafts(stats.learning), windows=self._windows,
-            last_requests=list(reversed(self._last)), seq=self._looks.seq, series=self._looks.series(since),
+            last_requests=list(reversed(self._last)), seq=self._history.seq, series=self._history.series(since),
         )  # fmt: skip
 
     def _info(self) -> EngineInfo | None:
         try:
-            return self._state.info
+            return self.state.info
         except EngineDeadError:
             return None
 
 
 def _ms(seconds: float | None) -> float | None:
-    """To the microsecond."""
+    """Return milliseconds with three decimals."""
     return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def learning_drafts(stats: LearningStats) -> list[LearningDraft]:
+    """Return the drafts in the engine's order; none where nothing learns."""
+    return [_draft(stats, name, version) for name, version in stats.version.items()]
+
+
+def _draft(stats: LearningStats, name: str, version: int) -> LearningDraft:
+    drafted = stats.drafted_tokens.get(name, 0)
+    return LearningDraft(
+        name=name, version=version,
+        acceptance_rate=round(stats.accepted_tokens.get(name, 0) / drafted, 6) if drafted else None,
+        held_out_acceptance=_rounded(stats.held_out_acceptance.get(name)), loss=_rounded(stats.loss.get(name)),
+        updates=stats.updates.get(name, 0), refused=stats.refused.get(name, 0),
+        rolled_back=stats.rolled_back.get(name, 0), records=stats.records.get(name, 0),
+    )  # fmt: skip
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

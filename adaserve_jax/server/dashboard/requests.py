@@ -1,6 +1,6 @@
-"""Choices that ended lately, as columns, and what any window of them says: attainment, goodput, times, causes.
+"""Choices that ended recently, as columns, and the figures of a window of them: attainment, goodput, times, causes.
 
-Knows no HTTP and no engine; definitions are those of docs/metrics.md. Each choice is judged once, when it ends.
+docs/metrics.md has the definitions. A choice is judged once, when it ends.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import get_args
 
 import numpy as np
 
-from adaserve_jax.results.records import Cause, RequestRecord, violation_cause
-from adaserve_jax.results.served import status_of, unbegun
+from adaserve_jax.results.records import Cause, RequestRecord, status_of, unstarted_metrics, violation_cause
 from adaserve_jax.server.metrics import RATIO_EDGES
 from adaserve_jax.server.observers import EndedChoice
 
 CAPACITY = 2**15
-"""Choices kept at least, and twice as many at most; where more end within a window, it says that it covers less."""
+"""Least number of choices kept; the most is twice that. A window in which more ended covers less time, and says so."""
 ALL = "all"
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NONE = -1
@@ -30,7 +29,10 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Attainment:
-    """How many choices of one class ended, carried a target, and met all of theirs; met / with_target, None of none."""
+    """Choices of one class that ended, that carried a target, and that met all of theirs.
+
+    attainment: met / with_target; None where none carried a target.
+    """
 
     slo_class: str
     requests: int
@@ -41,17 +43,19 @@ class Attainment:
 
 @dataclass(frozen=True)
 class Percentiles:
+    """Percentiles in milliseconds."""
+
     p50: float
     p90: float
     p99: float
 
 
 @dataclass(frozen=True)
-class EndedWindow:
-    """What the choices say that ended within the last `window_s` seconds, of which `covered_s` were watched.
+class ChoiceWindow:
+    """Figures of the choices that ended within the last `window_s` seconds, of which `covered_s` were observed.
 
-    attainment: of all classes together first, then by class. over_target: choices by TPOT / target, up to each of
-    RATIO_EDGES and above the last one. causes: targets missed, by cause, those of none left out.
+    attainment: all classes together, then each class. over_target: choices by TPOT / target, up to each of RATIO_EDGES
+    and above the last one. causes: choices that missed a target, by cause.
     """
 
     window_s: float
@@ -66,18 +70,18 @@ class EndedWindow:
 
 
 def record_of(choice: EndedChoice) -> RequestRecord:
-    """The choice as results judge it: one that did not finish has met no target that it carried."""
+    """Return the choice's record, as results judge it: one that did not finish has met no target that it carried."""
     metrics = choice.metrics
     if metrics is None:
-        metrics = unbegun(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
+        metrics = unstarted_metrics(choice.tpot_slo_s, choice.ttft_slo_s, choice.slo_class, choice.error_code)
     return RequestRecord.of(
         metrics, run_id="", policy="", rate_rps=0.0, request_id=choice.request_id,
         status=status_of(choice.ending, choice.error_code), error_code=choice.error_code,
     )  # fmt: skip
 
 
-class EndedChoices:
-    """The newest choices, oldest first. Times are on the caller's clock, which must not run backwards."""
+class ChoiceHistory:
+    """Newest choices, oldest first. Times are on the caller's clock, which must not run backwards."""
 
     def __init__(self, classes: Sequence[str], capacity: int = CAPACITY):
         self._classes = {name: number for number, name in enumerate(classes)}
@@ -88,27 +92,27 @@ class EndedChoices:
         self._drafted = self._accepted = 0
 
     def __len__(self) -> int:
-        """Choices that ended since the start."""
+        """Return the number of choices that ended since the start."""
         return self._count
 
     def begin(self, now_s: float) -> None:
-        """Choices can end from now on, unless they could before."""
+        """Begin to observe, unless that began before; windows cover no earlier time."""
         self._started_s = min(self._started_s, now_s)
 
     def add(self, now_s: float, record: RequestRecord) -> Cause | None:
-        """Take in a choice that ended now; why it missed a target, by the acceptance rate of all so far."""
+        """Add a choice that ended now. Return why it missed a target, given the acceptance rate of all so far."""
         self.begin(now_s)
         self._drafted += record.drafted_tokens
         self._accepted += record.accepted_tokens
         cause = violation_cause(record, acceptance_rate=self._accepted / self._drafted if self._drafted else 0.0)
         over = record.tpot_s / record.tpot_slo_s if record.tpot_s is not None and record.tpot_slo_s else np.nan
         if self._held == 2 * self._capacity:
-            self._forget()
+            self._drop_older_half()
         row = (
             now_s, self._classes.setdefault(record.slo_class, len(self._classes)),
             _NONE if record.slo_met is None else record.slo_met, _NONE if cause is None else CAUSES.index(cause),
             record.output_tokens, record.verify_steps, record.accepted_tokens,
-            _known(record.ttft_s), _known(record.tpot_s), over,
+            _nan_if_none(record.ttft_s), _nan_if_none(record.tpot_s), over,
         )  # fmt: skip
         for column, value in zip(self._columns.values(), row, strict=True):
             column[self._held] = value
@@ -116,14 +120,14 @@ class EndedChoices:
         self._count += 1
         return cause
 
-    def _forget(self) -> None:
-        """Drop the older half, so that what is held stays in one piece and in order."""
+    def _drop_older_half(self) -> None:
+        """Drop the older half; the newer half moves to the front, so that columns stay contiguous and in order."""
         for column in self._columns.values():
             column[: self._capacity] = column[self._capacity :]
         self._held = self._capacity
 
-    def window(self, now_s: float, window_s: float) -> EndedWindow:
-        """The last `window_s` seconds."""
+    def window(self, now_s: float, window_s: float) -> ChoiceWindow:
+        """Return the figures of the last `window_s` seconds."""
         ended_s = self._columns["ended_s"][: self._held]
         since_s = max(now_s - window_s, min(self._started_s, now_s))
         if self._count > self._held:
@@ -134,7 +138,7 @@ class EndedChoices:
         met_tokens = int(rows["output"][rows["met"] == 1].sum())
         missed = np.bincount(rows["cause"][rows["cause"] != _NONE], minlength=len(CAUSES))
         verified = int(rows["verify"].sum())
-        return EndedWindow(
+        return ChoiceWindow(
             window_s=window_s,
             covered_s=round(covered_s, 3),
             attainment=self._attainment(rows["slo_class"], rows["met"]),
@@ -151,7 +155,7 @@ class EndedChoices:
         return [_attained(ALL, met), *by_class]
 
 
-def _known(seconds: float | None) -> float:
+def _nan_if_none(seconds: float | None) -> float:
     return np.nan if seconds is None else seconds
 
 
@@ -161,13 +165,13 @@ def _attained(name: str, met: np.ndarray) -> Attainment:
 
 
 def _histogram(over: np.ndarray) -> list[int]:
-    """Values up to and including each edge and above the one before, then those above the last."""
+    """Count the values up to and including each edge and above the one before, then those above the last."""
     known = over[~np.isnan(over)]
     return np.bincount(np.searchsorted(RATIO_EDGES, known, side="left"), minlength=len(RATIO_EDGES) + 1).tolist()
 
 
 def _percentiles_ms(seconds: np.ndarray) -> Percentiles | None:
-    """Linearly interpolated, milliseconds to the microsecond; None of none."""
+    """Return linearly interpolated percentiles in milliseconds with three decimals; None without values."""
     known = seconds[~np.isnan(seconds)]
     if not len(known):
         return None

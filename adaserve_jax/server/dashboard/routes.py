@@ -1,6 +1,6 @@
-"""The dashboard's routes: a page, its script and style, and the data that it asks for once a second.
+"""Routes of the dashboard: the page, its script and style, and the data that it asks for once a second.
 
-The page holds no data and runs nothing but its own files: the policy sent with it forbids everything else.
+The page holds no data and loads nothing but its own files; the policy sent with it forbids everything else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adaserve_jax.server.dashboard.live import Live, Snapshot
+from adaserve_jax.server.dashboard.live import DashboardMonitor, DashboardSnapshot
+from adaserve_jax.server.middleware import is_at
 from adaserve_jax.server.routes_generate import error_responses
 
 PATH = "/dashboard"
@@ -28,10 +29,11 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+_CHALLENGE = (b"www-authenticate", b'Basic realm="adaserve dashboard: the API key is the password", charset="UTF-8"')
 
 
-def router(live: Live) -> APIRouter:
-    """Serve the files of `static` and the snapshots of `live`."""
+def router(monitor: DashboardMonitor) -> APIRouter:
+    """Return the routes of the files in `static` and of the snapshots of `monitor`."""
     routes = APIRouter(tags=["dashboard"])
     for path in sorted(FOLDER.iterdir()):
         if path.suffix in KINDS:
@@ -39,17 +41,17 @@ def router(live: Live) -> APIRouter:
 
     @routes.get(
         f"{PATH}/data", operation_id="dashboard_data", summary="What the dashboard shows, in numbers",
-        response_class=Response, responses=error_responses(400, 401, 403) | {200: {"model": Snapshot}},
+        response_class=Response, responses=error_responses(400, 401, 403) | {200: {"model": DashboardSnapshot}},
     )  # fmt: skip
     async def data(since: int = Query(0, ge=0, description="only the series after this `seq`")) -> Response:
-        body = msgspec.json.encode(live.snapshot(since))
+        body = msgspec.json.encode(monitor.snapshot(since))
         return Response(body, media_type="application/json", headers=HEADERS | {"cache-control": "no-store"})
 
     return routes
 
 
 def _add_file(routes: APIRouter, path: Path) -> None:
-    """One file, read once."""
+    """Add the route of one file, which is read now."""
     content, kind = path.read_bytes(), KINDS[path.suffix]
     is_page = path.name == PAGE
 
@@ -62,24 +64,20 @@ def _add_file(routes: APIRouter, path: Path) -> None:
         return Response(content, media_type=kind, headers=HEADERS)
 
 
-# Lets a browser, which cannot send a Bearer header when it opens a page, show the API key at the dashboard.
-#
-# There, and only there, `Authorization: Basic` counts too: its password is the key, its user name does not
-# matter. The layer that asks for the key stays the one that compares it.
+class BasicAuthMiddleware:
+    """Accept `Authorization: Basic` under `path`, with the API key as the password and any user name.
 
-_CHALLENGE = (b"www-authenticate", b'Basic realm="adaserve dashboard: the API key is the password", charset="UTF-8"')
-
-
-class BasicAtDashboard:
-    """Turns Basic credentials into a Bearer header under `path`, and asks for Basic where those are refused."""
+    A browser cannot send a Bearer header when it opens a page. The credentials become a Bearer header, which
+    ApiKeyMiddleware checks; where it refuses, the response asks for Basic.
+    """
 
     def __init__(self, app: ASGIApp, path: str):
-        self._app = app
-        self._path = path
+        self.app = app
+        self.path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._covers(scope["path"]):
-            await self._app(scope, receive, send)
+        if scope["type"] != "http" or not is_at(scope["path"], self.path):
+            await self.app(scope, receive, send)
             return
 
         async def send_challenge(message: Message) -> None:
@@ -89,14 +87,11 @@ class BasicAtDashboard:
             await send(message)
 
         headers = [(name, bearer(value) if name == b"authorization" else value) for name, value in scope["headers"]]
-        await self._app({**scope, "headers": headers}, receive, send_challenge)
-
-    def _covers(self, path: str) -> bool:
-        return path == self._path or path.startswith(f"{self._path}/")
+        await self.app({**scope, "headers": headers}, receive, send_challenge)
 
 
 def bearer(value: bytes) -> bytes:
-    """`Basic base64(user:password)` as `Bearer password`; anything else as it is."""
+    """Return `Bearer password` for `Basic base64(user:password)`; anything else as it is."""
     scheme, _, encoded = value.partition(b" ")
     if scheme.lower() != b"basic":
         return value

@@ -1,6 +1,6 @@
-"""The engine's numbers, looked at once a second: what changed since the look before, kept for a quarter of an hour.
+"""Samples of the engine's statistics, one a second for a quarter of an hour, as series and as figures of a window.
 
-Knows no HTTP. Totals that fall mean that another engine counts from zero.
+A sample holds what changed since the one before. A total that fell means that a new engine counts from zero.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 
 from adaserve_jax.stats import StepStats
 
-LENGTH = 900
-"""Looks kept."""
+KEPT_SAMPLES = 900
 _TOTALS = (
     "steps", "generation_tokens", "prompt_tokens", "draft_tokens", "accepted_tokens", "cache_queried_tokens",
     "cache_hit_tokens",
@@ -20,8 +19,8 @@ _TOTALS = (
 
 
 @dataclass(frozen=True)
-class Rolling:
-    """Of the choices that ended within the minute before a look."""
+class LastMinute:
+    """Figures of the choices that ended within the minute before a sample."""
 
     attainment: float | None
     goodput_tps: float
@@ -30,11 +29,17 @@ class Rolling:
 
 
 @dataclass(frozen=True)
-class Look:
-    """One look. at_s: when, on the caller's clock; span_s: seconds since the one before, which totals are over.
-    seq counts looks from 1.
+class EngineSample:
+    """State of the engine and its work since the sample before.
 
-    depth, width, budget: of the last step, None where there was none. cached pages are held by no request.
+    Attributes:
+        seq: Number of the sample, from 1.
+        at_s: Time on the caller's clock.
+        span_s: Seconds since the sample before.
+        depth: Depth of the last step's beam search; None where there was no step since the sample before.
+        width: Its width.
+        budget: Its tree tokens.
+        base_cached: Pages that no request holds.
     """
 
     seq: int
@@ -61,12 +66,15 @@ class Look:
     accepted_tokens: int
     cache_queried_tokens: int
     cache_hit_tokens: int
-    rolling: Rolling
+    last_minute: LastMinute
 
 
 @dataclass(frozen=True)
-class Series:
-    """Looks as columns, for drawing. Rates per second; shares of nothing are None; the last four are over a minute."""
+class EngineSeries:
+    """Samples as columns, for charts.
+
+    Rates are per second; a share of nothing is None; the last four columns are `LastMinute`.
+    """
 
     seq: list[int]
     unix_s: list[float]
@@ -95,7 +103,10 @@ class Series:
 
 @dataclass(frozen=True)
 class EngineWindow:
-    """The engine's work within a window. acceptance_rate: accepted / drafted; cache_hit_rate: by prompt tokens."""
+    """Figures of the engine within a window.
+
+    acceptance_rate: accepted / drafted tokens. cache_hit_rate: share of the prompt tokens.
+    """
 
     throughput_tps: float
     prompt_tps: float
@@ -103,22 +114,22 @@ class EngineWindow:
     cache_hit_rate: float | None
 
 
-class Looks:
-    """The newest looks, oldest first."""
+class EngineHistory:
+    """Newest samples, oldest first."""
 
-    def __init__(self, length: int = LENGTH):
-        self._looks: deque[Look] = deque(maxlen=length)
+    def __init__(self, length: int = KEPT_SAMPLES):
+        self._samples: deque[EngineSample] = deque(maxlen=length)
         self._seq = 0
         self._before: dict[str, int] | None = None
         self._before_s = 0.0
 
     @property
     def seq(self) -> int:
-        """Of the newest look; 0 before the first."""
+        """Number of the newest sample; 0 before the first."""
         return self._seq
 
-    def add(self, now_s: float, unix_s: float, stats: StepStats, rolling: Rolling) -> None:
-        """Look at the totals. The first look sees no change."""
+    def add(self, now_s: float, unix_s: float, stats: StepStats, last_minute: LastMinute) -> None:
+        """Add a sample. The first one has no change."""
         totals = {name: getattr(stats, name) for name in _TOTALS} | {"swaps": sum(stats.elastic_moves.values())}
         before = totals if self._before is None else self._before
         if any(totals[name] < before[name] for name in totals):
@@ -128,7 +139,7 @@ class Looks:
         self._seq += 1
         stepped = totals["steps"] > before["steps"]
         base_cached = stats.pages_cached - stats.extension_cached
-        self._looks.append(Look(
+        self._samples.append(EngineSample(
             seq=self._seq, at_s=now_s, unix_s=round(unix_s, 3), span_s=span_s,
             running=stats.running, waiting=stats.waiting,
             depth=stats.last_depth if stepped else None,
@@ -139,48 +150,48 @@ class Looks:
             base_free=stats.pages_total - stats.pages_used - base_cached,
             extension_used=stats.extension_used, extension_cached=stats.extension_cached,
             extension_free=stats.extension_total - stats.extension_used - stats.extension_cached,
-            rolling=rolling,
+            last_minute=last_minute,
             **{name: totals[name] - before[name] for name in totals},
         ))  # fmt: skip
 
-    def series(self, since: int) -> Series:
-        """Looks after number `since`; all of them where there was no such look yet."""
-        looks = [look for look in self._looks if look.seq > since or since > self._seq]
-        columns = {name: [getattr(look, name) for look in looks] for name in _TAKEN}
-        rolling = {f.name: [getattr(look.rolling, f.name) for look in looks] for f in fields(Rolling)}
-        return Series(
+    def series(self, since: int) -> EngineSeries:
+        """Return the samples after number `since`; all of them where there is no such sample yet."""
+        samples = [sample for sample in self._samples if sample.seq > since or since > self._seq]
+        columns = {name: [getattr(sample, name) for sample in samples] for name in _SAMPLE_COLUMNS}
+        last_minute = {f.name: [getattr(sample.last_minute, f.name) for sample in samples] for f in fields(LastMinute)}
+        return EngineSeries(
             **columns,
-            **rolling,
-            generation_tps=[_rate([look], "generation_tokens") for look in looks],
-            prompt_tps=[_rate([look], "prompt_tokens") for look in looks],
-            acceptance_rate=[_share([look], "accepted_tokens", "draft_tokens") for look in looks],
-            cache_hit_rate=[_share([look], "cache_hit_tokens", "cache_queried_tokens") for look in looks],
+            **last_minute,
+            generation_tps=[_rate([sample], "generation_tokens") for sample in samples],
+            prompt_tps=[_rate([sample], "prompt_tokens") for sample in samples],
+            acceptance_rate=[_share([sample], "accepted_tokens", "draft_tokens") for sample in samples],
+            cache_hit_rate=[_share([sample], "cache_hit_tokens", "cache_queried_tokens") for sample in samples],
         )
 
     def window(self, now_s: float, window_s: float) -> EngineWindow:
-        """What the looks of the last `window_s` seconds saw."""
-        looks = [look for look in self._looks if look.at_s > now_s - window_s]
+        """Return the figures of the last `window_s` seconds."""
+        samples = [sample for sample in self._samples if sample.at_s > now_s - window_s]
         return EngineWindow(
-            throughput_tps=_rate(looks, "generation_tokens"),
-            prompt_tps=_rate(looks, "prompt_tokens"),
-            acceptance_rate=_share(looks, "accepted_tokens", "draft_tokens"),
-            cache_hit_rate=_share(looks, "cache_hit_tokens", "cache_queried_tokens"),
+            throughput_tps=_rate(samples, "generation_tokens"),
+            prompt_tps=_rate(samples, "prompt_tokens"),
+            acceptance_rate=_share(samples, "accepted_tokens", "draft_tokens"),
+            cache_hit_rate=_share(samples, "cache_hit_tokens", "cache_queried_tokens"),
         )
 
 
-_TAKEN = tuple(f.name for f in fields(Series) if f.name in {f.name for f in fields(Look)})
+_SAMPLE_COLUMNS = tuple(f.name for f in fields(EngineSeries) if f.name in {f.name for f in fields(EngineSample)})
 
 
-def _total(looks: Iterable[Look], name: str) -> float:
-    return sum(getattr(look, name) for look in looks)
+def _total(samples: Iterable[EngineSample], name: str) -> float:
+    return sum(getattr(sample, name) for sample in samples)
 
 
-def _rate(looks: list[Look], name: str) -> float:
-    """Per second."""
-    span_s = _total(looks, "span_s")
-    return round(_total(looks, name) / span_s, 3) if span_s > 0 else 0.0
+def _rate(samples: list[EngineSample], name: str) -> float:
+    """Return a total per second."""
+    span_s = _total(samples, "span_s")
+    return round(_total(samples, name) / span_s, 3) if span_s > 0 else 0.0
 
 
-def _share(looks: list[Look], part: str, whole: str) -> float | None:
-    total = _total(looks, whole)
-    return round(_total(looks, part) / total, 6) if total else None
+def _share(samples: list[EngineSample], part: str, whole: str) -> float | None:
+    total = _total(samples, whole)
+    return round(_total(samples, part) / total, 6) if total else None

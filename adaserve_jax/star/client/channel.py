@@ -1,6 +1,6 @@
-"""Streams to a draft service over gRPC: one channel, one call and one thread for each stream.
+"""Streams to a draft service over gRPC, each with its own channel, call and thread.
 
-Knows frames and nothing of what they mean. Nothing of a token, a key or a text gets into an error or a log.
+Errors and logs never contain a token, a key or a text.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ import grpc
 from adaserve_jax.certificates import read_file
 from adaserve_jax.drafter_config import DrafterConfig
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.star.client.link import Lost, Received
+from adaserve_jax.star.client.link import OnFrame, OnLost
 from adaserve_jax.star.messages import FromTarget, Refused
 from adaserve_jax.star.wire import MAX_FRAME_BYTES, METHOD, WireError, in_frames, read_service_frame, target_frame
 
 _log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 20.0
-"""Between two pings of a stream that is open: a service whose host is gone is noticed so, when nothing is said."""
+"""Time between two pings of an open stream, which detect a lost host while nothing is sent."""
 PING_ANSWER_S = 5.0
 CLOSE_S = 1.0
-"""What was sent before a stream is closed has so long to get there."""
-MOST_UNSENT = 256
-"""Frames that may wait to be sent; a service that reads none of them is as good as gone."""
+"""Time that frames sent before `close` have to arrive."""
+MAX_UNSENT_FRAMES = 256
+"""Frames that may wait to be sent; a service that reads none of them counts as lost."""
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1e3)),
     ("grpc.keepalive_timeout_ms", int(PING_ANSWER_S * 1e3)),
     ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # each channel connects when it is opened, whatever became of others
+    ("grpc.use_local_subchannel_pool", 1),  # each channel connects on its own, whatever became of others
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class GrpcTransport:
-    """Implements `transport.Transport`. Encrypted where the configuration names an authority; with a certificate of its
-    own, and a token, where it names those. Raises ConfigError: a file cannot be read."""
+    """Implements `link.Transport` with TLS, a client certificate and a token as far as the configuration names them.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
 
     def __init__(self, address: str, config: DrafterConfig) -> None:
         self.address = address
@@ -51,11 +54,11 @@ class GrpcTransport:
         self.metadata()
         self.channel().close()
 
-    def open(self, received: Received, lost: Lost) -> GrpcStream:
-        return GrpcStream(self, received, lost)
+    def open(self, on_frame: OnFrame, on_lost: OnLost) -> GrpcStream:
+        return GrpcStream(self, on_frame, on_lost)
 
     def channel(self) -> grpc.Channel:
-        """A new channel, which connects with its first call; the files are read anew, so that they can be replaced."""
+        """Return a new channel, which connects with its first call. Files are read anew, so they can be replaced."""
         config = self._config
         if config.drafter_ca is None:
             return grpc.insecure_channel(self.address, _OPTIONS)
@@ -66,7 +69,7 @@ class GrpcTransport:
         return grpc.secure_channel(self.address, credentials, _OPTIONS)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call says of who calls."""
+        """Return the call metadata: the bearer token, if there is one."""
         path = self._config.drafter_token_file
         if path is None:
             return ()
@@ -77,13 +80,13 @@ class GrpcTransport:
 
 
 class GrpcStream:
-    """Implements `transport.Stream`: gRPC's own thread sends what is in the queue, and a thread of the stream's own
-    connects and receives."""
+    """Implements `link.Stream`: gRPC's own thread sends the queued frames, a thread of this class connects and
+    receives."""
 
-    def __init__(self, transport: GrpcTransport, received: Received, lost: Lost) -> None:
+    def __init__(self, transport: GrpcTransport, on_frame: OnFrame, on_lost: OnLost) -> None:
         self._transport = transport
-        self._received = received
-        self._lost = lost
+        self._on_frame = on_frame
+        self._on_lost = on_lost
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._call: Any = None
@@ -98,8 +101,8 @@ class GrpcStream:
         except Exception as error:
             self._fail(f"a frame could not be written: {type(error).__name__}")
             return
-        if self._unsent.qsize() > MOST_UNSENT:
-            self._fail(f"{MOST_UNSENT} frames wait, and the service reads none")
+        if self._unsent.qsize() > MAX_UNSENT_FRAMES:
+            self._fail(f"{MAX_UNSENT_FRAMES} frames wait, and the service reads none")
             return
         for part in parts:
             self._unsent.put(part)
@@ -116,7 +119,7 @@ class GrpcStream:
                 self._grace.start()
 
     def _fail(self, why: str) -> None:
-        """End the stream for a reason of this side, which `lost` tells."""
+        """End the stream for a reason on this side; `on_lost` reports it."""
         with self._lock:
             self._failure = self._failure or why
             call = self._call
@@ -129,7 +132,7 @@ class GrpcStream:
             why = self._stream() or why
         except ConfigError as error:
             why = str(error)
-        except Exception as error:  # a thread that ends without saying so would leave its link waiting for ever
+        except Exception as error:  # otherwise the link would wait for ever
             _log.exception("draft service %s: the stream failed", self._transport.address)
             why = type(error).__name__
         with self._lock:
@@ -139,10 +142,10 @@ class GrpcStream:
                 self._grace.cancel()
         self._unsent.put(None)
         if not ended:
-            self._lost(why)
+            self._on_lost(why)
 
     def _stream(self) -> str | None:
-        """Connect, and receive until the stream ends; why it did, if that is known."""
+        """Connect and receive until the stream ends; return the reason, if it is known."""
         with self._transport.channel() as channel:
             serve = channel.stream_stream(METHOD)
             call = serve(iter(self._unsent.get, None), metadata=self._transport.metadata())
@@ -154,19 +157,19 @@ class GrpcStream:
                 for data in call:
                     if self._ended:
                         continue
-                    self._received(read_service_frame(data))
+                    self._on_frame(read_service_frame(data))
             except WireError as error:
                 call.cancel()
                 return str(error)
             except grpc.RpcError as error:
                 why = _why(error)
                 if call.code() is grpc.StatusCode.UNAUTHENTICATED and not self._ended:
-                    self._received([Refused("unauthenticated", why)])
+                    self._on_frame([Refused("unauthenticated", why)])
                 return why
         return None
 
 
 def _why(error: grpc.RpcError) -> str:
-    """In a line: the code, and what the other side or the network says."""
+    """Return the status code and the details in one line."""
     code, details = (getattr(error, name, lambda: None)() for name in ("code", "details"))
     return f"{getattr(code, 'name', 'UNKNOWN')}: {details}"[:200]

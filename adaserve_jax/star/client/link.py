@@ -1,7 +1,7 @@
-"""The link of a target to one draft service: connects, introduces itself, and connects again when the stream is lost.
+"""The link of a target to one draft service: connection, Hello, reconnection, and the circuit breaker.
 
-Knows nothing of sessions: what concerns them goes to its owner. Has no thread and no timer: `keep` is called when there
-is something to ask, transports call back in their own threads, and one lock, the owner's, holds for all of it.
+Messages about sessions go to the owner. A link has no thread and no timer: the owner calls `connect_if_due`, transports
+call back in their own threads, and the owner's lock guards all state.
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ from adaserve_jax.star.messages import (
 )
 from adaserve_jax.stats import ServiceState
 
-# When to leave a service alone: a breaker per service, and waits that grow. No clock, no thread: times are
-# given.
+_log = logging.getLogger(__name__)
 
+WELCOME_S = 10.0
+"""Longest wait for the answer to Hello."""
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 10.0
+"""First and longest wait before a lost stream is opened again."""
+MISMATCH_RETRY_S = 60.0
+"""Wait before asking an incompatible service again: nothing changes until somebody replaces it."""
+MISMATCHES = frozenset({"protocol_version", "vocabulary", "draft_version", "cells", "unauthenticated"})
+REFUSED_RETRY_S = 1.0
+"""Wait after any other refusal that names no time."""
 BAD_ROUNDS = 3
-"""In a row, until a breaker opens: one may be a pause of the network, three cost three deadlines."""
+"""Bad rounds in a row that open a breaker: one may be a pause of the network, three cost three deadlines."""
 FIRST_TRIAL_S = 0.5
 LAST_TRIAL_S = 30.0
-"""After how long a service that does not answer is tried again, at first and in the end."""
+"""First and longest wait before a service that does not answer is tried again."""
 
 
-class Backoff:
+class RetryBackoff:
     """Waits that double from `first_s` to `most_s`, each shortened by up to a half at random, so that many targets do
     not come back at once. draw: uniform in [0, 1)."""
 
@@ -48,7 +57,7 @@ class Backoff:
         self._failures = 0
 
     def next_s(self) -> float:
-        """Seconds to wait after one more failure."""
+        """Return the seconds to wait after one more failure."""
         wait_s = min(self._most_s, self._first_s * 2.0 ** min(self._failures, 60))
         self._failures += 1
         return wait_s * (1.0 - 0.5 * self._draw())
@@ -57,9 +66,9 @@ class Backoff:
         self._failures = 0
 
 
-class Breaker:
-    """Closed: the service is asked. Open, after BAD_ROUNDS bad rounds in a row: it is not. Half open, once a wait is
-    over: it is asked, and the next round decides. opens: how often it has opened."""
+class CircuitBreaker:
+    """Circuit breaker of one service. Closed: the service is asked. Open, after BAD_ROUNDS bad rounds in a row: it is
+    not. Half open, after a wait: it is asked, and the next round decides. opens: how often it has opened."""
 
     def __init__(self, draw: Callable[[], float], bad_rounds: int = BAD_ROUNDS) -> None:
         self.state: Literal["closed", "half_open", "open"] = "closed"
@@ -67,23 +76,23 @@ class Breaker:
         self._most = bad_rounds
         self._bad = 0
         self._trial_s = 0.0
-        self._backoff = Backoff(FIRST_TRIAL_S, LAST_TRIAL_S, draw)
+        self._backoff = RetryBackoff(FIRST_TRIAL_S, LAST_TRIAL_S, draw)
 
     def allows(self, now: float) -> bool:
-        """Whether the service may be asked; half opens when its time has come."""
+        """Return whether the service may be asked; an open breaker becomes half open when its wait is over."""
         if self.state == "open" and now >= self._trial_s:
             self.state = "half_open"
         return self.state != "open"
 
     def good(self) -> None:
-        """A round brought something."""
+        """Count a round with a valid tree."""
         if self.state != "closed" or self._bad:
             self.state = "closed"
             self._bad = 0
             self._backoff.reset()
 
     def bad(self, now: float) -> None:
-        """A round brought nothing in time."""
+        """Count a round without a valid tree in time."""
         self._bad += 1
         if self.state == "half_open" or self._bad >= self._most:
             self.state = "open"
@@ -91,25 +100,22 @@ class Breaker:
             self._trial_s = now + self._backoff.next_s()
 
 
-# How frames travel between a target and a draft service, apart from gRPC: so that tests put faults between the
-# two.
-
-Received = Callable[[Sequence[FromService | WireError]], None]
-"""received(frame): called in a thread of the transport, one frame after another; must return soon and not raise. A
-WireError stands where a message made no sense."""
-Lost = Callable[[str], None]
-"""lost(why): the stream has ended; called once, nothing is received after it. why: for the log, without secrets."""
+OnFrame = Callable[[Sequence[FromService | WireError]], None]
+"""on_frame(frame): called in a thread of the transport, one frame after another; must return soon and not raise. A
+WireError stands in the place of an invalid message."""
+OnLost = Callable[[str], None]
+"""on_lost(why): the stream has ended; called once, and no frame follows. why: for the log, without secrets."""
 
 
 class Stream(Protocol):
-    """One open stream of a target."""
+    """One open stream of a target, independent of gRPC so that tests can put faults between both sides."""
 
     def send(self, frame: Sequence[FromTarget]) -> None:
-        """Hand a frame over; returns at once and never raises: a stream that is broken says so by `lost`."""
+        """Hand a frame over. Return at once and never raise: a broken stream calls `on_lost`."""
         ...
 
     def close(self) -> None:
-        """End it; `lost` is not called any more. Safe to call twice and from any thread."""
+        """End the stream; `on_lost` is not called any more. Safe to call twice and from any thread."""
         ...
 
 
@@ -118,36 +124,26 @@ class Transport(Protocol):
 
     @property
     def address(self) -> str:
-        """host:port, for logs and metrics."""
+        """Host and port of the service, for logs and metrics."""
         ...
 
-    def open(self, received: Received, lost: Lost) -> Stream:
-        """Begin to connect; returns at once. What is sent before the connection stands goes once it does."""
+    def open(self, on_frame: OnFrame, on_lost: OnLost) -> Stream:
+        """Begin to connect and return at once. Frames sent before the connection stands are sent once it does."""
         ...
 
 
-_log = logging.getLogger(__name__)
-
-WELCOME_S = 10.0
-"""Longest wait for the answer to Hello."""
-FIRST_RETRY_S = 0.1
-LAST_RETRY_S = 10.0
-"""After how long a lost stream is opened again, at first and in the end."""
-MISMATCH_RETRY_S = 60.0
-"""After how long a service that is of another kind is asked again: until somebody replaces it, nothing changes."""
-MISMATCHES = frozenset({"protocol_version", "vocabulary", "draft_version", "cells", "unauthenticated"})
-REFUSED_RETRY_S = 1.0
-"""After how long one that refused for another reason is asked again, where it does not say."""
-
-AboutSession = Tree | Resync | Refused | WireError
-Deliver = Callable[["Link", AboutSession], None]
+SessionMessage = Tree | Resync | Refused | WireError
+Deliver = Callable[["Link", SessionMessage], None]
 """deliver(link, message): called with the lock held."""
 
 
 class Link:
-    """One draft service. number: its place among those of the target; generation: counts the streams in which it said
-    Welcome, so that sessions know whether theirs is the present one. sessions: of this target there. lost, refused:
-    streams that ended and Hellos that got no Welcome, counted."""
+    """Link to one draft service.
+
+    number: its index among the target's services. generation: counts the streams that were welcomed, so that a session
+    knows whether it was opened in the present one. sessions: number of this target's sessions there. lost, refused:
+    numbers of streams that ended and of Hellos that were refused.
+    """
 
     def __init__(
         self, number: int, transport: Transport, hello: Hello, lock: AbstractContextManager[object],
@@ -155,7 +151,7 @@ class Link:
     ) -> None:  # fmt: skip
         self.number = number
         self.transport = transport
-        self.breaker = Breaker(draw)
+        self.breaker = CircuitBreaker(draw)
         self.generation = 0
         self.sessions = 0
         self.lost = 0
@@ -167,7 +163,7 @@ class Link:
         self._clock = clock
         self._deliver = deliver
         self._changed = changed
-        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, draw)
+        self._backoff = RetryBackoff(FIRST_RETRY_S, LAST_RETRY_S, draw)
         self._state: Literal["idle", "connecting", "ready", "closed"] = "idle"
         self._attempt = 0
         self._stream: Stream | None = None
@@ -182,7 +178,7 @@ class Link:
 
     @property
     def is_idle(self) -> bool:
-        """Neither connected nor trying."""
+        """Return whether the link is neither connected nor connecting."""
         return self._state in ("idle", "closed")
 
     @property
@@ -191,25 +187,25 @@ class Link:
 
     @property
     def reason(self) -> str:
-        """Why the service is not asked; "" where it is."""
+        """Reason for which the service is not asked; "" if it is."""
         if self._state != "ready":
             return self._reason
         return "" if self.breaker.state != "open" else "it did not answer in time"
 
     @property
     def retry_s(self) -> float:
-        """When `keep` has something to do again, on the clock; inf: when the service has answered."""
+        """Clock time at which `connect_if_due` has something to do again; inf: after the service has answered."""
         if self._state == "idle":
             return self._retry_s
         return self._began_s + WELCOME_S if self._state == "connecting" else math.inf
 
     def state(self) -> ServiceState:
-        """As of now, for metrics."""
+        """Return the present state, for metrics."""
         load = self.load
         return ServiceState(self.breaker.state, self._version, self.sessions, load.busy, load.queue_s, self.reason)
 
-    def keep(self) -> None:
-        """Begin to connect if it is time to; returns at once. Called without the lock."""
+    def connect_if_due(self) -> None:
+        """Begin to connect if it is time to; return at once. Called without the lock."""
         if self._state in ("ready", "closed"):
             return
         silent = None
@@ -228,13 +224,13 @@ class Link:
             self._begin(attempt)
 
     def send(self, frame: Sequence[FromTarget]) -> None:
-        """Hand a frame over, unless the stream is lost. Called without the lock."""
+        """Send a frame unless the stream is lost. Called without the lock."""
         stream = self._stream
         if stream is not None:
             stream.send(frame)
 
     def worked(self) -> None:
-        """A round brought trees: the next loss is a first one again. Called with the lock."""
+        """Count a round with valid trees, which resets the waits. Called with the lock."""
         self.breaker.good()
         self._backoff.reset()
 
@@ -249,7 +245,7 @@ class Link:
     def _begin(self, attempt: int) -> None:
         try:
             stream = self.transport.open(partial(self._received, attempt), partial(self._lost, attempt))
-        except Exception as error:  # a transport that cannot even begin is a service that is not there
+        except Exception as error:  # a transport that cannot even begin counts as a lost stream
             self._lost(attempt, f"{type(error).__name__}: {error}")
             return
         with self._lock:
@@ -293,9 +289,9 @@ class Link:
             self._end(why, self._backoff.next_s())
 
     def _welcomed(self, welcome: Welcome) -> Stream | None:
-        """Ready, or refused by this side; then the stream, to be closed."""
+        """Accept the service, or refuse it and return the stream to be closed."""
         if self._state != "connecting" or self._stream is None:
-            return None  # nobody has said Hello
+            return None  # no Hello was sent in this stream
         wanted = self._hello.draft_version
         if welcome.protocol_version != PROTOCOL_VERSION:
             expected = f"expected protocol version {PROTOCOL_VERSION}, got {welcome.protocol_version}"
@@ -323,7 +319,7 @@ class Link:
         return self._end(reason, wait_s)
 
     def _end(self, reason: str, retry_after_s: float) -> Stream | None:
-        """Be without a stream until then; the one that was, to be closed."""
+        """Drop the stream until `retry_after_s` is over, and return it to be closed."""
         stream, self._stream = self._stream, None
         self._attempt += 1
         if self._state != "closed":
@@ -333,6 +329,6 @@ class Link:
         return stream
 
 
-def printable(said: str) -> str:
-    """What the other side says, in one line of a log: without control characters."""
-    return "".join(each if each.isprintable() else " " for each in said)
+def printable(text: str) -> str:
+    """Return the other side's text without control characters, for one line of a log."""
+    return "".join(each if each.isprintable() else " " for each in text)

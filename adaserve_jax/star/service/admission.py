@@ -1,6 +1,8 @@
-"""Whether one target more may use a draft service: not where it, or one that is there, were slower than without.
+"""Admission of targets to a draft service, and the closed forms behind it.
 
-No thread, clock or device. Knows targets by their times only; sessions are others'. Source: StarSD, section 4.2.
+A target is refused if, with it, any target would be slower than by plain decoding. In the closed forms all targets are
+alike and have one request each: a round is one draft of S seconds and Z seconds until the target asks again. Source:
+StarSD, sections 3.2 to 4.2; docs/equations.md has the corrections. Imports no jax.
 """
 
 from __future__ import annotations
@@ -10,50 +12,50 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-# How many targets one draft keeps busy, and how fast they are then: closed forms, one by one and batched.
-#
-# All targets are alike here, one request each: a round is one draft of S seconds and Z seconds until the target
-# asks again, which it does in phase. Source: StarSD, sections 3.2 to 4.2; corrected in docs/equations.md.
-# Imports no jax.
-
 ServiceTime = Callable[[int], float]
 """S(n): seconds of the draft for n requests at once; does not fall with n."""
-MOST_TARGETS = 4096
-"""Where `max_targets` stops counting."""
+MAX_COUNTED_TARGETS = 4096
+"""Largest result of `max_targets_batched`."""
+AVERAGE_WEIGHT = 0.1
+"""Weight of a new measurement in its moving average."""
+MIN_SAMPLES = 16
+"""Drafts, and rounds verified, before their averages are used."""
 
 
 def return_s(network_s: float, verify_s: float) -> float:
-    """Z, seconds from an answer until the same target asks again. Eq. 6."""
+    """Return Z, the seconds from an answer until the same target asks again. Eq. 6."""
     return network_s + verify_s
 
 
-def accepted(chance: float, depth: int) -> float:
-    """E[l]: accepted tokens of one round, each level accepted with `chance` after the one before. Eq. 3."""
+def accepted_tokens(chance: float, depth: int) -> float:
+    """Return E[l], the accepted tokens of one round: each level with `chance`, if the one before is. Eq. 3."""
     return sum(chance**level for level in range(1, depth + 1))
 
 
-def emitted(chance: float, depth: int) -> float:
-    """Tokens of one round: the accepted ones and the target's own one, which eq. 11 leaves out."""
-    return accepted(chance, depth) + 1.0
+def emitted_tokens(chance: float, depth: int) -> float:
+    """Return the tokens of one round: the accepted ones and the bonus token, which eq. 11 leaves out."""
+    return accepted_tokens(chance, depth) + 1.0
 
 
 def full_targets(service_s: float, back_s: float) -> int:
-    """N_full: fewest targets that leave the draft no idle time, one at a time. Eq. 12."""
+    """Return N_full, the fewest targets that leave the draft no idle time, one at a time. Eq. 12."""
     return math.ceil(back_s / service_s) + 1
 
 
 def max_targets(service_s: float, back_s: float, tokens: float, plain_s: float) -> int:
-    """N_max: most targets, one at a time, none of which is slower than plain decoding at plain_s per token; 0: even one
-    alone is. tokens: of one round, `emitted`. Section 4.2, in closed form."""
+    """Return N_max, the most targets, one at a time, of which none is slower than plain decoding; 0: even one alone is.
+
+    Section 4.2, in closed form. tokens: of one round, `emitted_tokens`; plain_s: seconds per token without a draft.
+    """
     alone = back_s + service_s <= tokens * plain_s
     return math.floor(tokens * plain_s / service_s) if alone else 0
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """Table 1 of StarSD for one number of targets. batch: requests per draft, on average. round_s: of one target, T.
-    wait_s: of a request in the queue; idle_s: of the draft between two drafts (Table 1's, not eq. 9's, which is of a
-    round). rounds_per_s: requests drafted, R_q; target_rounds_per_s: R_p. load: busy share of the draft."""
+class SteadyState:
+    """One column of StarSD's Table 1. batch: mean requests per draft. round_s: T, of one target. wait_s: of a request
+    in the queue. idle_s: of the draft between two drafts, as in Table 1; that of eq. 9 is per round. rounds_per_s: R_q,
+    requests drafted; target_rounds_per_s: R_p. load: busy share of the draft."""
 
     targets: int
     batch: float
@@ -67,15 +69,18 @@ class Rounds:
     load: float
 
 
-def rounds(targets: int, service_s: ServiceTime, back_s: float, tokens: float, *, max_rows: int = 1) -> Rounds:
-    """What `targets` targets get of one draft that takes up to max_rows requests at once (1: the paper's).
+def steady_state(
+    targets: int, service_s: ServiceTime, back_s: float, tokens: float, *, max_rows: int = 1
+) -> SteadyState:
+    """Return the steady state of `targets` targets at a draft of up to max_rows requests at once (1: the paper's).
 
-    back_s: Z. tokens: of one round, `emitted`. The device takes all that wait when it is free, and requests that were
-    drafted together come back together. So targets form groups, and groups that wait at once become one: in the end g
-    groups of about N / g take turns, g the fewest that leave no idle time, else every target for itself. Then T = max(
-    sum over the groups of S(n), Z + S(n) of the largest). Groups above max_rows: batches are full, N / max_rows in a
-    round. With max_rows = 1 this is eq. 8 to 10. Batched, a loop may settle at one group more or fewer, as its phases
-    fall.
+    The free device takes all waiting requests, and requests drafted together come back together. So targets form
+    groups, and groups that wait at the same time become one. In the end g groups of about N / g take turns, where g is
+    the fewest that leave no idle time; otherwise every target stays alone. Then T = max(sum over the groups of S(n),
+    Z + S(n) of the largest). Where groups exceed max_rows, batches are full, N / max_rows of them in a round. With
+    max_rows = 1 this is eq. 8 to 10. Batched, a loop may settle at one group more or fewer, depending on its phases.
+
+    back_s: Z. tokens: of one round, `emitted_tokens`.
     """
     sizes = _groups(targets, service_s, back_s)
     if sizes[0] <= max_rows:
@@ -87,7 +92,7 @@ def rounds(targets: int, service_s: ServiceTime, back_s: float, tokens: float, *
     round_s = max(busy_s, back_s + services[0])
     served_s = sum(size * took for size, took in zip(sizes, services, strict=True)) / sum(sizes)
     rate = targets / round_s
-    return Rounds(
+    return SteadyState(
         targets=targets,
         batch=targets / batches,
         round_s=round_s,
@@ -102,18 +107,21 @@ def rounds(targets: int, service_s: ServiceTime, back_s: float, tokens: float, *
 
 
 def max_targets_batched(service_s: ServiceTime, back_s: float, tokens: float, plain_s: float, *, max_rows: int) -> int:
-    """N_max where up to max_rows requests are drafted at once: the most targets, up to MOST_TARGETS, of which none is
+    """Return N_max for up to max_rows requests at once: the most targets, up to MAX_COUNTED_TARGETS, of which none is
     slower than plain decoding."""
 
     def pays(targets: int) -> bool:
-        return rounds(targets, service_s, back_s, tokens, max_rows=max_rows).round_s <= tokens * plain_s
+        return steady_state(targets, service_s, back_s, tokens, max_rows=max_rows).round_s <= tokens * plain_s
 
-    return bisect_left(range(1, MOST_TARGETS + 1), True, key=lambda targets: not pays(targets))
+    return bisect_left(range(1, MAX_COUNTED_TARGETS + 1), True, key=lambda targets: not pays(targets))
 
 
-def measured(times_s: Mapping[int, float]) -> ServiceTime:
-    """S(n) from seconds measured at some n: lines between them, in proportion beyond the last, and the first before it.
-    Raises ValueError without any."""
+def interpolated(times_s: Mapping[int, float]) -> ServiceTime:
+    """Return S(n) by linear interpolation of measured times: constant before the first, proportional beyond the last.
+
+    Raises:
+        ValueError: `times_s` is empty.
+    """
     if not times_s:
         raise ValueError("S(n) needs at least one measured time, got none")
     known = sorted(times_s)
@@ -131,7 +139,7 @@ def measured(times_s: Mapping[int, float]) -> ServiceTime:
 
 
 def _groups(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
-    """Sizes of the groups, largest first, where a batch has no limit."""
+    """Return the sizes of the groups, largest first, if batches were unlimited."""
     for count in range(1, targets):
         size, larger = divmod(targets, count)
         sizes = [size + 1] * larger + [size] * (count - larger)
@@ -141,86 +149,87 @@ def _groups(targets: int, service_s: ServiceTime, back_s: float) -> list[int]:
     return [1] * targets
 
 
-RATE = 0.1
-"""Weight of a new measurement in its moving average."""
-FEWEST = 16
-"""Drafts, and rounds verified, after which averages are believed."""
-
-
 @dataclass
-class _Times:
-    """Of one target. plain_s, verify_s: as its Hello said, 0: not known. back_s: Z as measured, back_seen times."""
+class _TargetTimes:
+    """Times of one target. plain_s, verify_s: from its Hello, 0: unknown. back_s: Z, measured back_samples times."""
 
     plain_s: float
     verify_s: float
     back_s: float = 0.0
-    back_seen: int = 0
+    back_samples: int = 0
 
     @property
     def return_s(self) -> float:
-        """Z: measured, else as said."""
-        return self.back_s if self.back_seen >= FEWEST else self.verify_s
+        """Z as measured, or as announced before there are enough samples."""
+        return self.back_s if self.back_samples >= MIN_SAMPLES else self.verify_s
 
 
-class Admission:
-    """Learns S(n), Z and E[l] + 1 from what is served, and judges who asks to come. max_rows: most requests at once.
+class TargetAdmission:
+    """Measures S(n), Z and E[l] + 1 while serving, and decides which targets may connect. max_rows: of a batch.
 
-    The paper's targets have one request each. Here they have several, on average as many as those that are there: all
-    requests share the draft alike, and plain decoding too gives each request of a target a token per step.
+    The paper's targets have one request each. Here a new target is taken to have as many as the connected ones have on
+    average: all requests share the draft alike, and plain decoding too gives each request one token per step.
     """
 
     def __init__(self, max_rows: int):
         self._max_rows = max_rows
         self._service_s: dict[int, float] = {}
-        self._served = 0
+        self._searches = 0
         self._tokens = 0.0
-        self._verified = 0
-        self._targets: dict[str, _Times] = {}
+        self._rounds = 0
+        self._targets: dict[str, _TargetTimes] = {}
 
     @property
     def tokens(self) -> float:
-        """E[l] + 1, moving average; 0.0: not known."""
-        return self._tokens if self._verified >= FEWEST else 0.0
+        """Moving average of E[l] + 1; 0.0: unknown."""
+        return self._tokens if self._rounds >= MIN_SAMPLES else 0.0
 
-    def served(self, rows: int, seconds: float) -> None:
-        """A search of so many rows took so long, catch-up included."""
+    def record_search(self, rows: int, seconds: float) -> None:
+        """Record the time of a search of so many rows, including catch-up."""
         before = self._service_s.get(rows, seconds)
-        self._service_s[rows] = before + RATE * (seconds - before)
-        self._served += 1
+        self._service_s[rows] = before + AVERAGE_WEIGHT * (seconds - before)
+        self._searches += 1
 
-    def verified(self, target_id: str, tokens: int, seconds: float) -> None:
-        """A target emitted so many tokens with a tree, and asked again after so many seconds."""
-        self._verified += 1
-        self._tokens += (tokens - self._tokens) * max(RATE, 1.0 / self._verified)
+    def record_round(self, target_id: str, tokens: int, seconds: float) -> None:
+        """Record the tokens that a target emitted with a tree, and the seconds until it asked again."""
+        self._rounds += 1
+        self._tokens += (tokens - self._tokens) * max(AVERAGE_WEIGHT, 1.0 / self._rounds)
         times = self._targets.get(target_id)
         if times is not None:
-            times.back_seen += 1
-            times.back_s += (seconds - times.back_s) * max(RATE, 1.0 / times.back_seen)
+            times.back_samples += 1
+            times.back_s += (seconds - times.back_s) * max(AVERAGE_WEIGHT, 1.0 / times.back_samples)
 
     def leave(self, target_id: str) -> None:
-        """A target is gone; unknown ones are ignored."""
+        """Remove a target; unknown ones are ignored."""
         self._targets.pop(target_id, None)
 
     def admit(self, target_id: str, *, plain_s: float, verify_s: float, requests: int = 0) -> str:
-        """Admit it: "", or why not, and it is not admitted. plain_s, verify_s: of its Hello; requests: that the targets
-        which are there have now. Who is there already stays; what is not known yet keeps nobody out. Nor is anybody
-        kept out where nobody is: it takes nothing from others, says itself when drafts are worth their time, and
-        without it nothing would be measured again after an hour in which the device was slow."""
+        """Admit a target and return "", or return the reason for refusing it.
+
+        A connected target stays, and an unknown time keeps nobody out. A target that would be alone is always admitted:
+        it takes nothing from others and decides itself when drafts are worth their time, and without it nothing would
+        be measured again after an hour in which the device was slow.
+
+        Args:
+            target_id: its name.
+            plain_s, verify_s: from its Hello.
+            requests: open sessions of the connected targets.
+        """
         there = self._targets.get(target_id)
         if there is not None:
             there.plain_s, there.verify_s = plain_s, verify_s
             return ""
-        coming = _Times(plain_s, verify_s)
-        why = self._why_not(coming, max(requests / max(len(self._targets), 1), 1.0))
+        coming = _TargetTimes(plain_s, verify_s)
+        why = self._refusal(coming, max(requests / max(len(self._targets), 1), 1.0))
         if not why:
             self._targets[target_id] = coming
         return why
 
-    def _why_not(self, coming: _Times, each: float) -> str:
-        """each: requests of one target."""
-        if self._served < FEWEST or not self.tokens or not self._targets:
+    def _refusal(self, coming: _TargetTimes, each: float) -> str:
+        """Return why one more target would not pay, "" if it does. each: requests per target."""
+        if self._searches < MIN_SAMPLES or not self.tokens or not self._targets:
             return ""
-        service_s, now = measured(self._service_s), len(self._targets)
+        service_s, now = interpolated(self._service_s), len(self._targets)
         for times, is_new in ((coming, True), *((times, False) for times in self._targets.values())):
             if not times.plain_s or not times.return_s:
                 continue
@@ -228,7 +237,7 @@ class Admission:
             if self._round_s(now + 1, each, times.return_s) <= worth_s:
                 continue
             if not is_new and self._round_s(now, each, times.return_s) > worth_s:
-                continue  # it is no worse off than it is
+                continue  # it is slower than plain decoding already
             would_s = self._round_s(now + 1, each, times.return_s)
             most = max_targets_batched(service_s, times.return_s, self.tokens, times.plain_s, max_rows=self._max_rows)
             whose = "this target" if is_new else "a target that is here"
@@ -242,4 +251,6 @@ class Admission:
 
     def _round_s(self, targets: int, each: float, back_s: float) -> float:
         requests = max(round(targets * each), 1)
-        return rounds(requests, measured(self._service_s), back_s, self.tokens, max_rows=self._max_rows).round_s
+        return steady_state(
+            requests, interpolated(self._service_s), back_s, self.tokens, max_rows=self._max_rows
+        ).round_s

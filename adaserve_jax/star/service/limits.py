@@ -1,7 +1,4 @@
-"""What a draft service can do and what it allows, and whether a message keeps to it.
-
-Numbers only: knows neither sessions nor devices. Imports no jax and no gRPC.
-"""
+"""Limits, quotas and measured times of a draft service, and validation of messages against them."""
 
 from __future__ import annotations
 
@@ -17,18 +14,24 @@ from adaserve_jax.sampling import MAX_SEED
 from adaserve_jax.star.messages import Draft, Hello, Open
 
 MAX_ID = 2**63 - 1
-"""Of sessions, epochs and rounds."""
+"""Largest number of a session, an epoch or a round."""
 MAX_I32 = 2**31 - 1
 FEW_TOKENS = 32
-"""So many are compared one by one: quicker than by numpy."""
+"""Up to so many tokens are compared in Python, which is quicker than numpy."""
 
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """One draft service. draft_version, vocabulary_hash, cells_hash: as in `messages.Hello`. vocabulary_size: token ids
-    are below it. max_depth, max_width: of a search; max_context: tokens of a session, its tree included. max_rows: most
-    sessions of one batch; max_feed: most tokens that one batch feeds, the largest bucket. lease_s: as in Welcome.
-    level_s, catchup_s: as in Welcome; empty: not known, then nothing is predicted. Raises ConfigError."""
+    """Abilities of one draft service.
+
+    draft_version, vocabulary_hash, cells_hash: as in `messages.Hello`. vocabulary_size: token ids are below it.
+    max_depth, max_width: of a search. max_context: tokens of a session, including its tree. max_rows: most sessions of
+    one batch. max_feed: most tokens that one batch feeds, the largest bucket. lease_s, level_s, catchup_s: as in
+    `messages.Welcome`; without times nothing is predicted.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
 
     draft_version: str
     vocabulary_hash: str
@@ -55,8 +58,8 @@ class DraftLimits:
             raise ConfigError(f"lease_s must be above 0, got {self.lease_s}")
 
 
-class Expected:
-    """Seconds that a service expects of its batches, as it measured when nobody else asked; 0.0 where it did not."""
+class BatchTimes:
+    """Predicted seconds of batches, from times measured on an idle device; 0.0 without any."""
 
     def __init__(self, limits: DraftLimits):
         self._max_feed = limits.max_feed
@@ -66,12 +69,12 @@ class Expected:
         self._one_level_s: dict[tuple[int, int], float] = {}
 
     def feed_s(self, tokens: int) -> float:
-        """Of feeding so many tokens, in chunks of max_feed."""
+        """Return the seconds of feeding `tokens` tokens in chunks of max_feed."""
         chunks, rest = divmod(tokens, self._max_feed)
         return chunks * self._chunk_s(self._max_feed) + (self._chunk_s(rest) if rest else 0.0)
 
     def search_s(self, rows: int, depth: int, width: int) -> float:
-        """Of a search: by the least entry that holds rows and width, the largest where none does."""
+        """Return the seconds of a search, by the least entry that holds rows and width, else the largest one."""
         known = self._one_level_s.get((rows, width))
         if known is None:
             fitting = [key for key in self._level_s if key[0] >= rows and key[1] >= width]
@@ -87,9 +90,14 @@ class Expected:
 
 @dataclass(frozen=True)
 class Quotas:
-    """What one target may have. max_sessions: at once, of one target; max_sessions_in_all: of all targets. max_waiting:
-    Drafts of one target that wait at once. messages_per_s: messages of one target in the long run, whatever they are;
-    messages_at_once: that many without a pause. Raises ConfigError."""
+    """Limits per target.
+
+    max_sessions: open sessions of one target; max_sessions_in_all: of all targets. max_waiting: waiting Drafts of one
+    target. messages_per_s: sustained rate of messages of one target; messages_at_once: its burst.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
 
     max_sessions: int = 64
     max_sessions_in_all: int = 256
@@ -105,15 +113,15 @@ class Quotas:
             raise ConfigError(f"messages_per_s must be above 0, got {self.messages_per_s}")
 
 
-class Allowance:
-    """A token bucket: `at_once` to begin with, refilled at `per_s`."""
+class RateLimiter:
+    """A token bucket of `at_once` tokens, full at first and refilled at `per_s`."""
 
     def __init__(self, per_s: float, at_once: int, now: float):
         self._per_s, self._at_once = per_s, float(at_once)
         self._left, self._at = float(at_once), now
 
     def take(self, now: float) -> float:
-        """Take one: 0.0, or the seconds until there is one, and nothing is taken."""
+        """Take one token and return 0.0, or take none and return the seconds until there is one."""
         self._refill(now)
         if self._left >= 1.0:
             self._left -= 1.0
@@ -121,7 +129,7 @@ class Allowance:
         return (1.0 - self._left) / self._per_s
 
     def owe(self, count: int, now: float) -> float:
-        """Take so many whether they are there or not; the seconds until none is owed."""
+        """Take `count` tokens, even more than there are; return the seconds until the debt is refilled."""
         self._refill(now)
         self._left -= count
         return max(-self._left, 0.0) / self._per_s
@@ -132,7 +140,7 @@ class Allowance:
 
 
 def problem_of_hello(hello: Hello) -> str:
-    """What is wrong with its values, "" nothing. Whether versions agree is not asked here."""
+    """Return the invalid value of a Hello, "" if there is none. Versions are not compared here."""
     for name in ("target_id", "vocabulary_hash", "cells_hash", "draft_version"):
         if not isinstance(getattr(hello, name), str):
             return f"{name} must be text, got {getattr(hello, name)!r:.50}"
@@ -143,7 +151,7 @@ def problem_of_hello(hello: Hello) -> str:
 
 
 def problem_of_open(opened: Open, limits: DraftLimits) -> str:
-    """What is wrong with its values, "" nothing. Its length is not asked here."""
+    """Return the invalid value of an Open, "" if there is none. Its length is not checked here."""
     problem = _problem_of_ids(opened) or _problem_of_tokens(opened.tokens, limits)
     for name, least, most in (("seed", 0, MAX_SEED), ("choice", 0, MAX_I32), ("top_k", 0, MAX_I32)):
         if not _is_integer(getattr(opened, name), least, most):
@@ -157,7 +165,7 @@ def problem_of_open(opened: Open, limits: DraftLimits) -> str:
 
 
 def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
-    """What is wrong with its values, "" nothing. Its length, and whether it follows the text, are not asked here."""
+    """Return the invalid value of a Draft, "" if there is none. Its length and its text are not checked here."""
     if _is_usual(draft, limits):
         return _problem_of_tokens(draft.tokens, limits)
     problem = _problem_of_ids(draft) or _problem_of_tokens(draft.tokens, limits)
@@ -178,7 +186,7 @@ def problem_of_draft(draft: Draft, limits: DraftLimits) -> str:
 
 
 def _is_usual(draft: Draft, limits: DraftLimits) -> bool:
-    """Whether everything but its tokens is as it should be, of the very types that come from the wire: quickly."""
+    """Return quickly whether all values except the tokens are valid and of the types that come from the wire."""
     whole = (draft.session, draft.epoch, draft.round, draft.base, draft.depth, draft.width)
     return (
         set(map(type, whole)) == {int}
@@ -198,7 +206,7 @@ def _is_usual(draft: Draft, limits: DraftLimits) -> bool:
 
 
 def is_id(value: object) -> bool:
-    """Whether it can be the number of a session or an epoch."""
+    """Return whether `value` can be the number of a session or an epoch."""
     return _is_integer(value, 0, MAX_ID)
 
 
@@ -216,7 +224,7 @@ def _problem_of_tokens(tokens: object, limits: DraftLimits) -> str:
         return ""
     ends = (tokens.min(), tokens.max()) if len(tokens) > FEW_TOKENS else tokens.tolist()
     if not (min(ends) >= 0 and max(ends) < limits.vocabulary_size):
-        return f"token ids must be from 0 to {limits.vocabulary_size - 1}, got others"  # which are somebody's text
+        return f"token ids must be from 0 to {limits.vocabulary_size - 1}, got others"  # the tokens are somebody's text
     return ""
 
 
@@ -225,7 +233,7 @@ def _is_integer(value: object, least: int, most: int) -> bool:
 
 
 def _is_number(value: object, least: float, most: float) -> bool:
-    """NaN is not one."""
+    """Return whether `value` is a number in the range; NaN is not."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
         return False
     return least <= float(value) <= most

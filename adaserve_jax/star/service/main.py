@@ -1,26 +1,19 @@
-"""A whole draft service: the model loaded, the loop begun, the ports opened; ended by a signal or by its device."""
+"""A whole draft service: loads the model, starts the worker, opens the ports, and ends on a signal or a dead device."""
 
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6, SHUT_RDWR, socket
+from contextlib import contextmanager
 from typing import Any
 
-from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import cells_hash
-from adaserve_jax.star.service.admission import Admission
+from adaserve_jax.star.service.admission import TargetAdmission
 from adaserve_jax.star.service.core import DraftCore
 from adaserve_jax.star.service.limits import DraftLimits, Quotas
-from adaserve_jax.star.service.metrics import ServiceCollector, exposition
+from adaserve_jax.star.service.metrics import ServiceCollector, StatusServer
 from adaserve_jax.star.service.model import DraftModel, load
 from adaserve_jax.star.service.server import Audit, DraftServer, check_free, check_secured
 from adaserve_jax.star.service.worker import Worker
@@ -28,119 +21,20 @@ from adaserve_jax.star.settings import DraftServiceSettings, host_port
 from adaserve_jax.star.wire import Caps
 from adaserve_jax.types import Progress
 
-# `/health` and `/metrics` of a draft service, over plain HTTP and from a port of their own.
-
-TIMEOUT_S = 5.0
-"""Of a connection, from its beginning to its end: one request."""
-MOST_CONNECTIONS = 16
-"""At once; more are closed unanswered."""
-_log = logging.getLogger(__name__)
-TEXT = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class StatusServer:
-    """Answers from the moment it is made. health: whether the service is worth keeping, and what to say of it; metrics:
-    the exposition, once there is one. Raises ConfigError: the address is not to be had."""
-
-    def __init__(self, address: str, health: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
-        self.health = health
-        self.metrics: Callable[[], bytes] | None = None
-        host, port = host_port("http", address)
-        kind = type("Server", (_Server,), {})
-        if ":" in host:
-            kind.address_family = AF_INET6
-        try:
-            self._server = kind((host, port), type("Handler", (_Handler,), {"status": self}))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {address}: {error.strerror}; choose another address with --http, or '' for none"
-            ) from error
-        self.port: int = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="draft-http", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    """A thread for each connection, of which there are few, for a short time."""
-
-    daemon_threads = True
-
-    def __init__(self, *given: Any) -> None:
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        super().__init__(*given)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        deadline = threading.Timer(TIMEOUT_S, _cut, (request,))
-        deadline.daemon = True
-        deadline.start()
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            deadline.cancel()
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exception()
-        if not isinstance(error, OSError):  # an asker that has left is nobody's fault
-            _log.error("/health or /metrics failed: %s", type(error).__name__, exc_info=error)
-
-
-def _cut(connection: socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    status: StatusServer
-    server_version = "adaserve"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == "/health":
-            well, said = self.status.health()
-            self._answer(
-                HTTPStatus.OK if well else HTTPStatus.SERVICE_UNAVAILABLE, json.dumps(said), "application/json"
-            )
-        elif path == "/metrics" and self.status.metrics is not None:
-            self._answer(HTTPStatus.OK, self.status.metrics(), TEXT)
-        else:
-            self._answer(HTTPStatus.NOT_FOUND, "/health and /metrics\n", TEXT)
-
-    do_HEAD = do_GET
-
-    def _answer(self, code: HTTPStatus, body: str | bytes, kind: str) -> None:
-        data = body.encode() if isinstance(body, str) else body
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line per scrape helps nobody."""
-
-
 DEAD_STATUS = 70
 """Exit status of a service that ended because its device failed (EX_SOFTWARE)."""
-LAST_BATCH_S, GRACE_S = 5.0, 2.0
-"""At the end: how long to wait for the batch on the device, then for connections to end."""
-LEAST_TOKENS = 2**16
-"""Of a message, that are read at any rate: a text that is somewhat too long is told so."""
+BATCH_WAIT_S, GRACE_S = 5.0, 2.0
+"""At the end: longest wait for the running batch, then for the connections."""
+MIN_CAP_TOKENS = 2**16
+"""Least cap on the tokens of a message, so that a text slightly too long is refused as `too_long`."""
 
 
 class DraftService:
-    """A ready model behind open ports. Raises ConfigError: an address is not to be had."""
+    """A ready model behind open ports.
+
+    Raises:
+        ConfigError: an address is in use.
+    """
 
     def __init__(
         self, settings: DraftServiceSettings, model: DraftModel, on_death: Callable[[], None] = lambda: None
@@ -151,31 +45,35 @@ class DraftService:
             model,
             quotas=quotas_of(settings),
             batching=not settings.one_by_one,
-            admission=Admission(1 if settings.one_by_one else model.limits.max_requests),
+            admission=TargetAdmission(1 if settings.one_by_one else model.limits.max_requests),
         )
         self.audit = Audit()
         self.worker = Worker(core, model, on_death=on_death)
-        tokens = max(2 * model.limits.max_context, LEAST_TOKENS)
+        tokens = max(2 * model.limits.max_context, MIN_CAP_TOKENS)
         self._server = DraftServer(settings, self.worker, Caps(tokens, model.vocabulary), self.audit)
         self.port = self._server.port
         self.worker.start()
         self._server.start()
 
-    def metrics(self) -> bytes:
-        """In Prometheus' text format."""
-        return exposition(ServiceCollector(self.worker, self.audit, self.model))
+    def health(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether the service is worth keeping, and the fields of `/health`."""
+        alive, load = self.worker.alive, self.worker.snapshot.load
+        fields = {
+            "status": "ok" if alive else "dead", "draft_version": self.model.version, "load": round(load.busy, 4),
+            "sessions": load.sessions, "targets": load.targets,
+        }  # fmt: skip
+        return alive, fields
 
     def close(self) -> bool:
-        """Let nobody in any more, tell all targets that the service ends, and end it; False: a batch does not end, and
-        its model is still used."""
+        """Accept no more streams, refuse all targets and end; return False if a batch still runs and uses the model."""
         self._server.shut()
-        ended = self.worker.stop(LAST_BATCH_S)
+        ended = self.worker.stop(BATCH_WAIT_S)
         self._server.stop(GRACE_S).wait()
         return ended
 
 
 def limits_of(settings: DraftServiceSettings, model: DraftModel) -> DraftLimits:
-    """What the model can do, as the core asks it."""
+    """Return the core's limits for the model."""
     limits, samples = model.limits, model.samples
     return DraftLimits(
         draft_version=model.version, vocabulary_hash=model.vocabulary_hash, cells_hash=cells_hash(model.table),
@@ -186,32 +84,40 @@ def limits_of(settings: DraftServiceSettings, model: DraftModel) -> DraftLimits:
 
 
 def quotas_of(settings: DraftServiceSettings) -> Quotas:
-    """What one target may have."""
-    sessions = settings.max_sessions_per_target or settings.max_sessions
+    """Return the limits per target."""
+    sessions = min(settings.max_sessions_per_target or settings.max_sessions, settings.max_sessions)
     return Quotas(
-        max_sessions=min(sessions, settings.max_sessions), max_sessions_in_all=settings.max_sessions,
-        max_waiting=min(sessions, settings.max_sessions), messages_per_s=settings.max_messages_per_s,
-        messages_at_once=max(1, int(settings.max_messages_per_s)),
+        max_sessions=sessions, max_sessions_in_all=settings.max_sessions, max_waiting=sessions,
+        messages_per_s=settings.max_messages_per_s, messages_at_once=max(1, int(settings.max_messages_per_s)),
     )  # fmt: skip
 
 
 def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT and return 0; DEAD_STATUS when the device's end was the reason. ready: told in a
-    line where and what. From the main thread. Raises ConfigError, CheckpointError."""
+    """Serve until SIGTERM or SIGINT and return 0, or DEAD_STATUS if the device failed. Called from the main thread.
+
+    Args:
+        settings: of the service.
+        progress: of loading and compiling.
+        ready: called with one line that says where the service listens, and with which draft.
+
+    Raises:
+        ConfigError: a setting, an address or a certificate is unusable.
+        CheckpointError: the draft cannot be loaded.
+    """
     check_secured(settings)
     check_free(settings)
-    with _status(settings) as status:
+    with _status_server(settings) as status:
         model = load(settings, progress)
         ended = threading.Event()
         service = DraftService(settings, model, ended.set)
         try:
             if status is not None:
-                status.metrics = service.metrics
-                status.health = lambda: _health(service)
+                status.serve_metrics(ServiceCollector(service.worker, service.audit, model))
+                status.health = service.health
             gc.collect()
-            gc.freeze()  # what is there now stays: collections need not go through it while targets wait
+            gc.freeze()  # what exists now stays, so collections need not go through it while targets wait
             with _signals(ended):
-                ready(_line(settings, service, status))
+                ready(_ready_line(settings, service, status))
                 ended.wait()
         finally:
             if service.close():
@@ -219,18 +125,9 @@ def run(settings: DraftServiceSettings, progress: Progress | None, ready: Callab
     return DEAD_STATUS if service.worker.died else 0
 
 
-def _health(service: DraftService) -> tuple[bool, dict[str, Any]]:
-    well, load = service.worker.alive, service.worker.snapshot.load
-    said = {
-        "status": "ok" if well else "dead", "draft_version": service.model.version, "load": round(load.busy, 4),
-        "sessions": load.sessions, "targets": load.targets,
-    }  # fmt: skip
-    return well, said
-
-
 @contextmanager
-def _status(settings: DraftServiceSettings) -> Iterator[StatusServer | None]:
-    """Answers that the service starts, until it is told better."""
+def _status_server(settings: DraftServiceSettings) -> Iterator[StatusServer | None]:
+    """Run the HTTP port, if there is one; `/health` answers "starting" until the caller changes it."""
     if not settings.http:
         yield None
         return
@@ -243,7 +140,7 @@ def _status(settings: DraftServiceSettings) -> Iterator[StatusServer | None]:
 
 @contextmanager
 def _signals(ended: threading.Event) -> Iterator[None]:
-    """Either signal sets the event; what they did before comes back."""
+    """Let SIGTERM and SIGINT set the event; restore their handlers at the end."""
     kinds = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(kind, lambda *_: ended.set()) for kind in kinds]
     try:
@@ -253,7 +150,7 @@ def _signals(ended: threading.Event) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _line(settings: DraftServiceSettings, service: DraftService, status: StatusServer | None) -> str:
+def _ready_line(settings: DraftServiceSettings, service: DraftService, status: StatusServer | None) -> str:
     host, _ = host_port("listen", settings.listen)
     where = f"grpc://{f'[{host}]' if ':' in host else host}:{service.port}"
     also = "" if status is None else f", metrics on http://{settings.http.rpartition(':')[0]}:{status.port}/metrics"

@@ -1,28 +1,45 @@
-"""Prometheus metrics of a draft service, read at each scrape. Documented in docs/star.md.
+"""Prometheus metrics of a draft service, and the HTTP port of `/metrics` and `/health`. Documented in docs/star.md.
 
-No label ever holds anything that a target said.
+No label ever holds anything that a target sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
+from socket import AF_INET6, SHUT_RDWR, socket
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from adaserve_jax.star.service.model import DraftModel
+from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.service.server import Audit
-from adaserve_jax.star.service.session import ROWS_EDGES
+from adaserve_jax.star.service.stats import ROWS_EDGES
 from adaserve_jax.star.service.worker import Worker
+from adaserve_jax.star.settings import host_port
+
+if TYPE_CHECKING:
+    from adaserve_jax.star.service.model import DraftModel
 
 PREFIX = "adaserve_draft_service_"
+TIMEOUT_S = 5.0
+"""Longest time of an HTTP connection, which serves one request."""
+MAX_CONNECTIONS = 16
+"""HTTP connections at once; further ones are closed unanswered."""
+_log = logging.getLogger(__name__)
 
 
 class ServiceCollector(Collector):
-    """Reads worker, audit and model; numbers are at most a moment old."""
+    """Collects worker, audit and model at each scrape; the numbers are at most a moment old."""
 
     def __init__(self, worker: Worker, audit: Audit, model: DraftModel) -> None:
         self._worker, self._audit, self._model = worker, audit, model
@@ -38,9 +55,9 @@ class ServiceCollector(Collector):
         compiled = self._model.compiles_after_ready
         for name, text, value in (
             ("load", "Share of the last 2 seconds that the device worked.", seen.load.busy),
-            ("backlog_seconds", "Work that waits, by the service's own times.", seen.load.queue_s),
+            ("backlog_seconds", "Waiting work, by the service's measured times.", seen.load.queue_s),
             ("sessions", "Requests that are drafted for, of all targets.", seen.load.sessions),
-            ("sessions_with_kv", "Those of them whose KV is there.", seen.holding),
+            ("sessions_with_kv", "Those of them that hold KV.", seen.holding),
             ("targets", "Targets that are connected and admitted.", seen.load.targets),
             ("streams", "Connections, admitted or not.", audit.streams),
             ("waiting_drafts", "Drafts that wait for a batch.", seen.waiting),
@@ -55,9 +72,9 @@ class ServiceCollector(Collector):
         core, worker = seen.core, seen.worker
         for name, text, value in (
             ("rounds", "Drafts searched.", core.rounds),
-            ("trees", "Trees answered, with those sent again.", core.trees),
+            ("trees", "Trees sent, including repeated ones.", core.trees),
             ("queue_seconds", "Waiting for the device, summed over answered Drafts.", core.queue_s),
-            ("loop_seconds", "The loop runs; service and idle are parts of it.", worker.loop_s),
+            ("loop_seconds", "Running time of the loop; service and idle are parts of it.", worker.loop_s),
             ("service_seconds", "The device worked.", worker.service_s),
             ("idle_seconds", "The device had nothing to do.", worker.idle_s),
             ("searches", "Batches that searched.", worker.searches),
@@ -65,13 +82,13 @@ class ServiceCollector(Collector):
             ("fed_tokens", "Tokens fed into the draft's KV.", core.fed_tokens),
             ("frames", "Frames of targets.", worker.frames),
             ("stale", "Messages and trees of an epoch or round that is over.", core.stale),
-            ("duplicates", "Messages heard before.", core.duplicates),
-            ("resyncs", "Sessions that had to be opened anew.", core.resyncs),
+            ("duplicates", "Repeated messages.", core.duplicates),
+            ("resyncs", "Sessions that had to be reopened.", core.resyncs),
             ("expired", "Drafts whose tree could not be ready before the target gave up.", core.expired),
             ("failed", "Drafts whose batch failed on the device.", core.failed),
-            ("leases_ended", "Sessions freed because nobody spoke of them.", core.leases_ended),
-            ("evicted", "Times that a session's KV went for another's.", core.evicted),
-            ("streams_opened", "Connections that were let in.", self._audit.opened),
+            ("leases_ended", "Sessions freed without a Close.", core.leases_ended),
+            ("evicted", "Times that a session lost its KV to another.", core.evicted),
+            ("streams_opened", "Accepted connections.", self._audit.opened),
         ):
             yield CounterMetricFamily(PREFIX + name, text, value=value)
 
@@ -79,10 +96,10 @@ class ServiceCollector(Collector):
         seen = self._worker.snapshot
         for name, text, label, counts in (
             ("refused", "Targets and sessions refused, by code.", "code", seen.core.refused),
-            ("streams_refused", "Connections refused, or ended for what came.", "why", self._audit.refused()),
-            ("nonsense", "Messages that made no sense: of a session, or of a target.", "of", seen.worker.nonsense),
+            ("streams_refused", "Connections refused, or ended for their behaviour.", "why", self._audit.refused()),
+            ("nonsense", "Invalid messages, of a session or of a target.", "of", seen.worker.nonsense),
         ):
-            yield _by(PREFIX + name, text, label, counts)
+            yield _labelled_counter(PREFIX + name, text, label, counts)
 
     def _rows(self) -> Metric:
         worker = self._worker.snapshot.worker
@@ -94,15 +111,118 @@ class ServiceCollector(Collector):
         )  # fmt: skip
 
 
-def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+def _labelled_counter(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
     family = CounterMetricFamily(name, text, labels=(label,))
     for value, count in sorted(counts.items()):
         family.add_metric((value,), count)
     return family
 
 
-def exposition(collector: ServiceCollector) -> bytes:
-    """In Prometheus' text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    return generate_latest(registry)
+class StatusServer:
+    """HTTP server of `/health` and `/metrics`, running from its creation until `close`.
+
+    prometheus_client serves `/metrics`. The server around it is not prometheus_client's, because that one has neither a
+    time limit nor a limit on connections, and this port may be open to a network.
+
+    Attributes:
+        health: returns whether the service is worth keeping, and the fields of `/health`.
+
+    Raises:
+        ConfigError: the address is in use.
+    """
+
+    def __init__(
+        self, address: str, health: Callable[[], tuple[bool, dict[str, Any]]], *, timeout_s: float = TIMEOUT_S,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:  # fmt: skip
+        self.health = health
+        self._metrics: Callable[..., Iterable[bytes]] | None = None
+        host, port = host_port("http", address)
+        server = _IPv6Server if ":" in host else _StatusHTTPServer
+        try:
+            self._server = server((host, port), timeout_s, max_connections)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {address}: {error.strerror}; choose another address with --http, or '' for none"
+            ) from error
+        self._server.set_app(self._respond)
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="draft-http", daemon=True).start()
+
+    def serve_metrics(self, collector: Collector) -> None:
+        """Serve the collector's metrics at `/metrics`, which is 404 until then."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(collector)
+        self._metrics = make_wsgi_app(registry)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _respond(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answer a request: a WSGI application."""
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        body: Iterable[bytes] = []
+        try:
+            if method not in ("GET", "HEAD"):
+                start_response("405 Method Not Allowed", [("Allow", "GET, HEAD")])
+            elif path == "/health":
+                well, fields = self.health()
+                status = "200 OK" if well else "503 Service Unavailable"
+                start_response(status, [("Content-Type", "application/json")])
+                body = [json.dumps(fields).encode()]
+            elif path == "/metrics" and self._metrics is not None:
+                body = self._metrics(environ | {"REQUEST_METHOD": "GET"}, start_response)
+            else:
+                start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+                body = [b"/health and /metrics\n"]
+        except Exception as error:
+            _log.error("/health or /metrics failed: %s", type(error).__name__, exc_info=error)
+            start_response("500 Internal Server Error", [])
+        return [] if method == "HEAD" else body
+
+
+class _StatusHTTPServer(ThreadingMixIn, WSGIServer):
+    """WSGI server with a thread per connection, a limit on connections, and a time limit for each."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], timeout_s: float, max_connections: int) -> None:
+        self._timeout_s = timeout_s
+        self._free = threading.BoundedSemaphore(max_connections)
+        super().__init__(address, _QuietHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        timer = threading.Timer(self._timeout_s, _cut, (request,))
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        error = sys.exception()
+        if not isinstance(error, OSError):  # a client that left is no error
+            _log.error("an HTTP request failed: %s", type(error).__name__, exc_info=error)
+
+
+class _IPv6Server(_StatusHTTPServer):
+    address_family = AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a line per scrape is useless."""
+
+
+def _cut(connection: socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(SHUT_RDWR)

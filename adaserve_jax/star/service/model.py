@@ -1,7 +1,7 @@
-"""The draft alone on a device: weights, pages, programs. It knows sessions by name only, and no protocol.
+"""The draft model on its device: weights, KV pages and programs.
 
-It searches with the code and the programs of a local draft (`runtime.drafter`), so trees are those that a local one
-would find. One thread at a time.
+It searches with the code and the programs of a local draft (`runtime.drafter`), so its trees are the same. Called from
+one thread at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from adaserve_jax.runtime.sizing import (
     weight_bytes,
 )
 from adaserve_jax.runtime.warmup import WARM_UP, Effort, measure_draft
-from adaserve_jax.star.service.dispatch import Batch
+from adaserve_jax.star.service.dispatch import DraftBatch
 from adaserve_jax.star.settings import DraftServiceSettings
 from adaserve_jax.tree.acceptance_table import ChanceTable, read_chances
 from adaserve_jax.tree.beam import AcceptanceTable
@@ -43,20 +43,20 @@ from adaserve_jax.types import CandidateTrees, CostSamples, DraftPlan, Limits, P
 
 
 class DraftModel:
-    """One draft on the first device. `load` makes a ready one."""
+    """One draft on the first device; implements `kv_manager.KvAllocator` and `worker.Device`. Made by `load`."""
 
     def __init__(
         self, limits: Limits, drafter: LocalDrafter, *, version: str, vocabulary_hash: str, table: ChanceTable
     ) -> None:
-        """limits: max_requests are rows of a batch, token_edges of what is fed at once."""
+        """Wrap a drafter. In `limits`, max_requests are the rows of a batch, token_edges the sizes of its feed."""
         self.limits = limits
         self.drafter = drafter
         self.version = version
         self.vocabulary_hash = vocabulary_hash
         self.table = table
-        """Chances by cells: what trees name, and what searches go by."""
+        """Chances by cell: searches use them, and trees refer to the cells."""
         self.samples = CostSamples({}, {}, {})
-        """Times of levels and of catching up, once it is warm."""
+        """Measured times of levels and of catch-up, after `warm_up`."""
         self.pool = PagePool(limits.num_pages, limits.page_size)
         self._pages: dict[int, np.ndarray] = {}
         self._counter = CompileCounter()
@@ -67,25 +67,25 @@ class DraftModel:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model has."""
+        """Size of the model's vocabulary."""
         return self.drafter.model.config.vocab_size
 
     def warm_up(self, progress: Progress | None = None, effort: Effort = WARM_UP) -> None:
-        """Compile every program, run and time each; afterwards nothing compiles."""
+        """Compile, run and time every program; afterwards nothing compiles."""
         self.drafter.model.compiled = compile_all(self.drafter.declare(), progress)
         on_cpu = jax.local_devices()[0].platform == "cpu"
         together = CPU_BLOCKS if on_cpu else self.limits.max_requests
         self.samples = measure_draft(self.limits, self.drafter, together, effort, progress).samples()
 
-    # ---- room for sessions (`star.room.Room`) ----
+    # ---- KV (`KvAllocator`) ----
 
     @property
     def capacity(self) -> int:
-        """Tokens that one session can have pages for when no other has any."""
+        """Most tokens of one session when no other session has pages."""
         return self.pool.pages_in_force * self.pool.page_size
 
     def reserve(self, key: int, tokens: int) -> bool:
-        """Whether the session has pages for so many tokens now; if not, it has those that it had."""
+        """Extend the session's pages to `tokens` tokens; return False, without a change, if there are too few."""
         held = self._pages.get(key)
         lacking = self.pool.pages_for(tokens) - (0 if held is None else len(held))
         if lacking <= 0:
@@ -98,16 +98,18 @@ class DraftModel:
         return True
 
     def release(self, key: int) -> None:
-        """The session's KV is lost. One that has none is ignored."""
+        """Free the session's pages; a session without any is ignored."""
         pages = self._pages.pop(key, None)
         if pages is not None:
             self.pool.free(pages)
 
     # ---- batches ----
 
-    def run(self, batch: Batch) -> CandidateTrees | None:
-        """Feed every row, then search those with a depth, all to the depth of the batch; rows that are only fed have no
-        candidates. None where no row has a depth; returns when the device is done."""
+    def run(self, batch: DraftBatch) -> CandidateTrees | None:
+        """Feed every row and search those with a depth, all to the depth of the batch; block until the device is done.
+
+        Returns None if no row has a depth. Rows that are only fed have no candidates.
+        """
         plan = self._plan(batch)
         with self._counter:
             found = self.drafter.propose(plan)
@@ -115,8 +117,8 @@ class DraftModel:
                 jax.block_until_ready(self.drafter.model.pools)
         return found if batch.depth else None
 
-    def _plan(self, batch: Batch) -> StepPlan:
-        """As a target would plan it; what says nothing to a drafter is empty."""
+    def _plan(self, batch: DraftBatch) -> StepPlan:
+        """Return the batch as a step plan; fields that a drafter does not use are empty."""
         rows = batch.rows
         count, zeros = len(rows), np.zeros(len(rows), np.int32)
         start = np.array([row.start for row in rows], np.int32)
@@ -126,12 +128,12 @@ class DraftModel:
         for at, row in enumerate(rows):
             pages = self._pages[row.key]
             table[at, : len(pages)] = pages
-        said = [row.sampling for row in rows]
+        given = [row.sampling for row in rows]
         sampling = RowSampling(
-            seed=np.array([s.seed for s in said], np.uint64), choice=np.array([s.choice for s in said], np.int32),
-            temperature=np.array([s.temperature for s in said], np.float32),
-            top_k=np.array([s.top_k for s in said], np.int32), top_p=np.array([s.top_p for s in said], np.float32),
-            min_p=np.array([s.min_p for s in said], np.float32),
+            seed=np.array([s.seed for s in given], np.uint64), choice=np.array([s.choice for s in given], np.int32),
+            temperature=np.array([s.temperature for s in given], np.float32),
+            top_k=np.array([s.top_k for s in given], np.int32), top_p=np.array([s.top_p for s in given], np.float32),
+            min_p=np.array([s.min_p for s in given], np.float32),
         )  # fmt: skip
         fed = np.concatenate([row.tokens for row in rows])
         draft = DraftPlan(batch.depth, batch.width, fed, counts, start, searched, batch.calibrated)
@@ -139,13 +141,18 @@ class DraftModel:
         return StepPlan(0, zeros, count, zeros, start + counts, table, sampling, none, none, no_flags, draft, 0)
 
     def close(self) -> None:
-        """Give back the device's memory."""
+        """Free the device's memory."""
         self._counter.close()
         self.drafter.model.close()
 
 
 def load(settings: DraftServiceSettings, progress: Progress | None = None, effort: Effort = WARM_UP) -> DraftModel:
-    """Read, compile and time the draft. Raises CheckpointError, ConfigError."""
+    """Load, compile and time the draft.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+        ConfigError: a setting does not fit the model or the memory.
+    """
     use_compile_cache(settings.compile_cache)
     folder = resolve_folder(settings.model, "draft")
     config = ModelConfig.from_folder(folder)
@@ -168,7 +175,7 @@ def load(settings: DraftServiceSettings, progress: Progress | None = None, effor
 
 
 def _table_file(settings: DraftServiceSettings, folder: Path) -> Path:
-    """What was asked for, or else the draft's own table, or the embedded pair's, as an engine chooses it."""
+    """Return the configured table file, else the draft's own, else the embedded pair's, as an engine does."""
     if settings.calibration is not None:
         return Path(settings.calibration)
     own = folder / CALIBRATION_FILE
@@ -176,7 +183,11 @@ def _table_file(settings: DraftServiceSettings, folder: Path) -> Path:
 
 
 def limits_of(settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype) -> Limits:
-    """What the draft is compiled for. Raises ConfigError: the model is too short, or there is no memory for it."""
+    """Return the limits for which the draft is compiled.
+
+    Raises:
+        ConfigError: the model's context is too short, or there is too little memory.
+    """
     on_cpu = jax.local_devices()[0].platform == "cpu"
     if settings.max_context > config.max_position:
         raise ConfigError(
@@ -199,20 +210,20 @@ def _num_pages(
     settings: DraftServiceSettings, config: ModelConfig, dtype: jnp.dtype, per_session: int, on_cpu: bool
 ) -> int:
     limit = memory_limit(EngineConfig(dtype=settings.dtype)).bytes
-    room = int(limit * (1 - RESERVE_SHARE)) - weight_bytes(config, dtype)
+    free_bytes = int(limit * (1 - RESERVE_SHARE)) - weight_bytes(config, dtype)
     page = page_bytes(config, settings.page_size, dtype)
     pages = settings.num_pages
     if not pages:
-        affordable = min(room, CPU_KV_BYTES) if on_cpu else room
+        affordable = min(free_bytes, CPU_KV_BYTES) if on_cpu else free_bytes
         pages = max(per_session, min(settings.max_sessions * per_session, affordable // page))
     if pages < per_session:
         raise ConfigError(
             f"num_pages must be at least {per_session}, which one request of max_context needs, got {pages}; lower "
             "max_context, or give more pages"
         )
-    if pages * page > room:
+    if pages * page > free_bytes:
         raise ConfigError(
             f"{pages} KV pages take {pages * page >> 20} MiB, and beside the draft's weights there are "
-            f"{max(room, 0) >> 20}; lower num_pages, max_context or max_sessions"
+            f"{max(free_bytes, 0) >> 20}; lower num_pages, max_context or max_sessions"
         )
     return pages

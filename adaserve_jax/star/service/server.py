@@ -1,6 +1,7 @@
-"""The gRPC side of a draft service: one thread per stream reads frames for the worker, another writes its answers.
+"""The gRPC server of a draft service: authentication, streams, and the standard health protocol.
 
-Whatever comes in at the port costs its own stream at most. No text, no token id and no secret gets into a log.
+Each stream has a thread that reads frames for the worker, and one of gRPC's that writes its answers. Bad input costs
+its own stream at most. Texts, token ids and secrets are never logged.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from ipaddress import ip_address
 from typing import Any, Protocol
 
 import grpc
+from grpc_health.v1.health import HealthServicer
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 from adaserve_jax.certificates import check_certificates, read_file
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.star.messages import FromService, Refused
-from adaserve_jax.star.service.limits import Allowance
+from adaserve_jax.star.service.limits import RateLimiter
 from adaserve_jax.star.service.worker import Connection, Frame
 from adaserve_jax.star.settings import DraftServiceSettings, host_port
 from adaserve_jax.star.wire import (
     MAX_FRAME_BYTES,
     METHOD,
+    SERVICE,
     Caps,
     WireError,
     in_frames,
@@ -36,28 +40,54 @@ from adaserve_jax.star.wire import (
     service_frame,
 )
 
-# Who may speak to a draft service, how much, and what was refused. Tokens are read from a file and kept as
-# digests.
-#
-# Knows no gRPC. Nothing here is ever logged: neither tokens nor what targets say.
-
 AUTHORIZATION = "authorization"
-"""Name of the metadata that carries "Bearer TOKEN"."""
+"""Metadata key of "Bearer TOKEN"."""
 _SCHEME = "bearer "
 MIN_TOKEN = 16
-"""Characters; shorter ones can be guessed."""
+"""Fewest characters of a token; shorter ones can be guessed."""
+MAX_QUEUED_FRAMES = 64
+"""Frames of one stream that may wait for the worker; above it the stream is not read."""
+MAX_UNSENT_FRAMES = 1024
+"""Frames that may wait to be sent to one target; a target that reads none of them is cut off."""
+PING_S, PING_TIMEOUT_S = 20.0, 10.0
+"""Interval of pings on a silent connection, and the longest wait for the answer."""
+HELLO_TIMEOUT_S = 30.0
+"""Longest time from the start of a stream to its Hello."""
+DRAIN_S = 5.0
+"""Time that a target has to read the last messages of its stream."""
+HEALTH_CALLS, HEALTH_TIMEOUT_S = 4, 5.0
+"""Health checks at once, and the longest time of one: they need no token, so they must not use up the threads."""
+EXTRA_THREADS = 8
+"""Threads beyond one per stream: for health checks, and to refuse further streams."""
+_HEALTH_METHOD = "/grpc.health.v1.Health/Check"
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", int(PING_S * 1e3)),
+    ("grpc.keepalive_timeout_ms", int(PING_TIMEOUT_S * 1e3)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+_log = logging.getLogger(__name__)
 
 
-class Tokens:
-    """The tokens that are accepted, by their digests."""
+class BearerTokens:
+    """Accepted tokens, kept as digests."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._digests = [_digest(token) for token in tokens]
 
     @staticmethod
-    def from_file(path: str) -> Tokens:
-        """One token a line; empty lines and those that begin with # are left out. Raises ConfigError, which tells no
-        token."""
+    def from_file(path: str) -> BearerTokens:
+        """Read tokens, one per line; empty lines and lines beginning with # are skipped.
+
+        Raises:
+            ConfigError: a line is not a token; the error does not contain it.
+        """
         try:
             text = read_file("token_file", path).decode("ascii")
         except UnicodeDecodeError:
@@ -70,11 +100,13 @@ class Tokens:
                 f"token_file must hold one token of at least {MIN_TOKEN} characters in each line, got another line in "
                 f"{path}; make one with: openssl rand -hex 32"
             )
-        return Tokens(tokens)
+        return BearerTokens(tokens)
 
     def identify(self, authorization: str) -> str | None:
-        """A name for whose token it is, the same in every run with that file; None: nobody's. All are compared, each in
-        constant time."""
+        """Return a name for the token, the same in every run with that file; None if it is not accepted.
+
+        The token is compared with all others, each in constant time.
+        """
         found = None
         given = _digest(authorization[len(_SCHEME) :].strip())
         for number, digest in enumerate(self._digests, 1):
@@ -89,7 +121,7 @@ def _digest(token: str) -> bytes:
 
 
 def check_secured(settings: DraftServiceSettings) -> None:
-    """Raise ConfigError where others than this machine could use the draft, or files of certificates are wrong."""
+    """Raise ConfigError if other machines could use the draft unchecked, or a certificate file is invalid."""
     host, _ = host_port("listen", settings.listen)
     guarded = settings.token_file is not None or settings.tls_client_ca is not None or settings.insecure
     if not guarded and not is_loopback(host):
@@ -103,8 +135,11 @@ def check_secured(settings: DraftServiceSettings) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it: every address that the name stands for is loopback's. Raises ConfigError:
-    there is no such host."""
+    """Return whether every address of the host is a loopback address.
+
+    Raises:
+        ConfigError: there is no such host.
+    """
     try:
         return all(ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
     except (OSError, ValueError) as error:
@@ -112,7 +147,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Audit:
-    """Counts streams, and what was refused, by why. Any thread."""
+    """Thread-safe count of open streams and of refused ones, by reason."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,17 +156,17 @@ class Audit:
         self.opened = 0
 
     def refuse(self, why: str) -> None:
-        """One stream was refused or ended for what it did."""
+        """Count a stream that was refused, or ended for its behaviour."""
         with self._lock:
             self._refused[why] += 1
 
     def refused(self) -> dict[str, int]:
-        """Streams by why they were refused or ended."""
+        """Return the number of refused or ended streams by reason."""
         with self._lock:
             return dict(self._refused)
 
     def open(self, peer: str, most: int, most_per_peer: int) -> str:
-        """A stream of this peer begins: "", or why it may not."""
+        """Count a new stream of this peer and return "", or return why it is refused."""
         with self._lock:
             if self._streams.total() >= most:
                 return f"{most} targets are connected, as many as may be"
@@ -142,7 +177,7 @@ class Audit:
             return ""
 
     def close(self, peer: str) -> None:
-        """A stream that `open` let in has ended."""
+        """Count the end of a stream that `open` accepted."""
         with self._lock:
             self._streams[peer] -= 1
             if not self._streams[peer]:
@@ -150,45 +185,40 @@ class Audit:
 
     @property
     def streams(self) -> int:
-        """Open now."""
+        """Number of open streams."""
         with self._lock:
             return self._streams.total()
 
 
-MOST_UNTAKEN = 64
-"""Frames of one stream that may wait for the worker; then nothing more of it is read."""
-MOST_UNSENT = 1024
-"""Frames for one stream that may wait to be sent; a target that reads none of them is as good as gone."""
-PING_S, PING_TIMEOUT_S = 20.0, 10.0
-"""How often a silent connection is asked for a sign of life, and how long it has to give one."""
-HELLO_S = 30.0
-"""In which a new stream has to say who it is."""
-LAST_WORDS_S = 5.0
-"""In which a target has to read what is sent before its stream ends."""
-SPARE_THREADS = 8
-"""Beside one for each stream: what comes beyond is refused by a thread too."""
-_log = logging.getLogger(__name__)
+class FrameReceiver(Protocol):
+    """Receives the frames of streams; `service.worker.Worker` implements it."""
 
-
-class Hears(Protocol):
-    """What a server hands over to (`star.worker.Worker`)."""
-
-    def heard(self, stream: Connection, frame: Frame) -> None: ...
-    def lost(self, stream: Connection) -> None: ...
+    def receive(self, stream: Connection, frame: Frame) -> None: ...
+    def disconnect(self, stream: Connection) -> None: ...
 
 
 class DraftServer:
-    """Listens for targets. Raises ConfigError: the address is not to be had, or not to be had so openly."""
+    """Listens for targets. Health checks answer SERVING from `start` until `shut`.
 
-    def __init__(self, settings: DraftServiceSettings, worker: Hears, caps: Caps, audit: Audit | None = None) -> None:
+    Raises:
+        ConfigError: the address is in use, or would need authentication.
+    """
+
+    def __init__(
+        self, settings: DraftServiceSettings, worker: FrameReceiver, caps: Caps, audit: Audit | None = None
+    ) -> None:
         check_secured(settings)
         self.audit = audit or Audit()
         self._settings = settings
         self._worker = worker
         self._caps = caps
         self._is_shut = False
-        self._tokens = None if settings.token_file is None else Tokens.from_file(settings.token_file)
-        most = settings.max_targets + SPARE_THREADS
+        self._health = HealthServicer()
+        for name in ("", SERVICE):
+            self._health.set(name, HealthCheckResponse.SERVING)
+        self._health_slots = threading.BoundedSemaphore(HEALTH_CALLS)
+        self._tokens = None if settings.token_file is None else BearerTokens.from_file(settings.token_file)
+        most = settings.max_targets + EXTRA_THREADS
         self._server = grpc.server(
             ThreadPoolExecutor(most, "draft-stream"),
             handlers=[_Handlers(self)],
@@ -209,24 +239,39 @@ class DraftServer:
         except RuntimeError:
             bound = 0
         if not bound:
-            raise _taken(settings.listen)
+            raise _unavailable(settings.listen)
         return bound
 
     def start(self) -> None:
         self._server.start()
 
     def shut(self) -> None:
-        """Let no stream in any more; those that stand go on."""
+        """Accept no more streams, and report NOT_SERVING; open streams go on."""
         self._is_shut = True
+        self._health.enter_graceful_shutdown()
 
     def stop(self, grace_s: float) -> threading.Event:
-        """Take no more streams; those that stand have so long to end. Returns at once what is set when all have."""
+        """Accept no more streams, and end open ones after `grace_s`; return at once an event of their end."""
         return self._server.stop(grace_s)
 
-    # ---- one stream ----
+    def check_health(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        """Answer one health check. The handler of the health protocol's Check."""
+        if not self._health_slots.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{HEALTH_CALLS} health checks are running")
+        timer = threading.Timer(HEALTH_TIMEOUT_S, context.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            request: Any = next(requests, None) or HealthCheckRequest()
+            return self._health.Check(request, context)
+        finally:
+            timer.cancel()
+            self._health_slots.release()
+
+    # ---- streams ----
 
     def serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """The method: frames in, frames out."""
+        """Serve one stream: frames in, frames out. The handler of METHOD."""
         if self._is_shut:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the draft service is shutting down")
         peer = _peer_of(context)
@@ -244,20 +289,19 @@ class DraftServer:
             yield from stream.outgoing()
         finally:
             self.audit.close(peer)
-            stream.over()
-            self._worker.lost(stream)
+            stream.mark_over()
+            self._worker.disconnect(stream)
 
     def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
-        """Hand frames over until the stream ends. One that says too much waits: nothing more of it is read until its
-        messages are paid for."""
+        """Pass frames to the worker until the stream ends. A stream above its rate is not read until it is below."""
         now, rate = time.monotonic, self._settings.max_messages_per_s
-        allowance = Allowance(rate, max(1, int(rate)), now())
+        limiter = RateLimiter(rate, max(1, int(rate)), now())
         try:
             for data in requests:
                 frame = read_target_frame(data, self._caps)
-                stream.untaken.acquire()
-                wait_s = allowance.owe(max(len(frame), 1), now())  # now, before the worker wants the interpreter
-                self._worker.heard(stream, frame)
+                stream.queue_slots.acquire()
+                wait_s = limiter.owe(max(len(frame), 1), now())  # before the worker needs the interpreter
+                self._worker.receive(stream, frame)
                 if wait_s:
                     stream.pause(wait_s)
         except WireError as error:
@@ -269,7 +313,7 @@ class DraftServer:
             stream.end()
 
     def _identify(self, context: grpc.ServicerContext) -> str | None:
-        """Who the peer is: its token, its certificate's name, or anybody. None: it should have said."""
+        """Return the peer's identity by token or certificate, "anybody" if none is needed, None if it is unknown."""
         if self._tokens is not None:
             given = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
             return self._tokens.identify(given if isinstance(given, str) else "")
@@ -278,35 +322,35 @@ class DraftServer:
 
 
 class _Stream:
-    """Implements `streams.Connection`."""
+    """Implements `worker.Connection`."""
 
     def __init__(self, identity: str, context: grpc.ServicerContext, audit: Audit) -> None:
         self.identity = identity
         self._context = context
         self._audit = audit
-        self.untaken = threading.Semaphore(MOST_UNTAKEN)
+        self.queue_slots = threading.Semaphore(MAX_QUEUED_FRAMES)
         self._unsent: queue.SimpleQueue[Sequence[FromService] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ended = False
         self._is_over = threading.Event()
-        self._grace = threading.Timer(LAST_WORDS_S, context.cancel)  # for a target that does not read them
+        self._grace = threading.Timer(DRAIN_S, context.cancel)  # for a target that does not read the end
         self._grace.daemon = True
-        context.add_callback(self.over)
+        context.add_callback(self.mark_over)
 
     def send(self, frame: Sequence[FromService]) -> None:
         if self._ended:
             return
         self._unsent.put(frame)
-        if self._unsent.qsize() > MOST_UNSENT:
+        if self._unsent.qsize() > MAX_UNSENT_FRAMES:
             self._audit.refuse("unread")
             self.end()
-            self._context.cancel()  # gRPC's thread waits for the target to read, and would for ever
+            self._context.cancel()  # otherwise gRPC's thread would wait for ever for the target to read
 
-    def taken(self) -> None:
-        self.untaken.release()
+    def frame_taken(self) -> None:
+        self.queue_slots.release()
 
     def pause(self, seconds: float) -> None:
-        """Wait so long, or until the stream is over."""
+        """Wait, but not beyond the end of the stream."""
         self._is_over.wait(seconds)
 
     def end(self) -> None:
@@ -316,16 +360,16 @@ class _Stream:
                 self._grace.start()
         self._unsent.put(None)
 
-    def over(self) -> None:
-        """Nothing more is sent."""
+    def mark_over(self) -> None:
+        """Note that the call has ended; nothing more is sent."""
         self.end()
         self._grace.cancel()
         self._is_over.set()
 
     def outgoing(self) -> Iterator[bytes]:
-        """Frames as bytes, until the stream ends; at once where no answer to a Hello comes, since none was said."""
+        """Yield frames as bytes until the stream ends, or at once if no answer to a Hello comes in time."""
         try:
-            frame = self._unsent.get(timeout=HELLO_S)
+            frame = self._unsent.get(timeout=HELLO_TIMEOUT_S)
         except queue.Empty:
             return
         while frame is not None:
@@ -334,41 +378,36 @@ class _Stream:
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    """The one method, whose frames come and go as bytes."""
+    """The draft service's method, whose frames are bytes, and the health protocol's Check.
+
+    Health's Watch is not served: anybody could hold a thread with it for ever. Check is registered as a streaming
+    method so that its time limit covers the wait for the request.
+    """
 
     def __init__(self, server: DraftServer) -> None:
-        self._handler = grpc.stream_stream_rpc_method_handler(server.serve)
+        self._methods = {
+            METHOD: grpc.stream_stream_rpc_method_handler(server.serve),
+            _HEALTH_METHOD: grpc.stream_unary_rpc_method_handler(
+                server.check_health, HealthCheckRequest.FromString, HealthCheckResponse.SerializeToString
+            ),
+        }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
-        return self._handler if handler_call_details.method == METHOD else None
-
-
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", int(PING_S * 1e3)),
-    ("grpc.keepalive_timeout_ms", int(PING_TIMEOUT_S * 1e3)),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-    ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.server_handshake_timeout_ms", 10_000),
-)
+        return self._methods.get(handler_call_details.method)
 
 
 def check_free(settings: DraftServiceSettings) -> None:
-    """Raise ConfigError where the address is not to be had, before minutes of loading."""
+    """Raise ConfigError if the address is in use, before minutes of loading."""
     host, port = host_port("listen", settings.listen)
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
-            raise _taken(settings.listen) from None
+            raise _unavailable(settings.listen) from None
 
 
-def _taken(address: str) -> ConfigError:
+def _unavailable(address: str) -> ConfigError:
     return ConfigError(f"cannot listen on {address}; choose another address with --listen")
 
 
@@ -382,5 +421,5 @@ def _credentials(settings: DraftServiceSettings) -> grpc.ServerCredentials:
 
 
 def _peer_of(context: grpc.ServicerContext) -> str:
-    """The peer's address without its port."""
+    """Return the peer's address without its port."""
     return context.peer().rpartition(":")[0]

@@ -1,6 +1,6 @@
-"""The one thread of a draft service that owns core and device: takes frames in, runs batches, hands answers out.
+"""The worker thread of a draft service, which owns core and device: it takes frames in, runs batches, sends answers.
 
-Connections put frames into its inbox from threads of their own, also while the device computes. Knows no gRPC.
+Connections put frames into its inbox from threads of their own, also while the device computes. Independent of gRPC.
 """
 
 from __future__ import annotations
@@ -17,38 +17,47 @@ from typing import Protocol, TypeVar
 
 from adaserve_jax.star.messages import LOAD_EVERY_S, Close, FromService, FromTarget, Hello, Load, Refused
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.dispatch import Batch
-from adaserve_jax.star.service.session import ROWS_EDGES, BusyMeter, Snapshot, WorkerStats
+from adaserve_jax.star.service.dispatch import DraftBatch
+from adaserve_jax.star.service.stats import ROWS_EDGES, BusyMeter, ServiceSnapshot, WorkerStats
 from adaserve_jax.star.wire import WireError
 from adaserve_jax.types import CandidateTrees
-
-# Whose stream is whose: the connections of targets, as the worker sees them. Knows no gRPC and no session.
 
 Frame = Sequence[FromTarget | WireError]
 M = TypeVar("M", bound=FromTarget)
 
+BUSY_WINDOW_S = 2.0
+"""Window of Load.busy."""
+EXPIRE_EVERY_S = 1.0
+SNAPSHOT_EVERY_S = 0.2
+"""Longest age of the snapshot, while no batch is longer."""
+MAX_FAILURES = 3
+"""Failed batches in a row after which the service ends."""
+MAX_MESSAGES_PER_TURN = 1024
+"""Messages taken in between two batches, up to the end of their frame, so that a flood does not stall the device."""
+_log = logging.getLogger(__name__)
+
 
 class Connection(Protocol):
-    """One stream of a target, as the worker sees it. identity: who its peer is, by token or certificate."""
+    """One stream of a target. identity: of its peer, by token or certificate."""
 
     @property
     def identity(self) -> str: ...
 
     def send(self, frame: Sequence[FromService]) -> None:
-        """Hand a frame over; returns at once, never raises, and drops it where the stream has ended."""
+        """Queue a frame. Return at once and never raise; the frame is dropped if the stream has ended."""
         ...
 
-    def taken(self) -> None:
-        """One frame of it has been taken in."""
+    def frame_taken(self) -> None:
+        """Count one of its frames as processed."""
         ...
 
     def end(self) -> None:
-        """Send what was handed over, then end the stream. Safe to call twice."""
+        """Send the queued frames, then end the stream. Safe to call twice."""
         ...
 
 
-class Streams:
-    """One for each target that has said Hello. load: of the service, as of a time; targets are told it now and then."""
+class TargetStreams:
+    """The stream of each target that sent Hello. load: returns the service's load, which is sent along now and then."""
 
     def __init__(self, load: Callable[[float], Load]) -> None:
         self._load = load
@@ -59,19 +68,19 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def of(self, target_id: str) -> Connection | None:
+    def find(self, target_id: str) -> Connection | None:
         return self._streams.get(target_id)
 
     def target_of(self, stream: Connection) -> str | None:
         return self._targets.get(stream)
 
     def add(self, target_id: str, stream: Connection) -> None:
-        """The target's, which has none."""
+        """Add the stream of a target that has none."""
         self._streams[target_id] = stream
         self._targets[stream] = target_id
 
     def remove(self, stream: Connection) -> str | None:
-        """Nothing is sent on it any more; returns whose it was."""
+        """Remove a stream and return its target's id."""
         target_id = self._targets.pop(stream, None)
         if target_id is not None:
             del self._streams[target_id]
@@ -79,7 +88,7 @@ class Streams:
         return target_id
 
     def send(self, target_id: str, frame: list[FromService], now: float) -> None:
-        """Nothing happens where the target has no stream."""
+        """Send a frame, with the load if it is due; do nothing if the target has no stream."""
         stream = self._streams.get(target_id)
         if stream is None:
             return
@@ -93,33 +102,21 @@ class Streams:
             stream.end()
 
 
-def named(message: M, stream: Connection) -> M:
-    """Targets with other credentials are others, whatever they call themselves."""
+def with_identity(message: M, stream: Connection) -> M:
+    """Prefix a Hello's target id with the peer's identity, so that no target can take another's name."""
     if isinstance(message, Hello):
         return replace(message, target_id=f"{stream.identity}/{message.target_id}")
     return message
 
 
-BUSY_WINDOW_S = 2.0
-"""Load.busy is of the last so many seconds."""
-EXPIRE_EVERY_S = 1.0
-LOOK_EVERY_S = 0.2
-"""How often the snapshot is replaced, at least."""
-MOST_FAILURES = 3
-"""Of batches one after another, until the service ends."""
-MOST_MESSAGES = 1024
-"""Taken in between two batches, up to the end of their frame, so that a flood does not keep the device waiting."""
-_log = logging.getLogger(__name__)
-
-
 class Device(Protocol):
-    """What runs batches (`star.model.DraftModel`)."""
+    """Runs batches; `service.model.DraftModel` implements it."""
 
-    def run(self, batch: Batch) -> CandidateTrees | None: ...
+    def run(self, batch: DraftBatch) -> CandidateTrees | None: ...
 
 
 class Worker:
-    """Runs a core on a device. on_death: called from the thread when it ends because the device fails on and on."""
+    """Runs a core on a device. on_death: called in the thread when repeated failures of the device end it."""
 
     def __init__(
         self, core: DraftCore, device: Device, *, on_death: Callable[[], None] = lambda: None,
@@ -127,17 +124,17 @@ class Worker:
     ) -> None:  # fmt: skip
         self._core, self._device, self._on_death, self._clock = core, device, on_death, clock
         self._inbox: queue.SimpleQueue[tuple[Connection, Frame | None, float] | None] = queue.SimpleQueue()
-        self._streams = Streams(self._load)
+        self._streams = TargetStreams(self._load)
         self._stats = WorkerStats()
         self._stopping = False
-        self._failures = 0  # of batches one after another
+        self._failures = 0  # failed batches in a row
         self.died = False
-        """Whether the device's failures ended it."""
+        """True if failures ended the thread."""
         self._began_s = now = clock()
         self._busy = BusyMeter(BUSY_WINDOW_S, now)
-        self._expired_s = self._looked_s = now
+        self._expired_s = self._snapshot_s = now
         self.snapshot = self._snapshot(now)
-        """The newest; replaced, never changed."""
+        """Latest snapshot; replaced, never changed."""
         self._thread = threading.Thread(target=self._run, name="draft-worker", daemon=True)
 
     def start(self) -> None:
@@ -147,16 +144,16 @@ class Worker:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self.died
 
-    def heard(self, stream: Connection, frame: Frame) -> None:
-        """A frame has come. Any thread; returns at once."""
+    def receive(self, stream: Connection, frame: Frame) -> None:
+        """Queue a received frame. Called from any thread; returns at once."""
         self._inbox.put((stream, frame, self._clock()))
 
-    def lost(self, stream: Connection) -> None:
-        """The stream has ended. Any thread; nothing is heard of it afterwards."""
+    def disconnect(self, stream: Connection) -> None:
+        """Queue the end of a stream, after its last frame. Called from any thread."""
         self._inbox.put((stream, None, self._clock()))
 
     def stop(self, timeout_s: float) -> bool:
-        """Tell all targets that the service ends, and end once the batch on the device is done; whether it has."""
+        """Refuse all targets and end after the running batch; return whether the thread ended in time."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -166,18 +163,19 @@ class Worker:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self.turn()
         except Exception:
             _log.exception("the draft service ends")
             self.died = True
             self._on_death()
         finally:
-            self._say_goodbye()
+            self._refuse_all()
+            self.snapshot = self._snapshot(self._clock())
 
-    def _turn(self) -> None:
-        """Take in what has come, run one batch, or wait for something to come."""
+    def turn(self) -> None:
+        """Process received frames, then run one batch or wait for a frame. The thread calls this in a loop."""
         taken = 0
-        while taken < MOST_MESSAGES and (messages := self._take(block_s=None)):
+        while taken < MAX_MESSAGES_PER_TURN and (messages := self._take(block_s=None)):
             taken += messages
         now = self._clock()
         if now - self._expired_s >= EXPIRE_EVERY_S:
@@ -189,20 +187,20 @@ class Worker:
         if batch is not None:
             self._serve(batch)
         elif not self._stopping:
-            self._take(block_s=LOOK_EVERY_S)
+            self._take(block_s=SNAPSHOT_EVERY_S)
             self._stats.idle_s += self._clock() - now
-        if now - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now = self._clock()
+        if now - self._snapshot_s >= SNAPSHOT_EVERY_S:
+            self._snapshot_s = now = self._clock()
             self.snapshot = self._snapshot(now)
 
-    def _serve(self, batch: Batch) -> None:
+    def _serve(self, batch: DraftBatch) -> None:
         found, error = None, None
         try:
             found = self._device.run(batch)
         except Exception as raised:
             error = raised
         now = self._clock()
-        self._note(batch, now)
+        self._measure(batch, now)
         answers = self._core.done(batch, found, now) if error is None else self._core.failed(batch, now)
         for target_id, frame in answers:
             self._streams.send(target_id, frame, now)
@@ -211,10 +209,10 @@ class Worker:
             return
         self._failures += 1
         _log.error("a batch of %d rows failed: %s", len(batch.rows), type(error).__name__, exc_info=error)
-        if self._failures >= MOST_FAILURES:
+        if self._failures >= MAX_FAILURES:
             raise error
 
-    def _note(self, batch: Batch, now: float) -> None:
+    def _measure(self, batch: DraftBatch, now: float) -> None:
         taken_s, stats = now - batch.started_s, self._stats
         self._busy.add(batch.started_s, now)
         stats.service_s += taken_s
@@ -225,8 +223,10 @@ class Worker:
             stats.rows[next((edge for edge in ROWS_EDGES if edge >= len(batch.rows)), math.inf)] += 1
 
     def _take(self, block_s: float | None) -> int:
-        """Take in one frame; its messages, 1 at least, and 0 where none came. block_s: how long to wait for it; None:
-        not at all."""
+        """Process one item of the inbox; return its number of messages, at least 1, or 0 without an item.
+
+        block_s: how long to wait for it; None: not at all.
+        """
         try:
             item = self._inbox.get(block=block_s is not None, timeout=block_s)
         except queue.Empty:
@@ -236,36 +236,36 @@ class Worker:
             return 1
         stream, frame, came_s = item
         if frame is None:
-            self._gone(stream)
+            self._remove(stream)
             return 1
-        self._try(stream, frame, came_s)
-        stream.taken()
+        self._process(stream, frame, came_s)
+        stream.frame_taken()
         return max(len(frame), 1)
 
-    # ---- what comes ----
+    # ---- frames ----
 
-    def _try(self, stream: Connection, frame: Frame, came_s: float) -> None:
-        """Nothing that a target says ends the service."""
+    def _process(self, stream: Connection, frame: Frame, came_s: float) -> None:
+        """Process a frame; an internal error ends its stream, not the service."""
         try:
-            self._heard(stream, frame, came_s)
+            self._receive(stream, frame, came_s)
         except Exception as error:
             _log.error("a frame of %d messages failed: %s; its stream ends", len(frame), type(error).__name__)
             self._stats.nonsense["target"] += 1
-            self._gone(stream)
+            self._remove(stream)
             stream.end()
 
-    def _heard(self, stream: Connection, frame: Frame, now: float) -> None:
-        """now: when it came, which a batch may have made long ago; what waits, and until when, counts from then."""
+    def _receive(self, stream: Connection, frame: Frame, now: float) -> None:
+        """Process a frame that came at `now`, perhaps before the end of the latest batch; waits count from then."""
         self._stats.frames += 1
         target_id = self._streams.target_of(stream)
         if target_id is None:
-            target_id = self._greeted(stream, frame, now)
+            target_id = self._begin(stream, frame, now)
             if target_id is None:
                 return
         errors = [each for each in frame if isinstance(each, WireError)]
-        said = [named(each, stream) for each in frame if not isinstance(each, WireError)]
-        # What makes no sense ends its session, after what made sense before it; what names none is only counted.
-        replies = self._core.receive(target_id, [*said, *(Close(each.session) for each in errors)], now)
+        messages = [with_identity(each, stream) for each in frame if not isinstance(each, WireError)]
+        # An invalid message ends its session, after the valid ones before it; one without a session is only counted.
+        replies = self._core.receive(target_id, [*messages, *(Close(each.session) for each in errors)], now)
         for error in errors:
             self._stats.nonsense["session" if error.session else "target"] += 1
             self._core.stats.refused[error.code] += 1
@@ -274,12 +274,14 @@ class Worker:
         if replies:
             self._streams.send(target_id, replies, now)
         if any(isinstance(reply, Refused) and reply.session == 0 for reply in replies):
-            self._gone(stream)  # it gets nothing as it is
+            self._remove(stream)  # the target was refused
             stream.end()
 
-    def _greeted(self, stream: Connection, frame: Frame, now: float) -> str | None:
-        """The first frame of a stream begins with Hello: its target's id here. Another stream of the same target is
-        half dead, or the target would not have come again."""
+    def _begin(self, stream: Connection, frame: Frame, now: float) -> str | None:
+        """Begin a stream, whose first message must be Hello, and return its target's id.
+
+        An earlier stream of the same target is ended: the target would not connect again if it were alive.
+        """
         hello = frame[0] if frame else None
         if not isinstance(hello, Hello):
             self._stats.nonsense["target"] += 1
@@ -287,35 +289,35 @@ class Worker:
             stream.send([Refused("invalid", why)])
             stream.end()
             return None
-        target_id = named(hello, stream).target_id
-        before = self._streams.of(target_id)
+        target_id = with_identity(hello, stream).target_id
+        before = self._streams.find(target_id)
         if before is not None:
-            self._gone(before)
+            self._remove(before)
             before.end()
         self._streams.add(target_id, stream)
         return target_id
 
-    def _gone(self, stream: Connection) -> None:
+    def _remove(self, stream: Connection) -> None:
         target_id = self._streams.remove(stream)
         if target_id is not None:
-            self._core.gone(target_id, self._clock())
+            self._core.disconnect(target_id, self._clock())
 
-    # ---- what goes ----
+    # ---- state ----
 
     def _load(self, now: float) -> Load:
         core = self._core
         return Load(self._busy.share(now), core.backlog_s(), core.num_sessions, len(self._streams))
 
-    def _say_goodbye(self) -> None:
+    def _refuse_all(self) -> None:
         for target_id, frame in self._core.stop():
-            stream = self._streams.of(target_id)
+            stream = self._streams.find(target_id)
             if stream is not None:
                 stream.send(frame)
         self._streams.end_all()
 
-    def _snapshot(self, now: float) -> Snapshot:
+    def _snapshot(self, now: float) -> ServiceSnapshot:
         core, stats = self._core, self._stats
         copied = replace(core.stats, refused=Counter(core.stats.refused))
         loop_s = now - self._began_s
-        ours = replace(stats, loop_s=loop_s, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
-        return Snapshot(self._load(now), copied, ours, core.num_waiting, core.num_holding)
+        own = replace(stats, loop_s=loop_s, rows=Counter(stats.rows), nonsense=Counter(stats.nonsense))
+        return ServiceSnapshot(self._load(now), copied, own, core.num_waiting, core.num_holding)

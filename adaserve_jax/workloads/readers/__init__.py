@@ -30,7 +30,8 @@ FORMATS = tuple(_FORMATS)
 
 
 def find_format(name: str, source: Source) -> Format:
-    """By name; "auto": the one that the file's first request looks like. Raises ConfigError: none or several do."""
+    """Return the format of that name; "auto": the one that the file's first request matches. Raises ConfigError when
+    none or several match."""
     if name != AUTO:
         if name not in _FORMATS:
             raise ConfigError(f"no workload format {name!r}; give {AUTO} or one of {', '.join(FORMATS)}")
@@ -51,7 +52,7 @@ def find_format(name: str, source: Source) -> Format:
 
 
 def _keys(source: Source) -> frozenset[str]:
-    """Of the first JSON object, or the columns of a table."""
+    """Return the keys of the first JSON object, or the columns of a table."""
     if not source.is_json:
         return frozenset(source.header())
     first = next(source.objects(), None)

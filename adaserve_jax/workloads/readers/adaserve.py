@@ -39,7 +39,7 @@ def target_of(request: Fields) -> SLO:
 
 
 def class_of(slo: SLO) -> str:
-    """The paper's class by its target; another absolute target is a class of its own."""
+    """Return the paper's class of a target; any other absolute target is a class of its own."""
     if slo.tpot_ms is None:
         return DEFAULT_CLASS if slo.relative is None else RELATIVE_CLASS
     return CLASS_OF_TPOT_MS.get(slo.tpot_ms, f"tpot {slo.tpot_ms:g} ms")

@@ -39,7 +39,7 @@ def read(source: Source, gaps: Gaps) -> Iterator[WorkloadItem]:
 
 
 def class_of(prompt_id: str) -> str:
-    """What stands before the last dash: "code-0096" is of class code."""
+    """Return what stands before the last dash: "code-0096" is of class code."""
     return prompt_id.rpartition("-")[0] or DEFAULT_CLASS
 
 

@@ -1,4 +1,4 @@
-"""What a reader of one format is, and what requests get that their format says nothing of."""
+"""The interface of a reader of one format, and the defaults for what a format does not say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaserve_jax.workloads.readers.source import Source
 MAX_TOKENS = 256
 """Output tokens of a request that does not say: AdaServe's."""
 TEMPERATURE = 1.0
-"""Of a request that does not say: OpenAI's default."""
+"""Output length of a request that does not say: OpenAI's default."""
 DEFAULT_CLASS = "default"
 EMPTY = "requests without a prompt or an answer"
 """Left out: there is nothing to replay."""
@@ -21,9 +21,9 @@ EMPTY = "requests without a prompt or an answer"
 
 @dataclass(frozen=True)
 class Gaps:
-    """What fills the gaps of a format; None: the format's own default. texts: whether texts are wanted where a format
-    keeps them in other files. What reading adds: left_out, how often something that a file says is not replayed, by
-    what it is; also_read, hashes of the other files."""
+    """Defaults that fill the gaps of a format; None: the format's own default. texts: whether to read texts that a
+    format keeps in other files. Reading adds left_out, how often something in the file is not replayed, by its name,
+    and also_read, hashes of the other files."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -37,7 +37,7 @@ class Gaps:
         slo: SLO | None = None, max_tokens: int | None = None, temperature: float | None = None,
         seed: int | None = None, arrival_s: float | None = None, lengths: Lengths | None = None,
     ) -> WorkloadItem:  # fmt: skip
-        """A request, with gaps filled. slo_class: what the format would call it by itself."""
+        """Return a request with its gaps filled. slo_class: the format's own name for it."""
         if max_tokens is None:
             max_tokens = lengths.output_tokens if lengths is not None else self.max_tokens or MAX_TOKENS
         if temperature is None:
@@ -62,10 +62,10 @@ class Format:
 
 
 def has_keys(*names: str, without: tuple[str, ...] = ()) -> Callable[[Source, frozenset[str]], bool]:
-    """Detects JSON objects that have all of `names` and none of `without`."""
+    """Return a detector of JSON objects that have all of `names` and none of `without`."""
     return lambda source, keys: source.is_json and keys.issuperset(names) and keys.isdisjoint(without)
 
 
 def has_columns(*names: str) -> Callable[[Source, frozenset[str]], bool]:
-    """Detects tables that have all of these columns."""
+    """Return a detector of tables that have all of these columns."""
     return lambda source, keys: not source.is_json and keys.issuperset(names)

@@ -23,8 +23,6 @@ from adaserve_jax.errors import ConfigError, RequestError
 from adaserve_jax.types import SLO
 from adaserve_jax.workloads.items import Message
 
-# Typed access to the fields of one request of a workload file; every refusal names file, line and field.
-
 MOST_TOKENS = 1 << 20
 """Longest prompt and longest output that a file may tell of."""
 MOST_SECONDS = 1e10
@@ -47,13 +45,13 @@ class Fields:
         return self.values.get(field) is not None
 
     def only(self, known: tuple[str, ...]) -> None:
-        """Raises ConfigError: a field that is not known."""
+        """Raise ConfigError for an unknown field."""
         unknown = sorted(self.values.keys() - set(known))
         if unknown:
             raise ConfigError(f"{self.where}: unknown field {_shown(unknown[0])}; known fields are {', '.join(known)}")
 
     def text(self, field: str, *, required: bool = True, empty: bool = False) -> str | None:
-        """None: absent and not required."""
+        """Return the field, or None if it is absent and not required."""
         value = self.values.get(field)
         if value is None and not required:
             return None
@@ -62,11 +60,11 @@ class Fields:
         return value
 
     def string(self, field: str) -> str:
-        """A text that must be there."""
+        """Return a required text."""
         return self.text(field) or ""
 
     def integer(self, field: str, *, low: int = 1, high: int = MOST_TOKENS, default: int | None = None) -> int:
-        """A whole number, in a table one in decimal digits. default: when it is absent; None: it must be there."""
+        """Return a whole number, in a table one in decimal digits. default: used if absent; None: required."""
         value = self.values.get(field)
         if value is None and default is not None:
             return default
@@ -77,7 +75,7 @@ class Fields:
         return value
 
     def number(self, field: str, *, low: float, high: float) -> float:
-        """A number that must be there, in a table one in decimal digits."""
+        """Return a required number, in a table one in decimal digits."""
         value = self.values.get(field)
         if self.is_row and isinstance(value, str):
             value = _decimal(value)
@@ -89,7 +87,7 @@ class Fields:
         return self.number(field, low=low, high=high) if self.has(field) else None
 
     def seconds(self, field: str, *, per: float = 1.0) -> float:
-        """A time that must be there, of so many to the second."""
+        """Return a required time in seconds. per_second: the file's units per second."""
         return self.number(field, low=0.0, high=MOST_SECONDS * per) / per
 
     def messages(self, field: str = "messages") -> tuple[Message, ...]:
@@ -103,7 +101,7 @@ class Fields:
         return tuple(turn for turn in read if turn is not None)
 
     def slo(self) -> SLO:
-        """From slo_tpot_ms, slo_ttft_ms and slo_relative, as the HTTP interface spells them."""
+        """Return the target from slo_tpot_ms, slo_ttft_ms and slo_relative, spelled as in the HTTP interface."""
         get = self.values.get
         try:
             return SLO(tpot_ms=get("slo_tpot_ms"), ttft_ms=get("slo_ttft_ms"), relative=get("slo_relative"))
@@ -195,12 +193,12 @@ class Source:
 
     @cached_property
     def begin(self) -> int:
-        """Where the text's first character that is no blank stands."""
+        """Return the position of the first character that is not blank."""
         return _skip(self.text, 0)
 
     @property
     def is_array(self) -> bool:
-        """Whether the file is one JSON array, not JSON lines."""
+        """Return whether the file is one JSON array rather than JSON lines."""
         return self.text[self.begin : self.begin + 1] == "["
 
     @property
@@ -257,7 +255,7 @@ class Source:
                 ) from error
 
     def _array(self) -> Iterator[tuple[int, Any]]:
-        """The array's elements, each with the line that it begins on."""
+        """Yield the elements of the array, each with the line that it begins on."""
         text, line, counted = self.text, 1, 0
         at = _skip(text, self.begin + 1)
         while text[at : at + 1] != "]":

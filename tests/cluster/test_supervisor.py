@@ -11,19 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from adaserve_jax.cluster.keeper import Backoff, Keeper, Member, MemberFailed, Patience
 from adaserve_jax.cluster.plan import free_ports
+from adaserve_jax.cluster.supervisor import Member, MemberFailed, RestartBackoff, Supervisor, SupervisorTiming
 from tests.cluster.conftest import wait_until
 from tests.conftest import ROOT
 
 MEMBER = str(Path(__file__).parent / "member.py")
-FAST = Patience(every=0.02, grace=20.0, first_wait=0.02, most_wait=0.1, unwell=0.2)
+FAST = SupervisorTiming(
+    probe_interval_s=0.02, termination_grace_s=20.0, first_backoff_s=0.02, max_backoff_s=0.1, unhealthy_timeout_s=0.2
+)
 
 
-def member(tmp_path: Path, *options: str, patience: Patience = FAST) -> Member:
+def member(tmp_path: Path, *options: str, timing: SupervisorTiming = FAST) -> Member:
     (port,) = free_ports(1, "127.0.0.1")
     command = (sys.executable, "-S", MEMBER, str(port), *options)
-    return Member("m", command, f"http://127.0.0.1:{port}/health", tmp_path / "m.log", patience=patience)
+    return Member("m", command, f"http://127.0.0.1:{port}/health", tmp_path / "m.log", timing=timing)
 
 
 def is_alive(pid: int) -> bool:
@@ -40,7 +42,7 @@ async def until(condition) -> None:
 
 
 def test_waits_double_up_to_the_longest_and_begin_anew_after_a_long_life():
-    backoff = Backoff(Patience(first_wait=0.5, most_wait=3.0, well=60.0))
+    backoff = RestartBackoff(SupervisorTiming(first_backoff_s=0.5, max_backoff_s=3.0, backoff_reset_s=60.0))
     assert [backoff.after(ready_s) for ready_s in (0, 1, 59.9, 0, 0, 60, 0)] == [0.5, 1.0, 2.0, 3.0, 3.0, 0.5, 1.0]
 
 
@@ -48,23 +50,23 @@ def test_what_dies_or_says_that_it_is_dead_is_started_again(tmp_path):
     state = tmp_path / "state"
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--state={state}"))
-        keeper.start()
-        await keeper.ready()
-        first = keeper.pid
+        supervisor = Supervisor(member(tmp_path, f"--state={state}"))
+        supervisor.start()
+        await supervisor.ready()
+        first = supervisor.pid
         os.kill(first, signal.SIGKILL)
-        await until(lambda: keeper.restarts == 1 and keeper.phase == "ready")
-        second = keeper.pid
+        await until(lambda: supervisor.restarts == 1 and supervisor.phase == "ready")
+        second = supervisor.pid
         state.write_text("restarting")  # has limits of its own
-        await until(lambda: keeper.phase == "failing")
-        assert keeper.pid == second and keeper.detail == "restarting"
+        await until(lambda: supervisor.phase == "failing")
+        assert supervisor.pid == second and supervisor.detail == "restarting"
         state.write_text("dead")
         await until(lambda: not is_alive(second))
         state.write_text("ok")
-        await until(lambda: keeper.restarts == 2 and keeper.phase == "ready")
-        assert len({first, second, keeper.pid}) == 3
-        await keeper.stop()
-        assert keeper.phase == "stopped" and keeper.pid is None
+        await until(lambda: supervisor.restarts == 2 and supervisor.phase == "ready")
+        assert len({first, second, supervisor.pid}) == 3
+        await supervisor.stop()
+        assert supervisor.phase == "stopped" and supervisor.pid is None
 
     asyncio.run(go())
 
@@ -73,50 +75,50 @@ def test_one_that_is_unwell_for_long_is_replaced(tmp_path):
     state = tmp_path / "state"
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--state={state}"))
-        keeper.start()
-        await keeper.ready()
+        supervisor = Supervisor(member(tmp_path, f"--state={state}"))
+        supervisor.start()
+        await supervisor.ready()
         state.write_text("stalled")
-        await until(lambda: keeper.restarts == 1)
+        await until(lambda: supervisor.restarts == 1)
         state.unlink()
-        await until(lambda: keeper.phase == "ready")
-        await keeper.stop()
+        await until(lambda: supervisor.phase == "ready")
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_a_replacement_is_another_process_and_counts_as_no_restart(tmp_path):
     async def go() -> None:
-        keeper = Keeper(member(tmp_path))
-        keeper.start()
-        await keeper.ready()
-        before = keeper.pid
-        await keeper.replace()
-        assert keeper.pid not in (None, before) and not is_alive(before)
-        assert (keeper.restarts, keeper.replacements) == (0, 1)
-        await keeper.stop()
+        supervisor = Supervisor(member(tmp_path))
+        supervisor.start()
+        await supervisor.ready()
+        before = supervisor.pid
+        await supervisor.replace()
+        assert supervisor.pid not in (None, before) and not is_alive(before)
+        assert (supervisor.restarts, supervisor.replacements) == (0, 1)
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_wrong_use_is_told_with_the_end_of_the_log_and_not_tried_again(tmp_path):
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, "--status=2"))
-        keeper.start()
+        supervisor = Supervisor(member(tmp_path, "--status=2"))
+        supervisor.start()
         with pytest.raises(MemberFailed, match=r"m ended with status 2; its log ends with:(.|\n)*this option is wrong"):
-            await keeper.ready()
-        assert keeper.restarts == 0
-        await keeper.stop()
+            await supervisor.ready()
+        assert supervisor.restarts == 0
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_one_that_never_starts_is_given_up_after_a_few_times(tmp_path):
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, "--status=1"))
-        keeper.start()
+        supervisor = Supervisor(member(tmp_path, "--status=1"))
+        supervisor.start()
         with pytest.raises(MemberFailed, match="ended with status 1"):
-            await keeper.ready()
+            await supervisor.ready()
         assert (tmp_path / "m.log").read_text().count("member begins") == 3
 
     asyncio.run(go())
@@ -124,13 +126,13 @@ def test_one_that_never_starts_is_given_up_after_a_few_times(tmp_path):
 
 def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
     async def go() -> None:
-        patience = Patience(every=0.02, grace=0.1)
-        keeper = Keeper(member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}", patience=patience))
-        keeper.start()
-        await keeper.ready()
-        pid, child = keeper.pid, int((tmp_path / "child").read_text())
+        timing = SupervisorTiming(probe_interval_s=0.02, termination_grace_s=0.1)
+        supervisor = Supervisor(member(tmp_path, "--stubborn", f"--child={tmp_path / 'child'}", timing=timing))
+        supervisor.start()
+        await supervisor.ready()
+        pid, child = supervisor.pid, int((tmp_path / "child").read_text())
         assert is_alive(pid) and is_alive(child)
-        await keeper.stop()
+        await supervisor.stop()
         await until(lambda: not is_alive(pid) and not is_alive(child))
 
     asyncio.run(go())
@@ -138,30 +140,30 @@ def test_nothing_is_left_of_one_that_does_not_want_to_end(tmp_path):
 
 def test_the_child_of_one_that_was_killed_is_not_left(tmp_path):
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--child={tmp_path / 'child'}"))
-        keeper.start()
-        await keeper.ready()
+        supervisor = Supervisor(member(tmp_path, f"--child={tmp_path / 'child'}"))
+        supervisor.start()
+        await supervisor.ready()
         child = int((tmp_path / "child").read_text())
-        os.kill(keeper.pid, signal.SIGKILL)
+        os.kill(supervisor.pid, signal.SIGKILL)
         await until(lambda: not is_alive(child))
-        await keeper.stop()
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_waits_grow_for_one_that_was_well_once_and_does_not_start_any_more(tmp_path, caplog):
     now, ends = [0.0], tmp_path / "ends"
-    patience = Patience(every=0.01, first_wait=0.01, most_wait=0.08, well=60.0)
+    timing = SupervisorTiming(probe_interval_s=0.01, first_backoff_s=0.01, max_backoff_s=0.08, backoff_reset_s=60.0)
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--ends={ends}", patience=patience), clock=lambda: now[0])
-        keeper.start()
-        await keeper.ready()
+        supervisor = Supervisor(member(tmp_path, f"--ends={ends}", timing=timing), clock=lambda: now[0])
+        supervisor.start()
+        await supervisor.ready()
         now[0] = 1000.0  # a long good life
         ends.write_text("1")
-        os.kill(keeper.pid, signal.SIGKILL)
-        await until(lambda: keeper.restarts == 5)
-        await keeper.stop()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: supervisor.restarts == 5)
+        await supervisor.stop()
 
     asyncio.run(go())
     waits = [record.args[-1] for record in caplog.records if "started again" in record.msg]
@@ -173,49 +175,53 @@ def test_a_replacement_that_does_not_start_is_told_and_tried_on(tmp_path, status
     ends = tmp_path / "ends"
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--ends={ends}"))
-        keeper.start()
-        await keeper.ready()
+        supervisor = Supervisor(member(tmp_path, f"--ends={ends}"))
+        supervisor.start()
+        await supervisor.ready()
         ends.write_text(status)
         with pytest.raises(MemberFailed, match=rf"m ended with status {status}; its log ends with:(.|\n)*one too many"):
-            await keeper.replace()
+            await supervisor.replace()
         assert (tmp_path / "m.log").read_text().count("member begins") == 1 + starts
         ends.unlink()
-        await until(lambda: keeper.phase == "ready")
-        await keeper.replace()
-        await keeper.stop()
+        await until(lambda: supervisor.phase == "ready")
+        await supervisor.replace()
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_a_replacement_that_never_gets_well_is_told_when_its_time_is_up(tmp_path):
     state = tmp_path / "state"
-    patience = Patience(every=0.01, first_wait=0.01, start=0.05, unwell=600.0)
+    timing = SupervisorTiming(
+        probe_interval_s=0.01, first_backoff_s=0.01, start_timeout_s=0.05, unhealthy_timeout_s=600.0
+    )
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path, f"--state={state}", patience=Patience(every=0.01, first_wait=0.01)))
-        keeper.start()
-        await keeper.ready()
-        keeper.member = member(tmp_path, f"--state={state}", patience=patience)
+        supervisor = Supervisor(
+            member(tmp_path, f"--state={state}", timing=SupervisorTiming(probe_interval_s=0.01, first_backoff_s=0.01))
+        )
+        supervisor.start()
+        await supervisor.ready()
+        supervisor.member = member(tmp_path, f"--state={state}", timing=timing)
         state.write_text("starting")
         with pytest.raises(MemberFailed, match=r"m was not ready within 0.05 s"):
-            await keeper.replace()
-        await keeper.stop()
+            await supervisor.replace()
+        await supervisor.stop()
 
     asyncio.run(go())
 
 
 def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("adaserve_jax.cluster.keeper.MOST_LOG_BYTES", 100)
-    monkeypatch.setattr("adaserve_jax.cluster.keeper.LOG_TAIL_BYTES", 20)
+    monkeypatch.setattr("adaserve_jax.cluster.supervisor.MAX_LOG_BYTES", 100)
+    monkeypatch.setattr("adaserve_jax.cluster.supervisor.LOG_TAIL_BYTES", 20)
     (tmp_path / "m.log").write_text("x" * 101)
 
     async def go() -> None:
-        keeper = Keeper(member(tmp_path))
-        keeper.start()
-        await keeper.ready()
-        await keeper.stop()
-        assert keeper.log_tail() == "member begins"
+        supervisor = Supervisor(member(tmp_path))
+        supervisor.start()
+        await supervisor.ready()
+        await supervisor.stop()
+        assert supervisor.log_tail() == "member begins"
 
     asyncio.run(go())
     assert (tmp_path / "m.log.1").read_text() == "x" * 101
@@ -223,14 +229,14 @@ def test_a_long_log_is_put_aside_at_a_start_and_only_its_end_is_read(tmp_path, m
 
 KEEPS = """
 import asyncio, sys
-from adaserve_jax.cluster.keeper import Keeper
-from adaserve_jax.cluster.keeper import Member, Patience
+from adaserve_jax.cluster.supervisor import Supervisor
+from adaserve_jax.cluster.supervisor import Member, SupervisorTiming
 async def go():
-    keeper = Keeper(Member("m", tuple(sys.argv[2:]), sys.argv[1], __import__("pathlib").Path("m.log"),
-                           patience=Patience(every=0.02, grace=0.2)))
-    keeper.start()
-    await keeper.ready()
-    print(keeper.pid, flush=True)
+    supervisor = Supervisor(Member("m", tuple(sys.argv[2:]), sys.argv[1], __import__("pathlib").Path("m.log"),
+                           timing=SupervisorTiming(probe_interval_s=0.02, termination_grace_s=0.2)))
+    supervisor.start()
+    await supervisor.ready()
+    print(supervisor.pid, flush=True)
     await asyncio.sleep(600)
 asyncio.run(go())
 """

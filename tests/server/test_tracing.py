@@ -20,8 +20,8 @@ from opentelemetry.semconv._incubating.attributes import error_attributes, gen_a
 from opentelemetry.trace import SpanKind, StatusCode
 
 from adaserve_jax.errors import ConfigError
-from adaserve_jax.results.served import ServedChoice
-from adaserve_jax.server.serve import Watchers
+from adaserve_jax.results.records import ServedRecord
+from adaserve_jax.server.serve import Observability
 from adaserve_jax.server.settings import ServerSettings
 from adaserve_jax.server.tracing import SpanMaker, Tracer, open_exporter
 from tests.conftest import ROOT
@@ -47,8 +47,8 @@ def traced(start_server):
     return start
 
 
-def span_of(choice: ServedChoice) -> ReadableSpan:
-    span = SpanMaker().of(choice, operation="chat", traceparent="")
+def span_of(choice: ServedRecord) -> ReadableSpan:
+    span = SpanMaker().make(choice, operation="chat", traceparent="")
     assert span is not None
     return span
 
@@ -182,7 +182,7 @@ def collector(status: int = 200) -> Iterator[tuple[str, list[tuple[str, ExportTr
 def test_a_collector_gets_spans_over_http(start_server, suffix):
     with collector() as (url, got):
         settings = ServerSettings(otlp_endpoint=url + suffix)
-        with Watchers(settings) as watchers, start_server(settings) as server:
+        with Observability(settings) as watchers, start_server(settings) as server:
             watchers.attach(server.state)
             caller = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
             server.http.post("/v1/completions", json={"prompt": "x"}, headers=caller)
@@ -217,4 +217,4 @@ def test_a_dead_collector_costs_a_counter(start_server, caplog, capsys):
 def test_it_says_how_to_install_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"needs the package .*; run: pip install 'adaserve-jax\[otel\]'"):
-        Watchers(ServerSettings(otlp_endpoint="http://127.0.0.1:4318"))
+        Observability(ServerSettings(otlp_endpoint="http://127.0.0.1:4318"))

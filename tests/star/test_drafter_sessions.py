@@ -46,7 +46,7 @@ def test_errors_of_its_own_are_logged_once_and_counted(caplog: pytest.LogCapture
     scene = Scene.of()
     typist = Typist(scene)
     typist.step()
-    scene.drafter._mirror.follow = None  # type: ignore[assignment, method-assign]
+    scene.drafter._table.update = None  # type: ignore[assignment, method-assign]
     assert typist.steps(3) == [[False, False]] * 3
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert scene.drafter.stats().errors == 3
@@ -132,7 +132,7 @@ def test_a_failure_inside_is_a_step_without_drafts_and_nothing_is_mixed_up_after
     typist = Typist(scene)
     typist.step()
     with monkeypatch.context() as patched:
-        patched.setattr("adaserve_jax.star.client.drafter.Round", None)
+        patched.setattr("adaserve_jax.star.client.drafter.DraftRound", None)
         assert typist.step() == [False, False]
     assert "drafting failed" in caplog.text
     assert typist.steps(2) == [[True, True]] * 2

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
-from adaserve_jax.cluster.rolling import Replace, restart_members
+from adaserve_jax.cluster.orchestrator import ReplaceMember, rolling_restart
 
 
 class AtOnce:
@@ -22,7 +22,7 @@ class AtOnce:
     async def resume(self, url: str) -> None:
         self._done.append(f"resume {url}")
 
-    async def find(self, url: str) -> dict:
+    async def target_status(self, url: str) -> dict:
         return {"in_flight": 0, "state": "up"}
 
 
@@ -30,14 +30,14 @@ def restarted(*orders: str) -> list[str]:
     """What is done when these are given at once."""
     done: list[str] = []
 
-    def replacing(name: str) -> Replace:
+    def replacing(name: str) -> ReplaceMember:
         async def replace() -> None:
             await asyncio.sleep(0)  # somebody else's turn
             done.append(f"replace {name}")
 
         return replace
 
-    async def targets() -> Mapping[str, Replace]:
+    async def targets() -> Mapping[str, ReplaceMember]:
         done.append("look where targets are")
         return {"http://t": replacing("http://t")}
 
@@ -46,7 +46,7 @@ def restarted(*orders: str) -> list[str]:
         lock, router, drafts = asyncio.Lock(), cast(Any, AtOnce(done)), {"draft-0": replacing("draft-0")}
 
         async def order(what: str) -> None:
-            async for _ in restart_members(cluster, what, lock, router, drafts=drafts, targets=targets):
+            async for _ in rolling_restart(cluster, what, lock, router, drafts=drafts, targets=targets):
                 pass
 
         await asyncio.gather(*map(order, orders))

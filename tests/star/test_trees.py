@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.runtime.drafter import LocalDrafter
-from adaserve_jax.star.client.answers import Answers, Asked
+from adaserve_jax.star.client.trees import CandidateBuilder, TreeRequest
 from adaserve_jax.star.messages import Tree, along_paths, cells_hash, log_f_of
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.tree.beam import AcceptanceTable, beam_search
@@ -50,7 +50,7 @@ def searched(plan: StepPlan, by: ChanceTable) -> CandidateTrees:
     return LocalDrafter._unpack(SimpleNamespace(wait_s=0.0), packed, plan)  # type: ignore[arg-type]
 
 
-def sent(found: CandidateTrees, plan: StepPlan) -> list[tuple[Asked, Tree]]:
+def sent(found: CandidateTrees, plan: StepPlan) -> list[tuple[TreeRequest, Tree]]:
     """What a service with that drafter answers."""
     draft = plan.draft
     assert draft is not None and found.cell is not None and found.log_q is not None
@@ -64,7 +64,7 @@ def sent(found: CandidateTrees, plan: StepPlan) -> list[tuple[Asked, Tree]]:
             found.cell[row, at],
             found.log_q[row, at],
         )
-        asked = Asked(row, 0, row + 1, 1, 1, 3, draft.depth, draft.width)
+        asked = TreeRequest(row, 0, row + 1, 1, 1, 3, draft.depth, draft.width)
         answers.append((asked, Tree(row + 1, 1, 1, 3, draft.width, *parts)))
     return answers
 
@@ -75,9 +75,9 @@ def test_candidates_are_those_of_a_local_drafter(depth: int, width: int, calibra
     own = table(1)
     plan = plan_of(ROWS_OF_PLAN, depth, width, calibrated=calibrated)
     expected = searched(plan, own)
-    answers = Answers(table(2), VOCABULARY)
-    answers.use(own.chance)
-    found, invalid = answers.candidates(plan, sent(expected, plan))
+    builder = CandidateBuilder(table(2), VOCABULARY)
+    builder.set_chances(own.chance)
+    found, invalid = builder.build(plan, sent(expected, plan))
     assert invalid == []
     there = expected.log_f > -np.inf
     assert there[[0, 1, 3]].any(axis=1).all() and not there[2].any()
@@ -95,7 +95,7 @@ def test_chances_are_the_targets_own_whatever_the_service_searched_by() -> None:
     theirs, mine = table(3), table(4)
     plan = plan_of(ROWS_OF_PLAN, 4, 3)
     searched_by_them = searched(plan, theirs)
-    found, _ = Answers(mine, VOCABULARY).candidates(plan, sent(searched_by_them, plan))
+    found, _ = CandidateBuilder(mine, VOCABULARY).build(plan, sent(searched_by_them, plan))
     assert found.cell is not None
     flat = mine.chance.astype(np.float64).reshape(2, -1)
     for row, column in np.argwhere(found.log_f > -np.inf).tolist():
@@ -109,8 +109,8 @@ def test_chances_are_the_targets_own_whatever_the_service_searched_by() -> None:
 def test_a_tree_without_nodes_is_an_answer() -> None:
     plan = plan_of(ROWS_OF_PLAN[:1])
     none = np.zeros(0, np.int32)
-    asked = Asked(0, 0, 1, 1, 1, 3, 3, 2)
-    found, invalid = Answers(table(), VOCABULARY).candidates(
+    asked = TreeRequest(0, 0, 1, 1, 1, 3, 3, 2)
+    found, invalid = CandidateBuilder(table(), VOCABULARY).build(
         plan, [(asked, Tree(1, 1, 1, 3, 2, none, none, none, none, np.zeros(0, np.float32)))]
     )
     assert invalid == [] and not (found.log_f > -np.inf).any() and found.token.shape == (1, 6)

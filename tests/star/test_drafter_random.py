@@ -15,9 +15,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, Tree, WireError
+from adaserve_jax.star.messages import FromTarget, Load, Refused, Resync, SessionSampling, Tree, WireError
 from adaserve_jax.star.service.core import DraftCore
-from adaserve_jax.star.service.session import Sampling
 from adaserve_jax.tree.acceptance_table import ChanceTable
 from adaserve_jax.types import DraftPlan
 from tests.star import toys
@@ -204,7 +203,7 @@ class CoreService(Service):
     def __post_init__(self) -> None:
         names = {"vocabulary_hash": HELLO.vocabulary_hash, "cells_hash": HELLO.cells_hash}
         bounds = toys.limits(draft_version="draft-1", max_context=4096, **names)
-        room = toys.ToyRoom(pages=400)
+        room = toys.ToyPages(pages=400)
         self._core, self._device = DraftCore(bounds, room), toys.ToyDevice(room, bounds)
         self._works = False
         self._greeted: ScriptedStream | None = None
@@ -216,7 +215,7 @@ class CoreService(Service):
     def hear(self, stream: ScriptedStream, frame: Sequence[FromTarget]) -> None:
         core = self._core
         if stream is not self._greeted:
-            core.gone(HELLO.target_id, self.world.now)
+            core.disconnect(HELLO.target_id, self.world.now)
             self._greeted = stream
         self._answer_with(stream, core.receive(HELLO.target_id, self.listen(frame), self.world.now))
         self._work()
@@ -249,7 +248,7 @@ class CoreService(Service):
 
 
 def foretold(text: np.ndarray, sampling: tuple[Any, ...], draft: DraftPlan) -> toys.Columns:
-    return toys.toy_columns(text, Sampling(*sampling), draft.depth, draft.width, draft.calibrated)
+    return toys.toy_columns(text, SessionSampling(*sampling), draft.depth, draft.width, draft.calibrated)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Judges every message of a target: tells sessions what was said, and answers what can be answered at once.
+"""Handles every message of a target: checks it, applies it to its session, and answers what can be answered at once.
 
-No thread, clock or device. Who is there, and what ends, is registry.py's; trees are core.py's.
+No thread, clock or device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaserve_jax.star.messages import (
     Resync,
     Welcome,
 )
-from adaserve_jax.star.service.admission import Admission
+from adaserve_jax.star.service.admission import TargetAdmission
 from adaserve_jax.star.service.limits import (
     DraftLimits,
     Quotas,
@@ -28,21 +28,23 @@ from adaserve_jax.star.service.limits import (
     problem_of_hello,
     problem_of_open,
 )
-from adaserve_jax.star.service.registry import Registry
-from adaserve_jax.star.service.session import Asked, CoreStats, Heard, Session, Target
+from adaserve_jax.star.service.registry import TargetRegistry
+from adaserve_jax.star.service.session import DraftSession, MessageOutcome, PendingDraft, TargetState
+from adaserve_jax.star.service.stats import CoreStats
 
 RETRY_S = 1.0
-"""When what was refused for a quota is worth asking again; a target that is one too many: FULL_RETRY_S."""
+"""`retry_after_s` after a refusal for a quota."""
 FULL_RETRY_S = 5.0
+"""`retry_after_s` for a target that admission refused."""
 _STOPPING = "the draft service is shutting down; decode without it"
 
 
-class Reception:
-    """Of one service. longest: most tokens of a session, its tree included."""
+class MessageHandler:
+    """Handler of one service. longest: most tokens of a session, including its tree."""
 
     def __init__(
-        self, registry: Registry, limits: DraftLimits, quotas: Quotas, longest: int, stats: CoreStats,
-        admission: Admission | None,
+        self, registry: TargetRegistry, limits: DraftLimits, quotas: Quotas, longest: int, stats: CoreStats,
+        admission: TargetAdmission | None,
     ):  # fmt: skip
         self._registry = registry
         self._limits = limits
@@ -54,33 +56,33 @@ class Reception:
         self._stopped = False
 
     def receive(self, target_id: str, messages: Sequence[FromTarget], now: float) -> list[FromService]:
-        """Take one frame of a target in, which came at `now`; returns what to answer at once. Never raises."""
-        answers = (self._hear(target_id, message, now) for message in messages)
+        """Process one frame of a target that came at `now`, and return the immediate answers. Never raises."""
+        answers = (self._handle(target_id, message, now) for message in messages)
         return [answer for answer in answers if answer is not None]
 
-    def gone(self, target_id: str) -> None:
-        """Its stream has ended: what it waits for is dropped, and it no longer counts for admission."""
-        self._registry.gone(target_id)
+    def disconnect(self, target_id: str) -> None:
+        """Drop the waiting Drafts of a target, and its part in admission."""
+        self._registry.disconnect(target_id)
         if self._admission is not None:
             self._admission.leave(target_id)
 
     def stop(self) -> Refused:
-        """From now on nothing is taken on; returns what to tell the connected targets."""
+        """Accept no more work; return the refusal for the connected targets."""
         self._stopped = True
         return Refused("shutting_down", _STOPPING)
 
     # ---- targets ----
 
-    def _hear(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
-        """Every message is paid for before it is looked at; one that there was no allowance for does little."""
+    def _handle(self, target_id: str, message: FromTarget, now: float) -> FromService | None:
+        """Handle one message. Each counts against the rate limit first; above the limit little is done."""
         target = self._registry.find(target_id)
         if target is None:
             if isinstance(message, Hello):
                 return self._hello(target_id, message, now)
             return self._refusal("invalid", "say Hello first", retry_after_s=RETRY_S)
-        wait_s = target.allowance.take(now)
+        wait_s = target.rate_limiter.take(now)
         if isinstance(message, Hello):
-            self._stats.duplicates += 1  # once for each stream
+            self._stats.duplicates += 1  # a stream has one Hello
             return None
         if isinstance(message, Close):
             self._registry.end_number(target, message.session)
@@ -88,15 +90,15 @@ class Reception:
         if isinstance(message, (Open, Draft)):
             if wait_s:
                 most = self._quotas.messages_per_s
-                return self._of_one("rate", f"more than {most:g} messages per second of one target", message, wait_s)
-            return self._of_session(target, message, now)
+                return self._refuse("rate", f"more than {most:g} messages per second of one target", message, wait_s)
+            return self._session_message(target, message, now)
         return self._refusal("invalid", f"a target says Hello, Open, Draft or Close, got {message!r:.50}")
 
     def _hello(self, target_id: str, hello: Hello, now: float) -> FromService:
-        refusal = self._why_not(target_id, hello)
+        refusal = self._hello_refusal(target_id, hello)
         if refusal is not None:
             return refusal
-        self._registry.come(target_id, now)
+        self._registry.connect(target_id, now)
         limits = self._limits
         return Welcome(
             limits.draft_version,
@@ -109,21 +111,21 @@ class Reception:
             dict(limits.catchup_s),
         )
 
-    def _why_not(self, target_id: str, hello: Hello) -> Refused | None:
+    def _hello_refusal(self, target_id: str, hello: Hello) -> Refused | None:
         limits = self._limits
         problem = problem_of_hello(hello)
         if problem or hello.target_id != target_id:
             return self._refusal("invalid", problem or f"this stream is of target {target_id}, not {hello.target_id}")
         if self._stopped:
             return self._refusal("shutting_down", _STOPPING)
-        for code, what, held, said in (
+        for code, what, own, given in (
             ("protocol_version", "protocol version", PROTOCOL_VERSION, hello.protocol_version),
             ("vocabulary", "vocabulary", limits.vocabulary_hash, hello.vocabulary_hash),
             ("draft_version", "draft version", limits.draft_version, hello.draft_version or limits.draft_version),
             ("cells", "cells of the acceptance table", limits.cells_hash, hello.cells_hash),
         ):
-            if held != said:
-                return self._refusal(code, f"{what}: the draft service has {held}, the target {said!r:.80}")
+            if own != given:
+                return self._refusal(code, f"{what}: the draft service has {own}, the target {given!r:.80}")
         if self._admission is None:
             return None
         plain_s, verify_s = float(hello.plain_s), float(hello.verify_s)
@@ -133,8 +135,8 @@ class Reception:
 
     # ---- sessions ----
 
-    def _of_session(self, target: Target, message: Open | Draft, now: float) -> FromService | None:
-        """An Open or a Draft: checked, then taken."""
+    def _session_message(self, target: TargetState, message: Open | Draft, now: float) -> FromService | None:
+        """Check an Open or a Draft, then apply it."""
         is_open = isinstance(message, Open)
         problem = problem_of_open(message, self._limits) if is_open else problem_of_draft(message, self._limits)
         if problem:
@@ -152,98 +154,97 @@ class Reception:
             return self._invalid(target, message, "a tree grows from a token, and there is none")
         return self._draft(target, message, now)
 
-    def _open(self, target: Target, opened: Open, now: float) -> FromService | None:
+    def _open(self, target: TargetState, opened: Open, now: float) -> FromService | None:
         session = target.sessions.get(opened.session)
         if session is None:
-            refusal = self._why_no_more(target, opened, now)
+            refusal = self._quota_refusal(target, opened, now)
             if refusal is not None:
                 return refusal
             session = self._registry.open(target, opened, now)
         else:
-            session.heard_s = now
-            heard = session.reopen(opened)
-            if heard is not Heard.TAKEN:
-                return self._not_taken(session, heard, opened)
-        self._registry.note(session)
+            session.last_message_s = now
+            outcome = session.reopen(opened)
+            if outcome is not MessageOutcome.APPLIED:
+                return self._not_applied(session, outcome, opened)
+        self._registry.update_busy(session)
         return None
 
-    def _why_no_more(self, target: Target, opened: Open, now: float) -> Refused | None:
-        """Why this target cannot have one session more. Where there are too many, targets that are gone lose theirs
-        before their leases end."""
+    def _quota_refusal(self, target: TargetState, opened: Open, now: float) -> Refused | None:
+        """Refuse one more session of this target if a quota is used up.
+
+        At the quota of all targets, sessions of disconnected targets end before their leases do.
+        """
         registry, most = self._registry, self._quotas.max_sessions_in_all
         if registry.num_sessions >= most:
             registry.expire(now)
         if len(target.sessions) >= self._quotas.max_sessions:
             why = f"{len(target.sessions)} sessions of this target are open, as many as one may have"
             return self._refusal("quota", why, opened, RETRY_S)
-        if registry.num_sessions >= most and not registry.end_one_of_who_is_gone():
+        if registry.num_sessions >= most and not registry.end_oldest_disconnected():
             why = f"{registry.num_sessions} sessions are open, as many as there may be"
             return self._refusal("quota", why, opened, RETRY_S)
         return None
 
-    def _draft(self, target: Target, draft: Draft, now: float) -> FromService | None:
+    def _draft(self, target: TargetState, draft: Draft, now: float) -> FromService | None:
         session = target.sessions.get(draft.session)
         if session is None:
             return self._resync(draft)
-        session.heard_s = now
-        answered, before = session.answered, session.length
-        heard = session.hear(draft)
-        self._registry.note(session)
-        if heard is not Heard.TAKEN:
-            return self._not_taken(session, heard, draft)
-        follows = answered is not None and len(answered[1].index) > 0 and draft.round == answered[0].round + 1
-        if self._admission is not None and answered is not None and follows:
-            emitted = min(session.length - before, answered[0].depth + 1)
+        session.last_message_s = now
+        answer, length_before = session.answer, session.length
+        outcome = session.apply_draft(draft)
+        self._registry.update_busy(session)
+        if outcome is not MessageOutcome.APPLIED:
+            return self._not_applied(session, outcome, draft)
+        follows = answer is not None and len(answer[1].index) > 0 and draft.round == answer[0].round + 1
+        if self._admission is not None and answer is not None and follows:
+            emitted = min(session.length - length_before, answer[0].depth + 1)
             if emitted > 0:
-                self._admission.verified(target.id, emitted, now - session.answered_s)
-        return self._ask(target, session, draft, now) if draft.depth else None
+                self._admission.record_round(target.id, emitted, now - session.answered_s)
+        return self._set_pending(target, session, draft, now) if draft.depth else None
 
-    def _ask(self, target: Target, session: Session, draft: Draft, now: float) -> FromService | None:
-        if len(target.sessions) > self._quotas.max_waiting and self._is_waiting_enough(target):
-            waiting = self._quotas.max_waiting
-            return self._refusal("quota", f"{waiting} drafts of this target wait, as many as may", draft, RETRY_S)
-        deadline_s = now + max(min(float(draft.due_s), float(draft.give_up_s)), 0.0)  # what is overdue is due now
-        asked = Asked(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
+    def _set_pending(self, target: TargetState, session: DraftSession, draft: Draft, now: float) -> FromService | None:
+        most = self._quotas.max_waiting
+        sessions = target.sessions.values()
+        if len(sessions) > most and sum(other.pending is not None for other in sessions) >= most:
+            return self._refusal("quota", f"{most} drafts of this target wait, as many as may", draft, RETRY_S)
+        deadline_s = now + max(min(float(draft.due_s), float(draft.give_up_s)), 0.0)  # an overdue one is due now
+        pending = PendingDraft(draft, now, deadline_s, now + float(draft.give_up_s), self._arrivals)
         self._arrivals += 1
-        self._registry.ask(session, asked)
+        self._registry.set_pending(session, pending)
         return None
 
-    def _is_waiting_enough(self, target: Target) -> bool:
-        """Whether no more of its Drafts may wait."""
-        return sum(other.asked is not None for other in target.sessions.values()) >= self._quotas.max_waiting
-
-    def _not_taken(self, session: Session, heard: Heard, message: Open | Draft) -> FromService | None:
-        """Of a message that did not change the text."""
-        if heard is Heard.GAP:
+    def _not_applied(self, session: DraftSession, outcome: MessageOutcome, message: Open | Draft) -> FromService | None:
+        """Answer a message that did not change the text."""
+        if outcome is MessageOutcome.GAP:
             return self._resync(message)
-        if heard is Heard.CONFLICT:
+        if outcome is MessageOutcome.CONFLICT:
             return self._invalid(session.target, message, "said before under the same number, and otherwise")
-        if heard is Heard.STALE:
+        if outcome is MessageOutcome.STALE:
             self._stats.stale += 1
             return None
         self._stats.duplicates += 1
-        if heard is Heard.ANSWERED and session.answered is not None:
+        if outcome is MessageOutcome.ANSWERED and session.answer is not None:
             self._stats.trees += 1
-            return session.answered[1]
+            return session.answer[1]
         return None
 
-    # ---- ends and refusals ----
+    # ---- refusals ----
 
     def _resync(self, message: Open | Draft) -> Resync:
         self._stats.resyncs += 1
         return Resync(message.session, message.epoch)
 
-    def _invalid(self, target: Target, message: Open | Draft, problem: str) -> FromService | None:
-        """Ends the session that the message names."""
+    def _invalid(self, target: TargetState, message: Open | Draft, problem: str) -> FromService | None:
+        """End the session that an invalid message names."""
         self._registry.end_number(target, message.session)
-        return self._of_one("invalid", problem, message)
+        return self._refuse("invalid", problem, message)
 
-    def _of_one(self, code: str, why: str, of: Open | Draft, retry_after_s: float = 0.0) -> Refused | None:
-        """Refused, where the message names a session; where it names none, nobody is answered."""
-        refusal = self._refusal(code, why, of, retry_after_s)
+    def _refuse(self, code: str, why: str, message: Open | Draft, retry_after_s: float = 0.0) -> Refused | None:
+        """Return a refusal of the message's session; None if it names none, because nobody could be answered."""
+        refusal = self._refusal(code, why, message, retry_after_s)
         return refusal if refusal.session else None
 
-    def _refusal(self, code: str, why: str, of: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:
+    def _refusal(self, code: str, why: str, message: Open | Draft | None = None, retry_after_s: float = 0.0) -> Refused:
         self._stats.refused[code] += 1
-        session, epoch = (of.session, of.epoch) if of is not None else (0, 0)
+        session, epoch = (message.session, message.epoch) if message is not None else (0, 0)
         return Refused(code, why, session if is_id(session) else 0, epoch if is_id(epoch) else 0, retry_after_s)

@@ -1,4 +1,4 @@
-"""Chunks become pieces: what ends inside a character is held back, names spell nothing, -inf is JSON."""
+"""Chunks become deltas: what ends inside a character is held back, names spell nothing, -inf is JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 
 from adaserve_jax.engine.client import OutputChunk
-from adaserve_jax.server.formatting import ChatDialect, CompletionDialect, Piece, Pieces, to_json
+from adaserve_jax.server.formatting import ChatFormatter, ChoiceDelta, CompletionFormatter, DeltaBuilder, to_json
 from adaserve_jax.types import TokenLogprob
 
 SPELLED: dict[int, bytes | str] = {0: "<|end|>", 1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b" b"}
@@ -17,15 +17,15 @@ def chunk(text: str, ids: list[int], reason=None) -> OutputChunk:
     return OutputChunk("r", 0, text, ids, reason, logprobs=found)
 
 
-def taken(*chunks: OutputChunk, **asked) -> list[Piece | None]:
-    pieces = Pieces(**asked)
-    assert pieces.opens(0)
-    return [pieces.take(0, one) for one in chunks]
+def taken(*chunks: OutputChunk, **asked) -> list[ChoiceDelta | None]:
+    deltas = DeltaBuilder(**asked)
+    assert deltas.is_new(0)
+    return [deltas.add(0, one) for one in chunks]
 
 
 def test_tokens_inside_a_character_wait_for_the_rest_of_it():
     first, held, rest, last = taken(
-        chunk("a", [1]), chunk("", [2]), chunk("é b", [3, 4]), chunk("", [0], "stop"), spelled=SPELLED.__getitem__
+        chunk("a", [1]), chunk("", [2]), chunk("é b", [3, 4]), chunk("", [0], "stop"), spell=SPELLED.__getitem__
     )
     assert held is None
     assert [[one.token for one in piece.logprobs] for piece in (first, rest, last)] == [
@@ -36,7 +36,7 @@ def test_tokens_inside_a_character_wait_for_the_rest_of_it():
 
 
 def test_a_name_in_the_middle_moves_no_offset():
-    (piece,) = taken(chunk("a b", [1, 0, 4], "length"), spelled=SPELLED.__getitem__)
+    (piece,) = taken(chunk("a b", [1, 0, 4], "length"), spell=SPELLED.__getitem__)
     assert [one.offset for one in piece.logprobs] == [0, 1, 1]
 
 
@@ -46,10 +46,10 @@ def test_an_echo_waits_for_the_first_piece():
 
 
 def test_names_and_minus_infinity_on_the_wire():
-    (piece,) = taken(chunk("\ufffd", [0, 2], "stop"), spelled=SPELLED.__getitem__)
-    chat = json.loads(to_json(ChatDialect("m").event([piece])))["choices"][0]["logprobs"]["content"]
+    (piece,) = taken(chunk("\ufffd", [0, 2], "stop"), spell=SPELLED.__getitem__)
+    chat = json.loads(to_json(ChatFormatter("m").event([piece])))["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["bytes"]) for one in chat] == [("<|end|>", None), ("\\xc3", [195])]
     assert chat[0]["top_logprobs"][1] == {"token": "<|end|>", "logprob": -9999.0, "bytes": None}
-    plain = json.loads(to_json(CompletionDialect("m").event([piece])))["choices"][0]["logprobs"]
+    plain = json.loads(to_json(CompletionFormatter("m").event([piece])))["choices"][0]["logprobs"]
     assert plain["tokens"] == ["<|end|>", "bytes:\\xc3"]
     assert plain["top_logprobs"][1] == {"a": -0.5, "<|end|>": -9999.0, "bytes:\\xc3": -0.5}

@@ -1,0 +1,273 @@
+"""Writes the reference pages from the code: docs/cli.md, configuration.md, http-fields.md, options in python-api.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+
+from adaserve_jax.cli.app import app
+from adaserve_jax.cli.options import ENV_PREFIX, by_panel
+from adaserve_jax.config import EngineConfig
+from adaserve_jax.server import schema
+from adaserve_jax.server.config_file import SECTIONS, TABLES, toml_value
+from adaserve_jax.server.settings import digest_of
+from adaserve_jax.settings import Panel, options_of, settings_of
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+BEGIN, END = "<!-- options -->", "<!-- /options -->"
+
+CLI_HEAD = f"""# Command line
+
+Made by `python scripts/reference_docs.py`; a test fails when it differs from the commands.
+
+Lists are written with commas, and `none` stands for no value. Options of the engine and the server are also read from
+the environment, as `{ENV_PREFIX}` and the option's name in capitals: `{ENV_PREFIX}API_KEY` for `--api-key`. A wrong
+value, a missing file or a refused request prints one line on stderr and ends with status 2.
+"""
+
+CONFIGURATION_HEAD = f"""# Configuration file
+
+Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
+
+`adaserve serve --config FILE` takes its options from a [TOML](https://toml.io) file. A value comes from the first of
+these that has it: the command line (`--port 9000`), the environment (`{ENV_PREFIX}PORT=9000`), the file, the default.
+
+```console
+adaserve config --example > adaserve.toml    # every key, its meaning and its default, commented out
+adaserve config --check adaserve.toml        # is it valid? nothing is loaded, no secret is looked up
+adaserve serve --config adaserve.toml
+```
+
+```toml
+[engine]
+target = "models/my-8b"
+draft = "models/my-draft"
+
+[learn]
+learn = true
+learn_folder = "learned"
+
+[server]
+host = "0.0.0.0"
+tls_cert = "server.pem"
+tls_key = "server.key"
+
+[[classes]]
+name = "interactive"
+tpot_ms = 40
+ttft_ms = 500
+service_tiers = ["priority"]
+
+[[classes]]
+name = "batch"
+priority = 10
+service_tiers = ["flex"]
+
+[[keys]]
+name = "team-a"
+key_sha256 = "{digest_of("sesame").hex()}"   # printf %s sesame | sha256sum
+requests_per_minute = 600
+tokens_per_minute = 200000
+max_inflight = 32
+learn = false          # nothing is learned from what this team asks
+
+[[keys]]
+name = "batch-jobs"
+key_env = "BATCH_KEY"
+slo_classes = ["batch"]
+min_priority = 10
+```
+
+A file must be valid by itself. An unknown key, a wrong type or a value out of range ends the program with one line
+that names file, section and key. TOML has no null: `"none"` stands for no value. Paths are relative to the working
+directory.
+"""
+SECTION_ABOUT = {
+    "engine": "What the engine is built from; also options of `adaserve serve` ([cli.md](cli.md)).",
+    "learn": "Whether and how drafts learn from what is served; also options of `adaserve serve` and `adaserve bench`. "
+    "Without `learn = true` the others have no effect. What is kept of requests, and where, is in "
+    "[security.md](security.md).",
+    "drafter": "Which draft services draft, instead of a draft of this engine; also options of `adaserve serve`, "
+    "`generate` and `bench`. Without `drafter` the others have no effect. [star.md](star.md) says more.",
+    "server": "How the HTTP server behaves; also options of `adaserve serve`. [http.md](http.md) says more.",
+    "classes": "A class of targets, one table for each. With any of them the default of `slo_classes` is gone; those "
+    "of `slo_classes`, in the file, the environment or on the command line, are added to them, and one of the same "
+    "name takes the place of the table",
+    "keys": "An API key, one table for each; its secret is given by one of `key`, `key_env` and `key_sha256`. With any "
+    "of them, or with `api_key`, whose keys are operators' and have no limits, the server asks for a "
+    "key. What is over a limit is answered 429 `rate_limited`, with the seconds until there is room in "
+    "`Retry-After`. A request that needs more "
+    "tokens than the bucket ever holds goes on when the bucket is full, and the next ones wait for its debt. On SIGHUP "
+    "the server reads the keys and `api_key` again and leaves everything else as it is "
+    "([security.md](security.md)).",
+}
+
+HTTP_HEAD = """# HTTP fields
+
+Made by `python scripts/reference_docs.py`; a test fails when it differs from the code.
+
+Every field of every body, as `/openapi.json` has it. What the routes do, and what fields mean together, is in
+[http.md](http.md). A field with a default may be left out. Types are strict; `null` in a request means the default.
+"""
+HTTP_ABOUT = {
+    "Requests": "Fields that no model here knows are ignored, and named in the header `x-adaserve-warning`.",
+    "Responses and events of streams": "Completions are streamed as `Completion`, chats as `ChatChunk`, each as one "
+    "event `data: {...}`; the last event is `data: [DONE]`.",
+}
+HIDDEN = ("RequestModel", "ResponseModel", "Body", "GenerationBody")
+"""Base classes that no route takes or gives."""
+
+
+def cli_page() -> str:
+    """Return docs/cli.md: every command, argument and option."""
+    group: Any = typer.main.get_command(app)
+    return "\n".join([CLI_HEAD, *_commands(group)])
+
+
+def configuration_page() -> str:
+    """Return docs/configuration.md: every key of every section."""
+    parts = [CONFIGURATION_HEAD]
+    for name, kind in (SECTIONS | TABLES).items():
+        title = f"[{name}]" if name in SECTIONS else f"[[{name}]]"
+        parts += [f"## `{title}`", "", SECTION_ABOUT[name], "", *_head("key", "must be", "default", "meaning")]
+        for key, each in options_of(kind).items():
+            expected = f'{each.expected}, or "none"' if each.optional else each.expected
+            default = "required" if each.default is ... else f"`{toml_value(each.default)}`"
+            parts.append(_row(f"`{key}`", expected, default, each.help))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def http_page() -> str:
+    """Return docs/http-fields.md: every field of every body."""
+    parts = [HTTP_HEAD]
+    for (title, about), base in zip(HTTP_ABOUT.items(), (schema.RequestModel, schema.ResponseModel), strict=True):
+        parts += [f"## {title}", "", about, ""]
+        for model in bodies():
+            parts += _model(model) if issubclass(model, base) else []
+    return "\n".join(parts)
+
+
+def options_table() -> str:
+    """Return the table of EngineConfig in docs/python-api.md: every field with its default and meaning."""
+    rows = [_row(f"`{each.name}`", f"`{each.default!r}`", each.help) for each in settings_of(EngineConfig)]
+    return "\n".join([*_head("field", "default", "meaning"), *rows])
+
+
+def bodies() -> list[type[BaseModel]]:
+    """Return the models of bodies and their parts in the order of their module."""
+    models = [each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, BaseModel)]
+    return [each for each in models if each.__module__ == schema.__name__ and each.__name__ not in HIDDEN]
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
+    """Return the JSON Schema of each field by its name in JSON."""
+    return model.model_json_schema().get("properties", {})
+
+
+def type_words(schema: dict[str, Any]) -> str:
+    """Return in words what JSON a field takes or has."""
+    if "$ref" in schema:
+        name = str(schema["$ref"]).rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return _any_of(type_words(each) for each in schema[several])
+    if "enum" in schema or "const" in schema:
+        return _any_of(f"`{_shown(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        return f"list of {type_words(schema.get('items', {}))}"
+    values = schema.get("additionalProperties")
+    return f"object of {type_words(values)}" if kind == "object" and isinstance(values, dict) else str(kind)
+
+
+def _commands(group: Any, before: str = "") -> list[str]:
+    texts: list[str] = []
+    for name, command in group.commands.items():
+        whole = f"{before}{name}"
+        texts += _commands(command, f"{whole} ") if hasattr(command, "commands") else [_command(whole, command)]
+    return texts
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+    needed = [f"{each.opts[0]} ..." for each in options if each.required]
+    usage = " ".join(["adaserve", name, *map(_argument, arguments), *needed, "[OPTIONS]"])
+    lines = [f"## `{usage}`", "", command.help.strip(), ""]
+    if arguments:
+        lines += [
+            *_head("argument", "default", "meaning"),
+            *(_parameter(_argument(each), each) for each in arguments),
+            "",
+        ]
+    for panel, listed in by_panel(options).items():
+        if panel != Panel.OWN:
+            lines += [f"**{panel}**", ""]
+        spelled = [("`, `".join([*each.opts, *each.secondary_opts]), each) for each in listed]
+        lines += [*_head("option", "default", "meaning"), *(_parameter(*each) for each in spelled), ""]
+    return "\n".join(lines)
+
+
+def _argument(argument: Any) -> str:
+    """Return PROMPT, or [TRACES]... where it may be left out and come several times."""
+    name = argument.name.upper()
+    return (name if argument.required else f"[{name}]") + ("..." if argument.nargs == -1 else "")
+
+
+def _parameter(names: str, parameter: Any) -> str:
+    default = f"`{parameter.default}`"
+    if parameter.required:
+        default = "required"
+    elif isinstance(parameter.default, bool):
+        default = "on" if parameter.default else "off"
+    elif parameter.default in (None, ""):
+        default = ""
+    return _row(f"`{names}`", default, parameter.help)
+
+
+def _model(model: type[BaseModel]) -> list[str]:
+    required = set(model.model_json_schema().get("required", ()))
+    about = [model.__doc__, ""] if "__doc__" in vars(model) and model.__doc__ else []
+    rows = [
+        _row(
+            f"`{name}`", type_words(each), "required" if name in required else f"`{_shown(each.get('default'))}`",
+            each.get("description", ""),
+        )
+        for name, each in fields_of(model).items()
+    ]  # fmt: skip
+    return [f"### {model.__name__}", "", *about, *_head("field", "type", "default", "meaning"), *rows, ""]
+
+
+def _head(*columns: str) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|').replace('<', '&lt;') for cell in cells)} |"
+
+
+def _any_of(words: Iterable[str]) -> str:
+    return " or ".join(dict.fromkeys(words))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, page in (("cli", cli_page), ("configuration", configuration_page), ("http-fields", http_page)):
+        (DOCS / f"{name}.md").write_text(page())
+    guide = DOCS / "python-api.md"
+    before, _, rest = guide.read_text().partition(BEGIN)
+    guide.write_text(f"{before}{BEGIN}\n{options_table()}\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
