@@ -31,7 +31,7 @@ from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Vocabulary, refuse
-from adaserve_jax.distill.routing import Router
+from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.engine import process_main
 from adaserve_jax.engine.client import MAX_SALT_CHARS, check_lengths, check_salt
 from adaserve_jax.errors import (
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: RouterSettings(token_file=str(written(folder, "\n"))).token(),
         "token_file must hold a token, got ",
     ),
-    "a route of no kind": (lambda _: Router(("a", "b"), "luck"), "route must be one of "),
+    "a route of no kind": (lambda _: DraftRouter(("a", "b"), "luck"), "route must be one of "),
     "rows that are not there": (
         lambda folder: read_rows(folder / "none", ResultRow),
         "No such file or directory; give the path of a JSON lines",

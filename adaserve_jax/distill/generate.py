@@ -90,7 +90,7 @@ PREFILL = 64
 """Prompt tokens of each text that are fed at once."""
 BLOCK = 16
 """Tokens of each text that are drawn by one program."""
-LEAST_SLOTS = 128
+MIN_SLOTS = 128
 _COIN = 1
 """The choice index of the noise that says which model a token comes from; texts are drawn with choice 0."""
 
@@ -183,7 +183,7 @@ class Generator:
     def _begun(
         self, configs: tuple[ModelConfig, ...], prompts: list[np.ndarray], seeds: list[int], drawing: Drawing
     ) -> Texts:
-        slots = LEAST_SLOTS
+        slots = MIN_SLOTS
         while slots < max(map(len, prompts)) + drawing.max_tokens:
             slots *= 2
         idle = self._rows - len(prompts)

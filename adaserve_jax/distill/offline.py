@@ -27,7 +27,7 @@ import numpy as np
 from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import LOG_ZERO, PADDING, Batch, Record, pack
+from adaserve_jax.distill.records import LOG_ZERO, PADDING, PackedBatch, Record, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
@@ -47,7 +47,7 @@ OnDone = Callable[[int], None]
 
 
 @dataclass(eq=False)
-class Writer:
+class TextWriter:
     """Writes texts after prompts. prompts: i32[tokens] each; models: (target, draft) weights, that of the draft changes
     while it learns. kept: the target's texts by prompt index."""
 
@@ -106,7 +106,7 @@ def _seed(seed: int, stream: int, index: int) -> int:
 #
 # Axes: T packed tokens, K likeliest tokens of the target, V vocabulary.
 
-LEAST_TOKENS = 512
+MIN_TOKENS = 512
 """Texts share a forward of at least so many tokens."""
 COLUMNS = 64
 """Positions whose scores over the vocabulary are in memory at once."""
@@ -130,7 +130,7 @@ class Scorer:
 
         texts: i32[tokens], each longer than its first + 1. on_done: called with the number of texts that are scored.
         """
-        size = LEAST_TOKENS
+        size = MIN_TOKENS
         while size < max(map(len, texts)):
             size *= 2
         records: list[Record] = []
@@ -207,7 +207,7 @@ class Evaluation:
 
 
 @dataclass
-class Done:
+class RunProgress:
     """How far a run is. rounds: finished; steps of the optimiser; tokens: positions learned from, counted each time;
     seconds: by what they were spent on; evaluations: the first before any training."""
 
@@ -223,7 +223,7 @@ class Done:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Done:
+    def from_json(cls, values: dict[str, Any]) -> RunProgress:
         evaluations = [Evaluation(**each) for each in values["evaluations"]]
         return cls(**{**values, "evaluations": evaluations})
 
@@ -233,7 +233,7 @@ class Distillation:
     been begun with, JSON. wants_stop: asked between pieces of work."""
 
     def __init__(
-        self, config: OfflineConfig, trainer: Trainer, writer: Writer, scorer: Scorer, held_out: Sequence[int],
+        self, config: OfflineConfig, trainer: Trainer, writer: TextWriter, scorer: Scorer, held_out: Sequence[int],
         trained: Sequence[int], *, settings: dict[str, Any], progress: Progress,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
@@ -242,7 +242,7 @@ class Distillation:
         self._settings, self._progress, self._wants_stop = settings, progress, wants_stop
         self._rounds_per_epoch = -(-len(trained) // config.round_prompts)
         self._clock = time.monotonic
-        self.done = Done()
+        self.done = RunProgress()
 
     @property
     def num_rounds(self) -> int:
@@ -305,9 +305,9 @@ class Distillation:
         if done is None:
             raise CheckpointError(f"{folder}: expected the state of a run that was stopped, found none; begin anew")
         self._writer.load(folder)
-        self.done = Done.from_json(done)
+        self.done = RunProgress.from_json(done)
 
-    def _held_out_batches(self) -> list[Batch]:
+    def _held_out_batches(self) -> list[PackedBatch]:
         texts: list[np.ndarray] = []
         for first in range(0, len(self._held_out), self._config.round_prompts):
             chosen = self._held_out[first : first + self._config.round_prompts]
@@ -363,7 +363,7 @@ class Distillation:
         with self._spent("scoring"):
             return self._scorer.records(self._writer.target, texts, firsts, lambda _: self._stop_if_wanted())
 
-    def _evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+    def _evaluate(self, batches: Sequence[PackedBatch]) -> Evaluation:
         done = self.done
         with self._spent("evaluating"):
             scores = Scores(0, 0, 0)
@@ -426,7 +426,7 @@ def reset_top_layer(params: Params, fresh: Params) -> Params:
 
 # Makes a run of distillation from checkpoint folders and prompts, and checkpoint folders from what was learned.
 
-LEAST_LENGTH, MOST_LENGTH = 128, 2048
+MIN_LENGTH, MAX_LENGTH = 128, 2048
 """Tokens of a micro-step; longer texts are learned from in windows."""
 
 
@@ -492,7 +492,7 @@ def open_distillation(
     programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype)
     programs.compile(progress)
     generator = Generator(models.target, models.draft, rows=config.rows, dtype=dtype)
-    writer = Writer(generator, config, models.eos_ids, prompts.kept, target)
+    writer = TextWriter(generator, config, models.eos_ids, prompts.kept, target)
     scorer = Scorer(
         models.target, top_k=programs.top_k, vocab_size=min(models.target.vocab_size, models.draft.vocab_size),
         temperature=config.loss_temperature,
@@ -516,9 +516,9 @@ def load_draft(models: Models, config: OfflineConfig, dtype: Any, progress: Prog
     return params
 
 
-def learned_online(models: Models, folder: Path, name: str, config: OfflineConfig, dtype: Any, progress: Progress) -> (
-    tuple[Params, dict[str, Any]]
-):  # fmt: skip
+def load_online_draft(
+    models: Models, folder: Path, name: str, config: OfflineConfig, dtype: Any, progress: Progress
+) -> tuple[Params, dict[str, Any]]:
     """The latest version that a server left in its learn_folder of the draft of that name, and what it noted of it.
 
     Raises CheckpointError: there is none, or it began with another draft, type or rank.
@@ -527,7 +527,7 @@ def learned_online(models: Models, folder: Path, name: str, config: OfflineConfi
     if name not in drafts:
         found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
         raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
-    programs = TrainPrograms(models.draft, config.learn, LEAST_LENGTH, dtype)
+    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype)
     programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
     trainer = Trainer(programs, load_draft(models, config, dtype, progress))
     noted = trainer.load(folder / name)
@@ -555,8 +555,8 @@ def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: P
 def _length(prompts: Sequence[np.ndarray], config: OfflineConfig) -> int:
     """Tokens of a micro-step: as long as the longest text may be, within bounds."""
     longest = max(map(len, prompts)) + config.max_tokens
-    length = LEAST_LENGTH
-    while length < min(longest, MOST_LENGTH):
+    length = MIN_LENGTH
+    while length < min(longest, MAX_LENGTH):
         length *= 2
     return length
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from adaserve_jax.distill.records import Batch
+from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -85,7 +85,7 @@ def _log_p(log_p: jax.Array, *, has_tail: bool) -> jax.Array:
 # Axes: T packed tokens, N rows, K tokens of the target per row, V vocabulary.
 
 
-class Fields(NamedTuple):
+class BatchArrays(NamedTuple):
     """The arrays of a `Batch`, in its order."""
 
     tokens: jax.Array
@@ -97,13 +97,15 @@ class Fields(NamedTuple):
     weight: jax.Array
 
 
-def rows_logits(params: Params, config: ModelConfig, fields: Fields) -> jax.Array:
+def rows_logits(params: Params, config: ModelConfig, fields: BatchArrays) -> jax.Array:
     """f32[N, V]: the draft's scores for the successor of each row's token, texts side by side not seeing each other."""
     hidden = decode(params, config, fields.tokens, fields.position, attend_dense(config, fields.segment))
     return logits(params, config, hidden[:, fields.at])
 
 
-def summed(params: Params, config: ModelConfig, learn: LearnConfig, fields: Fields) -> tuple[jax.Array, jax.Array]:
+def batch_sums(
+    params: Params, config: ModelConfig, learn: LearnConfig, fields: BatchArrays
+) -> tuple[jax.Array, jax.Array]:
     """Weighted sums over the rows of (loss, overlap), f32 each. A row of weight 0 adds exactly 0 to them and to every
     gradient, whatever it holds."""
     real = fields.weight > 0
@@ -194,7 +196,7 @@ class State(NamedTuple):
     optimiser: Any
 
 
-class Sums(NamedTuple):
+class GradientSums(NamedTuple):
     """Over the micro-steps since the last optimiser step: gradients like Trained; loss and weight, f32."""
 
     gradients: Trained
@@ -242,7 +244,7 @@ class TrainPrograms:
         with self._counter or contextlib.nullcontext():
             return self.compiled[(name,)](*arguments)
 
-    def fields(self, batch: Batch) -> Fields:
+    def fields(self, batch: PackedBatch) -> BatchArrays:
         """A batch as programs take it. Raises ConfigError: it is of another shape than they are compiled for."""
         expected, found = (self.num_tokens, self.top_k), (len(batch.tokens), batch.ids.shape[1])
         if found != expected:
@@ -250,7 +252,7 @@ class TrainPrograms:
                 f"a batch must have {expected[0]} tokens and {expected[1]} target tokens per row, "
                 f"got {found[0]} and {found[1]}; pack records that were made with this learn_top_k"
             )
-        return Fields(*batch.arrays)
+        return BatchArrays(*batch.arrays)
 
     def time_micro_step(self) -> float:
         """Seconds of a micro-step, the median of some on weights of its own. Needs "begin" and "accumulate"."""
@@ -281,24 +283,24 @@ class TrainPrograms:
         state = self.run("copy", state, self._begin_with_zeros()[0])
         jax.block_until_ready(self.run("apply", state, sums, np.float32(1)))
 
-    def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
+    def _begin_with_zeros(self) -> tuple[State, Params, GradientSums]:
         params = {name: np.zeros(each.shape, each.dtype) for name, each in self._abstract_params().items()}
         return self.run("begin", jax.device_put(params, self.device))
 
-    def _begin(self, params: Params) -> tuple[State, Params, Sums]:
+    def _begin(self, params: Params) -> tuple[State, Params, GradientSums]:
         trained, base = begin(params, self.learn.learn_lora_rank)
         trained, base = _copy((trained, base))  # never the arrays that serve: training uses up its own
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
-    def _accumulate(self, trained: Trained, base: Params, sums: Sums, batch: Fields) -> Sums:
+    def _accumulate(self, trained: Trained, base: Params, sums: GradientSums, batch: BatchArrays) -> GradientSums:
         def loss_of(trained: Trained) -> jax.Array:
-            return summed(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
+            return batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
 
         loss, gradients = jax.value_and_grad(loss_of)(trained)
         gradients = jax.tree.map(jnp.add, sums.gradients, gradients)
-        return Sums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
+        return GradientSums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
 
-    def _apply(self, state: State, sums: Sums, rate_share: jax.Array) -> tuple[State, Sums, jax.Array]:
+    def _apply(self, state: State, sums: GradientSums, rate_share: jax.Array) -> tuple[State, GradientSums, jax.Array]:
         """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed. rate_share: f32."""
         mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
         loss, norm = sums.loss / sums.weight, jnp.sqrt(sum(jnp.sum(each**2) for each in jax.tree.leaves(mean)))
@@ -312,9 +314,9 @@ class TrainPrograms:
         state = jax.lax.cond(finite, updated, lambda state: state, state)
         return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
-    def _evaluate(self, trained: Trained, base: Params, batch: Fields) -> jax.Array:
+    def _evaluate(self, trained: Trained, base: Params, batch: BatchArrays) -> jax.Array:
         """f32[3]: sums of overlap and loss, and of the weights."""
-        loss, overlap = summed(merged(trained, base, self.dtype), self.config, self.learn, batch)
+        loss, overlap = batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)
         return jnp.stack([overlap, loss, batch.weight.sum()])
 
     def _export(self, trained: Trained, base: Params) -> Params:
@@ -344,13 +346,15 @@ class TrainPrograms:
     def _on_device(self, array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(self.device))
 
-    def _row_per_token(self) -> Fields:
+    def _row_per_token(self) -> BatchArrays:
         """One text, with a row at each token."""
         count = self.num_tokens
         index = np.arange(count, dtype=np.int32)
         ids = np.broadcast_to(np.arange(self.top_k, dtype=np.int32), (count, self.top_k))
         log_p = np.full((count, self.top_k), -np.log(self.top_k + 1), np.float32)
-        return Fields(np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, np.ones(count, np.float32))  # type: ignore[arg-type]
+        weight = np.ones(count, np.float32)
+        arrays = (np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, weight)
+        return BatchArrays(*arrays)  # type: ignore[arg-type]
 
 
 def _copy(arrays: Any) -> Any:
@@ -362,5 +366,5 @@ def _in_place(function: Callable, argument: int) -> Any:
     return jax.jit(function, donate_argnums=argument, keep_unused=True)
 
 
-def _no_sums(trained: Trained) -> Sums:
-    return Sums(jax.tree.map(jnp.zeros_like, trained), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+def _no_sums(trained: Trained) -> GradientSums:
+    return GradientSums(jax.tree.map(jnp.zeros_like, trained), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))

@@ -18,7 +18,7 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.distill.footprint import training_bytes
 from adaserve_jax.distill.learner import Learner
-from adaserve_jax.distill.routing import Router, make_router
+from adaserve_jax.distill.routing import DraftRouter, make_router
 from adaserve_jax.engine import remote_draft
 from adaserve_jax.engine.client import EngineInfo, GenerateRequest
 from adaserve_jax.engine.core import EngineCore, EngineTokenizer
@@ -100,7 +100,7 @@ def learning_bytes(config: EngineConfig) -> int:
     return training_bytes(pair.draft, config.learning, dtype_of(config), len(pair.draft_names))
 
 
-def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> Router | None:
+def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> DraftRouter | None:
     """Build the router between the configured drafts; None without a draft. Raises ConfigError."""
     if config.draft is None:
         return None
@@ -112,13 +112,13 @@ def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Token
 
 
 def build_learner(
-    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: Router | None,
+    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: DraftRouter | None,
     progress: Progress | None,
 ) -> Learner | None:  # fmt: skip
     """Build the learner and load what it saved before; None without learning. Raises CheckpointError, ConfigError."""
     if config.learning is None:
         return None
-    learner = Learner(executor, config.learning, calibrator, seed=config.seed, beside=router)
+    learner = Learner(executor, config.learning, calibrator, seed=config.seed, topics=router)
     learner.prepare(progress)
     return learner
 

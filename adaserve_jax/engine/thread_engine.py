@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Shared
-from adaserve_jax.distill.routing import MOST_CHARS
+from adaserve_jax.distill.routing import MAX_PROMPT_CHARS
 from adaserve_jax.engine.build import Assembly, Observe
 from adaserve_jax.engine.client import (
     EngineInfo,
@@ -248,7 +248,7 @@ class LocalEngine:
         if request.draft_tag:
             return router.index(request.draft_tag)
         # A step waits for this: decode no more of a long prompt than the router reads (a token has >= 1 character).
-        last = request.prompt_ids[-MOST_CHARS:] if router.needs_text else []
+        last = request.prompt_ids[-MAX_PROMPT_CHARS:] if router.needs_text else []
         return router.route(request, self._assembly.tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:

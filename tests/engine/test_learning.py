@@ -24,7 +24,7 @@ from adaserve_jax.distill import records as records_module
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.pieces import PieceTimes
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import Record, Sampled, _Ended
+from adaserve_jax.distill.records import Record, SampledRows, _Ended
 from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import CheckpointError, RequestError
@@ -71,7 +71,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     target = write_checkpoint(folder / "target")
     draft, other = (write_checkpoint(folder / str(seed), seed=seed, num_hidden_layers=1) for seed in (1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lengths, "longest_within", lambda limit_s, measured: 64 if measured(64) else 0)
+        patch.setattr(lengths, "longest_length", lambda limit_s, measured: 64 if measured(64) else 0)
         llm = LLM(
             target=str(target),
             draft=str(draft),
@@ -263,7 +263,7 @@ def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) 
     with llm._engine._lock:
         learner.added(choice)
         at = np.zeros(1, np.int32)
-        watcher._promised = Sampled(["again/0"], at, at, at + 1), Broken(rows)
+        watcher._promised = SampledRows(["again/0"], at, at, at + 1), Broken(rows)
         if finish_reason == "abort":
             learner.dropped(choice.request_id, "abort")
         else:
