@@ -194,8 +194,8 @@ class TopicClassifier:
         return {"version": VERSION, "embedding": self._fingerprint, "topics": topics}
 
     def from_state(self, names: Sequence[str], state: dict[str, Any]) -> None:
-        """Restore what `to_state` returned; drafts that are not in it begin anew. Raises CheckpointError, having changed
-        nothing, if it is malformed or of another embedding."""
+        """Restore what `to_state` returned; drafts that are not in it begin anew. Raises CheckpointError, having
+        changed nothing, if it is malformed or of another embedding."""
         try:
             version, embedding, plain = state["version"], state["embedding"], state["topics"]
             if version != VERSION or embedding != self._fingerprint:

@@ -72,7 +72,7 @@ class Outbox:
         self._woken.set()
 
     def sink(self, chunk: OutputChunk) -> None:
-        """The sink of every request."""
+        """Take a chunk; the engine calls this as the sink of every request."""
         self._chunks.append(chunk)
         if not self._woken.is_set():  # once for a whole step
             self._woken.set()
