@@ -31,7 +31,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load `LLM` on first use, so that tools which never run a model do not import jax."""
     if name == "LLM":
-        from adaserve_jax.engine.by_name import llm_class
+        from adaserve_jax.engine.llm import LLM
 
-        return llm_class()
+        return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,10 +31,9 @@ from adaserve_jax.cluster.settings import RouterSettings
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Vocabulary, refuse
-from adaserve_jax.distill.routing import Router
+from adaserve_jax.distill.routing import DraftRouter
 from adaserve_jax.engine import process_main
-from adaserve_jax.engine.client import MAX_SALT_CHARS, GenerateRequest, check_prompt, check_salt
-from adaserve_jax.engine.thread_engine import LocalEngine
+from adaserve_jax.engine.client import MAX_SALT_CHARS, check_lengths, check_salt
 from adaserve_jax.errors import (
     AdaServeError,
     CheckpointError,
@@ -56,7 +55,7 @@ from adaserve_jax.runtime.loading import plan_memory
 from adaserve_jax.scheduler.policies import find_policy
 from adaserve_jax.server.settings import SloClass
 from adaserve_jax.sim.machines import load_machine
-from adaserve_jax.types import SLO, Limits, SamplingParams
+from adaserve_jax.types import SLO, SamplingParams
 from adaserve_jax.workloads.arrivals import Arrival, Schedule
 from adaserve_jax.workloads.items import Lengths, Workload, WorkloadItem
 from adaserve_jax.workloads.traces import trace_of
@@ -65,7 +64,6 @@ from tests.bench.fake_server import FakeServer, answer
 
 ITEM = WorkloadItem(None, (), 1, "chat", SLO(), 1.0, 0.0, None, lengths=Lengths(1, 1))
 TRACE = trace_of(Workload("t", "0" * 64, (ITEM,)), Schedule("poisson", 1.0, 1.0, (Arrival(0.5, ITEM, 0),)))
-LIMITS = Limits(8, (32,), 16, max_context=512, page_size=16, num_pages=4, max_depth=4, max_width=2)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -75,7 +73,7 @@ def written(folder: Path, text: str) -> Path:
 
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a request larger than all pages": (
-        lambda _: check_prompt(40, LIMITS.max_context, max_tokens=60, kv_tokens=LIMITS.kv_tokens),
+        lambda _: check_lengths(40, 60, max_context=512, kv_tokens=64),
         "prompt and max_tokens must fit the KV cache of 64 tokens, got 40 + 60; shorten the prompt or lower max_tokens",
     ),
     "an unknown policy": (lambda _: find_policy("fast", 4), ", and those of files: FILE.py:NAME"),
@@ -136,7 +134,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: RouterSettings(token_file=str(written(folder, "\n"))).token(),
         "token_file must hold a token, got ",
     ),
-    "a route of no kind": (lambda _: Router(("a", "b"), "luck"), "route must be one of "),
+    "a route of no kind": (lambda _: DraftRouter(("a", "b"), "luck"), "route must be one of "),
     "rows that are not there": (
         lambda folder: read_rows(folder / "none", ResultRow),
         "No such file or directory; give the path of a JSON lines",
@@ -294,14 +292,3 @@ def test_structured_output_without_its_package_says_so(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match="structured output needs the package llguidance, which is not installed; in"):
         Vocabulary("{}", 16, frozenset())
-
-
-@pytest.mark.parametrize(("drafting", "has"), [
-    (None, "has no draft"), (object(), "asks a draft service, which has one draft"),
-])  # fmt: skip
-def test_a_draft_that_no_request_can_choose_is_refused(drafting: object, has: str):
-    made = SimpleNamespace(router=None, drafting=drafting)
-    engine: Any = SimpleNamespace(info=SimpleNamespace(vocab_size=16), _assembly=made)
-    request = GenerateRequest("r", [1], SamplingParams(), SLO(), draft_tag="code")
-    with pytest.raises(RequestError, match=f"draft_tag must be absent: this engine {has}; got 'code'"):
-        LocalEngine._check(engine, request)

@@ -140,6 +140,13 @@ def test_importing_the_package_does_not_import_jax():
     assert not {"jax", "jaxlib", "flax", "transformers", *SERVER_PACKAGES} & modules_after("import adaserve_jax")
 
 
+@pytest.mark.parametrize("module", ["cli.app", "server.serve", "engine.process_engine", "engine.remote_draft"])
+def test_the_command_line_and_the_front_end_load_neither_jax_nor_grpc(module: str):
+    loaded = modules_after(f"import adaserve_jax.{module}")
+    assert "grpc" not in loaded
+    assert module == "engine.remote_draft" or not {"jax", "jaxlib", "flax"} & loaded
+
+
 @pytest.mark.parametrize("module", ["bench", "cli", "engine.client", "results"])
 def test_these_import_without_the_servers_packages(module: str):
     if not list(PACKAGE.glob(module.replace(".", "/") + "*")):

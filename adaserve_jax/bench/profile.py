@@ -149,7 +149,7 @@ def run_trial(
         scheduler = build_scheduler(as_tried, executor.limits, samples)
         core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=baseline_s, seed=seed)
         ended = [m for level in levels for m in _serve(core, requests, level, seconds / len(policies) / len(levels))]
-        core.settle()  # the next part's scheduler expects the draft where it was
+        core.bring_back_draft()  # the next part's scheduler expects the draft where it was
         predicted.append(scheduler.predictions.seconds())
         served += scheduler.served
         if policy == chains:

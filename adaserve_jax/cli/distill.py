@@ -223,9 +223,9 @@ def _write_learned(
     progress: Progress,
 ) -> str:  # fmt: skip
     """Write a draft that a server learned; return its version as words for the note."""
-    from adaserve_jax.distill.offline import learned_online, write_draft
+    from adaserve_jax.distill.offline import load_online_draft, write_draft
 
-    params, noted = learned_online(models, folder, name, config, _type(dtype), progress)
+    params, noted = load_online_draft(models, folder, name, config, _type(dtype), progress)
     write_draft(params, models.draft_folder, out, save_dtype, progress)
     return f", version {noted['version']}" if "version" in noted else ""
 

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from adaserve_jax.bench.console import refused, result_table
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterOptions
-from adaserve_jax.engine.by_name import llm_class
 from adaserve_jax.learn_config import LearnOptions
 from adaserve_jax.results.run_folder import point_of
 from adaserve_jax.results.schema import ALL_CLASSES, ResultRow
@@ -71,7 +70,9 @@ def open_llm(config: EngineConfig) -> LLM:
     """Return a ready engine with the Python API; show loading and compiling. Imports jax."""
     with progress_bar() as progress:
         progress("loading", 0, 1)
-        return llm_class()(**{field.name: getattr(config, field.name) for field in fields(config)}, progress=progress)
+        from adaserve_jax.engine.llm import LLM
+
+        return LLM(**{field.name: getattr(config, field.name) for field in fields(config)}, progress=progress)
 
 
 def open_bench_engine(config: EngineConfig, *, record: bool = False) -> LocalBenchEngine:

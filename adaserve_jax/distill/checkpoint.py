@@ -1,6 +1,7 @@
-"""What a draft has learned, in a folder: orbax checkpoints, each whole or not there, the last KEPT of them.
+"""Files of learned state: checkpoints of drafts, records of texts, and JSON state.
 
-Files hold arrays and JSON only; nothing of them is run. Orbax is imported on use, since that takes seconds.
+Checkpoints are orbax folders, each whole or absent, the last KEPT of them. Files hold arrays and JSON only; nothing in
+them is executed. Orbax is imported on use, since that takes seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +23,30 @@ from adaserve_jax.results.whole_file import PRIVATE, whole_file, write_whole
 
 KEPT = 2
 """Checkpoints of a folder."""
+VERSION = 1
 _FORMAT = 1
-_LEVEL = "-"  # orbax takes dots for levels, and files slashes
+_LEVEL = "-"  # orbax reads a dot as a level, and files a slash
+_TYPES = {
+    "tokens": np.int32,
+    "position": np.int32,
+    "ids": np.int32,
+    "log_p": np.float32,
+    "num_tokens": np.int64,
+    "num_rows": np.int64,
+    "held_out": np.bool_,
+}
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A trainer's state on the host, to be written by any thread while training goes on.
+    """Trainer's state on the host, which any thread may write while training goes on.
 
-    draft: of the weights that training began with, as a checksum; rank: learn_lora_rank; arrays: by name. target: a
-    fingerprint of the target that was learned from, "": not known, and not compared.
+    Attributes:
+        draft: checksum of the weights that training began with.
+        rank: learn_lora_rank.
+        arrays: arrays by name.
+        target: fingerprint of the target that was learned from; "": unknown, matches any.
     """
 
     draft: int
@@ -43,8 +57,8 @@ class Snapshot:
     def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then remove all but the last KEPT.
 
-        step: its number, raised above those there are. meta: JSON that `read` gives back. Raises CheckpointError: it
-        cannot be written; what was there before still is.
+        step: its number, raised above existing ones. meta: JSON that `read` returns. Raises CheckpointError if it
+        cannot be written; older checkpoints are still there then.
         """
         import orbax.checkpoint as ocp
 
@@ -62,10 +76,10 @@ class Snapshot:
 
 
 def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """(arrays, meta) of the latest checkpoint that can be read; None: there is none.
+    """Return (arrays, meta) of the latest readable checkpoint; None if there is none.
 
-    like: of a trainer that takes them: same draft, target, rank, names and shapes. Raises CheckpointError: they differ,
-    or there are checkpoints and none can be read.
+    Raises CheckpointError unless draft, target, rank, names and shapes equal those of `like`, and if checkpoints exist
+    but none can be read.
     """
     if not folder.is_dir():
         return None
@@ -78,7 +92,7 @@ def read(folder: Path, like: Snapshot) -> tuple[dict[str, np.ndarray], dict[str,
                 arrays = _arrays(folder / str(step) / "state", list(like.arrays))
             except CheckpointError:
                 raise
-            except Exception as error:  # whatever a broken file makes of orbax
+            except Exception as error:  # orbax raises errors of any kind for a broken file
                 _log.warning("%s: checkpoint %s cannot be read and is left out: %s", folder, step, error)
                 continue
             _check_arrays(folder, arrays, like)
@@ -109,7 +123,7 @@ def _json() -> Any:
 
 
 def _arrays(folder: Path, names: list[str]) -> dict[str, np.ndarray]:
-    """Through tensorstore, on which orbax stands: orbax answers a broken file from threads that it has left behind."""
+    """Read arrays with tensorstore, since orbax reports a broken file from threads that it left behind."""
     import tensorstore as ts
 
     base = {"driver": "file", "path": f"{folder.absolute()}/"}
@@ -126,7 +140,7 @@ def _stored(name: str) -> str:
 
 
 def checksum(arrays: Mapping[str, Any]) -> int:
-    """Of names and values."""
+    """Return the CRC-32 of names and values."""
     value = 0
     for name in sorted(arrays):
         content: Any = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
@@ -135,12 +149,12 @@ def checksum(arrays: Mapping[str, Any]) -> int:
 
 
 def short(fingerprint: str) -> str:
-    """As much of it as a message needs to tell it from another."""
+    """Shorten a fingerprint for a message."""
     return fingerprint[:12]
 
 
 def _check_about(folder: Path, about: dict[str, Any], like: Snapshot) -> None:
-    """Before any array is read: another rank has others."""
+    """Check a checkpoint's head before its arrays are read, since another rank has other arrays."""
     if about.get("format") != _FORMAT:
         raise CheckpointError(f"{folder}: expected format {_FORMAT}, got {about.get('format')!r}; take another folder")
     if about["draft"] != like.draft:
@@ -173,35 +187,18 @@ def _check_arrays(folder: Path, arrays: dict[str, np.ndarray], like: Snapshot) -
             raise CheckpointError(f"{folder}: array {name} holds values that are not finite; take another learn_folder")
 
 
-# Buffered records on disk, where `learn_keep_records` asks for it. The file holds texts of requests: only its
-# owner may read it. Imports no jax.
-#
-# A file is an npz without pickled objects: a JSON head, and the records' arrays end to end.
-
-VERSION = 1
-_TYPES = {
-    "tokens": np.int32,
-    "position": np.int32,
-    "ids": np.int32,
-    "log_p": np.float32,
-    "num_tokens": np.int64,
-    "num_rows": np.int64,
-    "held_out": np.bool_,
-}
-
-
 @dataclass(frozen=True)
-class Source:
-    """What the rows of records are of. target: a fingerprint of the model that gave the scores; temperature: at which.
-    "" and None: not known, and not compared."""
+class RecordSource:
+    """Source of the rows of records: fingerprint of the target, and temperature of its scores. "" and None match
+    any."""
 
     target: str = ""
     temperature: float | None = None
 
 
-def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: Source = Source()) -> None:
-    """Write the records, in order, with mode 0600 and atomically: a reader sees the old file or the new one. Raises
-    OSError."""
+def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: RecordSource = RecordSource()) -> None:
+    """Write records to an npz file (a JSON head and arrays end to end, no pickle), atomically and with mode 0600, since
+    it holds texts of requests. Raises OSError."""
     kept = list(records)
     tenants = [record.tenant for record in kept]
     head = json.dumps({"version": VERSION, "top_k": top_k, **asdict(source), "tenants": tenants})
@@ -219,11 +216,13 @@ def save_records(path: Path, records: Iterable[Record], *, top_k: int, source: S
 
 
 def load_records(
-    path: Path, *, top_k: int, vocab_size: int, draft: int = 0, source: Source = Source()
+    path: Path, *, top_k: int, vocab_size: int, draft: int = 0, source: RecordSource = RecordSource()
 ) -> list[Record]:  # fmt: skip
-    """Read what `save_records` wrote, as records of `draft`, with memory of their own: one that stays keeps nothing of
-    the others. A file with more than top_k tokens per row is read up to them. Raises CheckpointError saying what is
-    wrong with the file, or that it is of another source."""
+    """Read what `save_records` wrote, as records of `draft`.
+
+    Each record has its own memory, so that keeping one does not keep all. Rows longer than top_k are cut. Raises
+    CheckpointError if the file is invalid or of another source.
+    """
     try:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in ("head", *_TYPES)}
@@ -254,7 +253,7 @@ def load_records(
         raise CheckpointError(f"{path}: {error}; delete it to go on without") from error
 
 
-def _check_source(path: Path, head: dict[str, Any], source: Source) -> None:
+def _check_source(path: Path, head: dict[str, Any], source: RecordSource) -> None:
     for name, given in asdict(source).items():
         kept = head.get(name)
         if given and kept and given != kept:
@@ -285,28 +284,28 @@ def _require(path: Path, ok: bool, expected: str) -> None:
         raise CheckpointError(f"{path}: kept records must have {expected}; delete the file to go on without")
 
 
-# What is learned beside drafts, as what a router knows of topics, in a JSON file that only its owner may read.
-#
-# A file that cannot be written or read is logged, and it is learned anew. Knows no drafts.
+class HasState(Protocol):
+    """Object with JSON state, such as a router's learned topics. Safe in any thread."""
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the state as plain values; empty without any."""
+        ...
+
+    def from_state(self, state: dict[str, Any]) -> None:
+        """Restore a state. Raises CheckpointError, having changed nothing, if it does not fit."""
+        ...
 
 
-class Kept(Protocol):
-    """Safe from any thread. Raises CheckpointError, having changed nothing, on a state that it does not take."""
+class StateFile:
+    """JSON file of an object's state. A failing read or write is logged, and the object learns anew."""
 
-    def to_state(self) -> dict[str, Any]: ...
-    def from_state(self, state: dict[str, Any]) -> None: ...
-
-
-class KeptFile:
-    """Of one `Kept`."""
-
-    def __init__(self, path: Path, kept: Kept):
+    def __init__(self, path: Path, kept: HasState):
         self._path = path
         self._kept = kept
         self._written: dict[str, Any] = {}
 
     def load(self) -> None:
-        """Go on from the file, where there is one that fits."""
+        """Restore the file's state if there is one and it fits."""
         try:
             state = json.loads(self._path.read_text(encoding="utf-8"))
             self._kept.from_state(state)
@@ -318,7 +317,7 @@ class KeptFile:
             self._written = state
 
     def save(self) -> None:
-        """Write what is new, whole or not at all, with mode 0600. Who keeps nothing now leaves what was kept before."""
+        """Write a changed state, atomically and with mode 0600. An empty state leaves the file as it is."""
         state = self._kept.to_state()
         if not state or state == self._written:
             return

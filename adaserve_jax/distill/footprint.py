@@ -1,4 +1,5 @@
-"""The bytes that training takes, before anything is compiled: what the ledger of memory is told."""
+"""Size of training: the length of a micro-step that fits the allowed delay, and the device memory that training
+takes."""
 
 from __future__ import annotations
 
@@ -16,21 +17,24 @@ from adaserve_jax.models.decoder import param_specs
 from adaserve_jax.runtime.compile import CompileCounter
 from adaserve_jax.types import Progress
 
-# How many tokens one micro-step takes: the most that this machine trains on within the delay a step may suffer.
-
 LENGTHS = (32, 64, 128, 256, 512)
 """Tokens of a micro-step."""
 _FIRST = (32, 128)
+COPIES = 7
+"""f32 numbers per trained one: weights and two moments, in training and in the good version, and gradients."""
+APPLIED = 2
+"""f32 numbers per trained one that an optimiser step takes while it runs."""
+SCORES = 4
+"""Arrays of f32 scores over the vocabulary that a micro-step holds."""
 
 
 def choose_length(
     config: ModelConfig, learn: LearnConfig, dtype: Any, device: Any = None, counter: CompileCounter | None = None,
     progress: Progress | None = None,
 ) -> TrainPrograms:  # fmt: skip
-    """Compiled programs of the longest of LENGTHS whose micro-step, measured here, takes learn_delay_ms at most.
+    """Compile the programs for the longest of LENGTHS whose micro-step, measured here, takes at most learn_delay_ms.
 
-    Two lengths are measured first, and only those between that their line allows. Raises ConfigError: not even the
-    shortest does.
+    Raises ConfigError if not even the shortest does.
     """
     tried: dict[int, TrainPrograms] = {}
     seconds: dict[int, float] = {}
@@ -44,15 +48,17 @@ def choose_length(
             seconds[length] = tried[length].time_micro_step()
         return seconds[length]
 
-    length = longest_within(learn.learn_delay_ms / 1e3, measured)
+    length = longest_length(learn.learn_delay_ms / 1e3, measured)
     chosen = tried[length]
     chosen.compile(progress)
     return chosen
 
 
-def longest_within(limit_s: float, measured: Callable[[int], float]) -> int:
-    """The largest of LENGTHS of which measured(length), in seconds, is limit_s at most; few of them are asked for.
-    Raises ConfigError: there is none."""
+def longest_length(limit_s: float, measured: Callable[[int], float]) -> int:
+    """Return the largest of LENGTHS with measured(length) <= limit_s, in seconds.
+
+    Two lengths are measured first; others only if the line through these allows. Raises ConfigError if there is none.
+    """
     short, long = _FIRST
     if measured(short) > limit_s:
         raise ConfigError(
@@ -64,31 +70,23 @@ def longest_within(limit_s: float, measured: Callable[[int], float]) -> int:
     return next(length for length in reversed(likely) if measured(length) <= limit_s)
 
 
-COPIES = 7
-"""f32 numbers per trained one: weights and two moments, in training and as remembered, and gradients."""
-APPLIED = 2
-"""The same for an optimiser step, while it runs."""
-SCORES = 4
-"""How often a micro-step holds f32 scores over the vocabulary."""
-
-
 def training_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_drafts: int = 1) -> int:
-    """What training num_drafts drafts of `config` takes beside those that serve, the programs' workspace included."""
+    """Return the bytes of training num_drafts drafts of `config`, beside their serving weights; workspace included."""
     return num_drafts * state_bytes(config, learn, dtype) + workspace_bytes(config, learn, dtype)
 
 
 def state_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any) -> int:
-    """What stays on the device for one draft: what is trained, and for low-rank updates what they stand on."""
+    """Return the bytes that stay on the device for one draft: trained state, and the base of low-rank updates."""
     trained = COPIES * 4 * num_trained(config, learn.learn_lora_rank)
     return trained + (_whole_bytes(config, dtype) if learn.learn_lora_rank else 0)
 
 
 def workspace_bytes(config: ModelConfig, learn: LearnConfig, dtype: Any, num_tokens: int = LENGTHS[-1]) -> int:
-    """An estimate of what one program takes at most, and the weights of a version that is made ready to serve.
+    """Estimate the workspace of the largest program, and the weights of a version that is made ready to serve.
 
-    num_tokens: of a micro-step. Copies between what is trained and what is remembered lie in the place of what they
-    replace. A micro-step holds scores, for each layer the weights of attention and their gradients and every
-    activation, and of every weight its gradient, what is multiplied, and that in f32, which some devices need.
+    A micro-step of num_tokens holds scores; for each layer the attention weights, their gradients and every activation;
+    and for every weight its gradient, the operand of the product, and that in f32, which some devices need. Copies
+    between training and the good version are made in place.
     """
     attention = 2 * config.num_heads * num_tokens**2
     widths = config.q_size + 2 * config.kv_size + 3 * config.intermediate_size + 4 * config.hidden_size

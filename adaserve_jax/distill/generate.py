@@ -1,7 +1,8 @@
-"""Draws texts to learn from: by the target, by the draft, or token by token from either.
+"""Generation of texts to learn from: by the target, by the draft, or token by token from either.
 
-Every draw is a function of the text's seed and the position, with the noise that serving uses, so that a text of the
-target alone is what an engine gives for that prompt and seed. Axes: B texts, S slots of a text, V vocabulary.
+Every draw depends on the text's seed and the position only, with the noise that serving uses, so that a text of the
+target alone equals what an engine returns for that prompt and seed. Axes: B texts, C tokens that each is extended by,
+S slots of a text, H/K query/KV heads, D head dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Attend, Params, decode, logits
 from adaserve_jax.tree.sampling import gumbel_noise
 
-# A decoder that goes on with several texts at once over a dense KV cache: for drawing texts to learn from, not
-# for serving.
-#
-# Axes: B texts, C tokens that each is extended by, S slots of a text, H/K query/KV heads, D head dim.
+PREFILL = 64
+"""Prompt tokens of each text that are fed at once."""
+BLOCK = 16
+"""Tokens of each text that one program draws."""
+MIN_SLOTS = 128
+_COIN = 1
+"""Choice index of the noise that decides which model a token comes from; texts are drawn with choice 0."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of all texts, of each layer f[B, S, K, D], the token at position s in slot s. Layers apart: one
+    """Dense KV cache of all texts: per layer f[B, S, K, D], position s in slot s. Layers are separate arrays, since one
     array of all would be copied by every step."""
 
     k: tuple[jax.Array, ...]
@@ -42,12 +46,22 @@ def new_cache(config: ModelConfig, texts: int, slots: int, dtype: Any) -> Cache:
 def extend(
     params: Params, config: ModelConfig, cache: Cache, tokens: jax.Array, start: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Feed each text its next tokens. tokens: i32[B, C], of which count i32[B] are real; start: i32[B], the position of
-    the first. Pure. Returns (hidden f[d, B, C], the cache with them). What is not real leaves no trace in the cache.
+    """Feed each text its next tokens.
+
+    Args:
+        params, config: the model.
+        cache: KV of the texts so far.
+        tokens: i32[B, C].
+        start: i32[B], position of the first token.
+        count: i32[B], number of real tokens; the others are not written to the cache.
+
+    Returns:
+        (hidden f[d, B, C], new cache).
     """
     texts, added = tokens.shape
     position = start[:, None] + jnp.arange(added, dtype=jnp.int32)
-    slot = jnp.where(jnp.arange(added) < count[:, None], position, cache.k[0].shape[1])  # beyond the end: dropped
+    slots = cache.k[0].shape[1]
+    slot = jnp.where(jnp.arange(added) < count[:, None], position, slots)  # writes beyond the end are dropped
     new: list[tuple[jax.Array, jax.Array]] = []
     attend = _attend(config, cache, position, slot, new)
     hidden = decode(params, config, tokens.reshape(-1), position.reshape(-1), attend)
@@ -58,7 +72,7 @@ def extend(
 def _attend(
     config: ModelConfig, cache: Cache, position: jax.Array, slot: jax.Array, new: list[tuple[jax.Array, jax.Array]]
 ) -> Attend:
-    """Attention that writes to the cache of each layer before it reads; the layers' caches go to `new`."""
+    """Build attention that writes a layer's cache before it reads it, and appends the layer's cache to `new`."""
     texts, added = position.shape
     row = jnp.arange(texts)[:, None]
 
@@ -86,19 +100,16 @@ def _attend(
     return attend
 
 
-PREFILL = 64
-"""Prompt tokens of each text that are fed at once."""
-BLOCK = 16
-"""Tokens of each text that are drawn by one program."""
-LEAST_SLOTS = 128
-_COIN = 1
-"""The choice index of the noise that says which model a token comes from; texts are drawn with choice 0."""
-
-
 @dataclass(frozen=True)
 class Drawing:
-    """How texts are drawn. mix: chance of each token to come from the target, else from the draft; 1 needs no draft, 0
-    no target. max_tokens: of a text, after its prompt. eos_ids: end a text, and stay in it."""
+    """Sampling of texts.
+
+    Attributes:
+        mix: probability that a token comes from the target, not the draft; 1 needs no draft, 0 no target.
+        max_tokens: most tokens after the prompt.
+        temperature: 0 for greedy.
+        eos_ids: end a text and stay in it.
+    """
 
     mix: float
     max_tokens: int
@@ -107,13 +118,21 @@ class Drawing:
 
     @property
     def uses(self) -> tuple[bool, bool]:
-        """Whether the target is needed, and the draft."""
+        """Flags (target is needed, draft is needed)."""
         return self.mix > 0, self.mix < 1
 
 
 class Texts(NamedTuple):
-    """What is known of B texts on the device. cache: of each model in use. last: i32[B], the token to feed next, at
-    position i32[B]; done: bool[B]; left: i32[B], tokens that may follow; seed: u32[B, 2]."""
+    """State of B texts on the device.
+
+    Attributes:
+        cache: one per model in use.
+        last: i32[B], token to feed next.
+        position: i32[B], its position.
+        done: bool[B].
+        left: i32[B], tokens that may follow.
+        seed: u32[B, 2].
+    """
 
     cache: tuple[Cache, ...]
     last: jax.Array
@@ -124,8 +143,8 @@ class Texts(NamedTuple):
 
 
 class Generator:
-    """Continues prompts, `rows` of them at a time. models: (target, draft) as configurations, either None if never
-    needed. Compiles on first use, for each power of two of slots."""
+    """Continues prompts, `rows` at a time. Either model is None if never needed. Compiles on first use, for each power
+    of two of slots."""
 
     def __init__(self, target: ModelConfig | None, draft: ModelConfig | None, *, rows: int, dtype: Any):
         self._configs = (target, draft)
@@ -141,11 +160,14 @@ class Generator:
         drawing: Drawing,
         on_done: Callable[[int], None] | None = None,
     ) -> list[np.ndarray]:
-        """Each prompt with what was drawn after it, i32[tokens], in order.
+        """Return each prompt with the tokens drawn after it, i32[tokens], in order.
 
-        params: of target and draft; of a model that drawing does not use, None will do. seeds: u64, one per prompt.
-        on_done: called with the number of texts that are finished, now and then. It may raise, and nothing is lost but
-        these texts.
+        Args:
+            params: weights of target and draft; None for a model that `drawing` does not use.
+            prompts: token ids.
+            seeds: u64, one per prompt.
+            drawing: sampling of the texts.
+            on_done: called now and then with the number of finished texts; it may raise to stop.
         """
         found: dict[int, np.ndarray] = {}
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
@@ -163,7 +185,7 @@ class Generator:
     def _drawn(
         self, params: tuple[Params | None, Params | None], prompts: list[np.ndarray], seeds: list[int], drawing: Drawing
     ) -> Iterator[tuple[int, list[np.ndarray] | None]]:
-        """Outputs of at most `rows` prompts, at the end; until then how many are done."""
+        """Draw at most `rows` texts; yield (texts done, None) meanwhile and (texts done, outputs) at the end."""
         used = [(p, c) for p, c, use in zip(params, self._configs, drawing.uses, strict=True) if use]
         weights = tuple(p for p, _ in used)
         prefill, block = self._programs_of(drawing)
@@ -183,7 +205,7 @@ class Generator:
     def _begun(
         self, configs: tuple[ModelConfig, ...], prompts: list[np.ndarray], seeds: list[int], drawing: Drawing
     ) -> Texts:
-        slots = LEAST_SLOTS
+        slots = MIN_SLOTS
         while slots < max(map(len, prompts)) + drawing.max_tokens:
             slots *= 2
         idle = self._rows - len(prompts)
@@ -198,7 +220,7 @@ class Generator:
         )
 
     def _prefills(self, prompts: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """(tokens i32[B, PREFILL], start i32[B], count i32[B]) that feed all but the last token of every prompt."""
+        """Yield (tokens i32[B, PREFILL], start i32[B], count i32[B]) that feed all but each prompt's last token."""
         lengths = np.array([len(prompt) - 1 for prompt in prompts] + [0] * (self._rows - len(prompts)))
         for first in range(0, int(lengths.max()), PREFILL):
             count = np.clip(lengths - first, 0, PREFILL).astype(np.int32)
@@ -228,7 +250,7 @@ def _prefill(
 def _draw_block(
     configs: tuple[ModelConfig, ...], drawing: Drawing, params: tuple[Params, ...], texts: Texts
 ) -> tuple[Texts, jax.Array]:
-    """BLOCK tokens of every text: i32[BLOCK, B], -1 after a text's end."""
+    """Draw BLOCK tokens of every text, i32[BLOCK, B]; -1 after a text's end."""
 
     def step(texts: Texts, _: None) -> tuple[Texts, jax.Array]:
         real = jnp.where(texts.done, 0, 1)
@@ -258,7 +280,7 @@ def _draw_block(
 
 
 def _drawn_from(scores: jax.Array, seed: jax.Array, position: jax.Array, temperature: float) -> jax.Array:
-    """i32[B], by temperature alone: what is learned from is the target's own distribution. scores: f32[B, V]."""
+    """Draw i32[B] from scores f32[B, V] by temperature alone, since drafts learn the target's own distribution."""
     if temperature > 0:
         scores = scores / temperature + gumbel_noise(seed, jnp.zeros_like(position), position, scores.shape[1])
     return jnp.argmax(scores, axis=1).astype(jnp.int32)

@@ -1,7 +1,8 @@
-"""The learner: watches what is served, trains the drafts on it in spare time, and lets versions that passed serve.
+"""Learner: watches served texts, trains the drafts on them in idle time, and saves what they learned.
 
-Runs in the step loop's thread: `stepped` after every step, `work` between steps. What goes wrong in here ends learning,
-never serving. Which texts are kept, how a draft is trained and when a version may serve is decided next door.
+It runs in the step loop's thread: `stepped` after every step, `work` between steps. An error in it ends learning, never
+serving. `records` collects texts, `updates` trains a draft and decides when a version may serve, and `pieces` decides
+when training may run.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from adaserve_jax.distill.checkpoint import Kept, KeptFile, Snapshot, Source, load_records, save_records
+from adaserve_jax.distill.checkpoint import HasState, RecordSource, Snapshot, StateFile, load_records, save_records
 from adaserve_jax.distill.footprint import choose_length
-from adaserve_jax.distill.pieces import Pieces, measure_pieces
-from adaserve_jax.distill.records import Record, Recorder, Watcher
+from adaserve_jax.distill.pieces import PieceScheduler, measure_pieces
+from adaserve_jax.distill.records import Record, TextRecorder, Watcher
 from adaserve_jax.distill.trainer import Trainer
-from adaserve_jax.distill.updates import Buffer, DraftUpdates
+from adaserve_jax.distill.updates import DraftUpdates, RecordBuffer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.results.provenance import model_hash
@@ -37,219 +38,51 @@ if TYPE_CHECKING:
     from adaserve_jax.models.decoder import Params
     from adaserve_jax.runtime.executor import ModelExecutor
 
-# Keeps what was learned in learn_folder, so that a restart goes on from it: a folder per draft. Knows no
-# requests.
-#
-# A thread of its own writes; training waits only while it copies what is to be written to the host.
-
 SAVE_EVERY_S = 60.0
 RECORDS = "records.npz"
 TOPICS = "topics.json"
-
-
-@dataclass(frozen=True)
-class RecordFiles:
-    """The texts that drafts learn from, on disk. A file that cannot be written or read is logged, and learning goes on
-    without it. top_k: tokens per row. source: what the rows are of; those of another are not learned from."""
-
-    top_k: int
-    vocab_size: int
-    source: Source
-
-    def save(self, folder: Path, records: abc.Sequence[Record]) -> None:
-        try:
-            save_records(folder / RECORDS, records, top_k=self.top_k, source=self.source)
-        except OSError as error:
-            _log.error("records could not be written to %s: %s", folder, error)
-
-    def load(self, folder: Path, draft: int) -> list[Record]:
-        """As records of this draft."""
-        path = folder / RECORDS
-        try:
-            if not path.exists():
-                return []
-            return load_records(path, top_k=self.top_k, vocab_size=self.vocab_size, draft=draft, source=self.source)
-        except CheckpointError as error:
-            _log.error("%s", error)
-            return []
-
-
-class Keeper:
-    """Of the drafts of one learner. Not thread-safe."""
-
-    def __init__(
-        self, folder: Path, drafts: abc.Sequence[DraftUpdates], clock: Callable[[], float], *,
-        beside: Kept | None = None, records: RecordFiles | None = None,
-    ) -> None:  # fmt: skip
-        """beside: what is kept with them, of a router's topics. records: None: no text is on the disk."""
-        self._folder = folder
-        self._drafts = drafts
-        self._clock = clock
-        self._beside = None if beside is None else KeptFile(folder / TOPICS, beside)
-        self._records = records
-        self._saved_at = clock()
-        self._saved = [0] * len(drafts)
-        self._writer = ThreadPoolExecutor(1, "learn-saver")
-        self._writing: Future[None] | None = None
-        self._copied = threading.Event()
-
-    def load(self) -> None:
-        """Go on from what is there; its versions serve from now on. Raises CheckpointError: it cannot be read, or is
-        about other drafts. ConfigError: it cannot be written to, or texts that are not to be kept not removed."""
-        import orbax.checkpoint  # noqa: F401  takes seconds, which no step should wait for later
-
-        for index, draft in enumerate(self._drafts):
-            folder = self._folder / draft.name
-            self._make(folder)
-            if self._records is not None:
-                draft.buffer.extend(self._records.load(folder, index))
-            state = draft.trainer.load(folder)
-            if state is None:
-                continue
-            try:
-                draft.go_on_from(state)
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{folder}: its checkpoint is not one of a draft that learned while it served ({error!r}); move it "
-                    "away, or choose another learn_folder"
-                ) from error
-            self._saved[index] = draft.version
-            _log.info("draft %s goes on from version %d in %s", draft.name, draft.version, folder)
-        if self._beside is not None:
-            self._beside.load()
-
-    def _make(self, folder: Path) -> None:
-        """A folder that is there, with no text in it that is not to be kept."""
-        try:
-            for each in (self._folder, folder):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            unwanted = [
-                *folder.glob(f".{RECORDS}.*"),
-                *self._folder.glob(f".{TOPICS}.*"),
-            ]  # of writes that were cut off
-            if self._records is None:
-                unwanted.append(folder / RECORDS)
-            for path in unwanted:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"learn_folder: {folder} cannot be made ready ({error}); choose another folder"
-            ) from error
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether trainers must be left as they are."""
-        return self._is_writing and not self._copied.is_set()
-
-    @property
-    def wakes_in_s(self) -> float | None:
-        """Seconds until `save_if_due` has confirmed versions to write, or to see that they were written; None: it never
-        has."""
-        if self._is_writing:
-            return 0.0
-        return max(0.0, self._saved_at + SAVE_EVERY_S - self._clock()) if self._new() else None
-
-    def save_if_due(self) -> None:
-        """Begin to write what is new and confirmed, once SAVE_EVERY_S have passed."""
-        if not self._is_writing and self._clock() - self._saved_at >= SAVE_EVERY_S:
-            self._begin()
-
-    def close(self) -> None:
-        """Write what is new. An update under way is left; a version on probation counts as good. What fails is logged,
-        and keeps nothing else from being written."""
-        if self._writing is not None:
-            wait([self._writing])
-        for draft in self._drafts:
-            try:
-                draft.settle()
-            except Exception:
-                _log.exception("draft %s: its last update could not be left; the good version is kept", draft.name)
-        try:
-            self._begin()
-        finally:
-            self._writer.shutdown()
-        if self._records is not None:
-            for draft in self._drafts:
-                self._records.save(self._folder / draft.name, list(draft.buffer))
-
-    def _begin(self) -> None:
-        self._saved_at = self._clock()
-        new = self._new()
-        if new or self._beside is not None:
-            states = [self._drafts[index].state() for index in new]
-            texts = [list(self._drafts[index].buffer) for index in new]
-            self._copied.clear()
-            self._writing = self._writer.submit(self._save, new, states, texts)
-
-    @property
-    def _is_writing(self) -> bool:
-        return self._writing is not None and not self._writing.done()
-
-    def _new(self) -> list[int]:
-        return [index for index, draft in enumerate(self._drafts) if draft.good_version != self._saved[index]]
-
-    def _save(self, drafts: list[int], states: list[dict[str, Any]], texts: list[list[Record]]) -> None:
-        """In the writer's thread. What cannot be written is logged, and learning goes on."""
-        try:
-            snapshots = [self._drafts[index].trainer.snapshot() for index in drafts]
-            self._copied.set()
-            for index, state, snapshot, records in zip(drafts, states, snapshots, texts, strict=True):
-                self._save_draft(index, state, snapshot)
-                if self._records is not None:
-                    self._records.save(self._folder / self._drafts[index].name, records)
-            if self._beside is not None:
-                self._beside.save()
-        except Exception:
-            _log.exception("what was learned could not be written to %s", self._folder)
-
-    def _save_draft(self, index: int, state: dict[str, Any], snapshot: Snapshot) -> None:
-        draft = self._drafts[index]
-        try:
-            snapshot.save(self._folder / draft.name, state["version"], state)
-        except CheckpointError as error:
-            _log.error("what draft %s learned could not be written: %s", draft.name, error)
-        except Exception:
-            _log.exception("what draft %s learned could not be written", draft.name)
-        else:
-            self._saved[index] = state["version"]
-
-
 _log = logging.getLogger(__name__)
 
 
 class Learner:
-    """Learns for the drafts of one executor. Call `prepare` once, before requests come; all but `stats` from one thread
-    at a time.
-
-    calibrator: told of new versions; None: nobody is. seed: of what is drawn from the buffer, and of who is held out.
-    beside: what else is kept in learn_folder.
-    """
+    """Trains the drafts of one executor on served texts. Call `prepare` once, before requests come; only `stats` is
+    safe in any thread."""
 
     def __init__(
         self, executor: ModelExecutor, config: LearnConfig, calibrator: Calibrator | None = None,
-        clock: Callable[[], float] = time.monotonic, *, seed: int = 0, beside: Kept | None = None,
+        clock: Callable[[], float] = time.monotonic, *, seed: int = 0, topics: HasState | None = None,
     ) -> None:  # fmt: skip
+        """Set up a learner; nothing is compiled or read yet.
+
+        Args:
+            executor: runs the drafts, and captures the target's scores.
+            config: options of learning.
+            calibrator: notified of new versions.
+            clock: monotonic seconds.
+            seed: seeds draws from the buffer and the choice of held-out prompts.
+            topics: a router's learned topics, saved in learn_folder too.
+        """
         self._executor = executor
         self._config = config
         self._calibrator = calibrator
         self._clock = clock
         self._seed = seed
-        self._beside = beside
+        self._topics = topics
         self._names = executor.draft_names
         self._top_k = min(config.learn_top_k, executor.target.config.vocab_size)
-        recorder = Recorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
+        recorder = TextRecorder(self._top_k, held_out_share=config.learn_held_out, seed=seed)
         only_overruled = config.learn_positions == "overruled"
         self._watcher = Watcher(recorder, executor.capture, only_overruled=only_overruled)
         self._drafts: list[DraftUpdates] = []
-        self._keeper: Keeper | None = None
-        self._pieces: Pieces  # made by `prepare`, once all drafts are there
+        self._keeper: CheckpointSaver | None = None
+        self._pieces: PieceScheduler  # set by `prepare`
         self._drafted, self._accepted = (np.zeros(len(self._names), np.int64) for _ in range(2))
         self.failed = False
-        """Whether learning has ended because something went wrong."""
+        """True once an error has ended learning."""
 
     def prepare(self, progress: Progress | None = None) -> None:
-        """Compile what training needs, and go on from the checkpoints in learn_folder, whose versions serve from now
-        on. Raises CheckpointError, ConfigError."""
+        """Compile training, and load the checkpoints of learn_folder, whose versions serve from now on. Raises
+        CheckpointError, ConfigError."""
         config, drafter = self._config, self._executor.local_drafter
         assert drafter is not None, "a LearnConfig comes with a draft"
         programs = choose_length(
@@ -258,33 +91,33 @@ class Learner:
         )  # fmt: skip
         target = model_hash(self._executor.target_folder)
         for index, name in enumerate(self._names):
-            buffer = Buffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
+            buffer = RecordBuffer(config.learn_buffer, config.learn_held_out, config.learn_tenant_share)
             trainer = Trainer(programs, self._executor.draft_params(index), target)
             rng = np.random.default_rng((self._seed, index))
             self._drafts.append(
                 DraftUpdates(name, trainer, buffer, config, programs.num_tokens, self._serve_as(index), rng)
             )
-        self._pieces = Pieces(self._drafts, config, self._measured())
+        self._pieces = PieceScheduler(self._drafts, config, self._measure_pieces())
         if config.learn_folder is not None:
-            source = Source(target, config.learn_temperature)
+            source = RecordSource(target, config.learn_temperature)
             texts = RecordFiles(self._top_k, self._executor.target.config.vocab_size, source)
-            self._keeper = Keeper(
-                Path(config.learn_folder), self._drafts, self._clock, beside=self._beside,
+            self._keeper = CheckpointSaver(
+                Path(config.learn_folder), self._drafts, self._clock, topics=self._topics,
                 records=texts if config.learn_keep_records else None,
             )  # fmt: skip
-            calibrator, self._calibrator = self._calibrator, None  # it begins with the table of what is read here
+            calibrator, self._calibrator = self._calibrator, None  # its table was saved with these versions
             self._keeper.load()
             self._calibrator = calibrator
 
-    def _measured(self) -> dict[str, float]:
-        """Seconds of each kind of piece."""
+    def _measure_pieces(self) -> dict[str, float]:
+        """Measure the seconds of each kind of piece; warn of those that exceed learn_delay_ms."""
 
         def serve(_: Params) -> None:
-            self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve anyway
+            self._executor.set_draft(self._executor.draft_params(0), 0)  # the weights that serve already
 
         seconds = measure_pieces(self._drafts[0].trainer, self._config.learn_every, serve)
         longest_s = self._config.learn_delay_ms / 1e3
-        seconds["accumulate"] = min(seconds["accumulate"], longest_s)  # as it was when its length was chosen
+        seconds["accumulate"] = min(seconds["accumulate"], longest_s)  # as measured when the length was chosen
         long = [f"{kind} {1e3 * taken:.0f} ms" for kind, taken in seconds.items() if taken > longest_s]
         if long:
             _log.warning(
@@ -296,18 +129,17 @@ class Learner:
     # ---- what is served ----
 
     def added(self, choice: Sequence, *, learn: bool = True, tenant: str = "") -> None:
-        """A choice of a user's request is going to run. learn: whether its text may be learned from. tenant: whose it
-        is."""
+        """Begin to watch a choice. learn: whether its text may be learned from. tenant: account of the request."""
         with self._contained():
             if learn and not self.failed:
-                if self._watcher.is_waiting:  # maybe for a text that had the same id
+                if self._watcher.is_waiting:  # perhaps for an earlier text with the same id
                     self._take_in()
                 self._watcher.begin(choice, tenant)
             else:
                 self._watcher.leave_out("failed" if learn else "opt_out")
 
     def dropped(self, choice_id: str, reason: str) -> None:
-        """A choice has ended outside a step. Nothing happens where it is not watched."""
+        """Stop watching a choice that ended outside a step; ignore one that is not watched."""
         with self._contained():
             if not self.failed:
                 self._watcher.drop(choice_id, reason)
@@ -316,8 +148,14 @@ class Learner:
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
         choice_ids: abc.Sequence[str], updates: StepUpdates, *, capture: bool,
     ) -> None:  # fmt: skip
-        """A step was committed. choice_ids: of its rows. capture: whether to ask what the target thought in it, which
-        is fetched after the next step. Runs nothing that the step loop would have to wait for."""
+        """Take in a committed step. Never waits for the device: what is captured is fetched after the next step.
+
+        Args:
+            plan, trees, candidates, outcome: the step.
+            choice_ids: sequence id of each row.
+            updates: committed updates.
+            capture: whether to capture the target's scores of this step.
+        """
         with self._contained():
             if self.failed:
                 return
@@ -332,7 +170,7 @@ class Learner:
             self._drafts[record.draft].add(record)
 
     def _count(self, plan: StepPlan, trees: DraftTrees, outcome: StepOutcome) -> None:
-        """Drafted and accepted tokens, by draft."""
+        """Count drafted and accepted tokens by draft."""
         if trees.num_nodes == plan.num_decode:
             return
         drafted = trees.parent >= 0
@@ -348,38 +186,41 @@ class Learner:
 
     # ---- between steps ----
 
-    def work(self, spare_s: float | None) -> bool:
-        """Do at most one piece of training, where there is time for one. spare_s: by how many seconds the next step may
-        be put off; None: nothing runs. False: nothing was done. While requests run, a piece that is expected to take
-        longer than learn_delay_ms waits, if need be until nothing runs, and so does all that comes after it."""
+    def work(self, slack_s: float | None) -> bool:
+        """Run at most one piece of training; return False if none ran.
+
+        While requests run, a piece that is expected to take longer than learn_delay_ms waits, until no request runs if
+        need be, and so do all that follow it. slack_s: seconds by which the next step may be delayed; None: no request
+        runs.
+        """
         with self._contained():
-            return not self.failed and self._work(spare_s)
+            return not self.failed and self._work(slack_s)
         return False
 
-    def _work(self, spare_s: float | None) -> bool:
-        self._pieces.pass_time(self._clock(), busy=spare_s is not None)
+    def _work(self, slack_s: float | None) -> bool:
+        self._pieces.pass_time(self._clock(), busy=slack_s is not None)
         if self._keeper is not None:
             self._keeper.save_if_due()
-        if spare_s is None:
+        if slack_s is None:
             self._take_in()
-        elif spare_s <= 0:
+        elif slack_s <= 0:
             return False
         copying = self._keeper is not None and self._keeper.is_copying
         if copying or not self._executor.draft_resident:
             return False
-        return self._pieces.run(spare_s, self._clock)
+        return self._pieces.run(slack_s, self._clock)
 
     @property
-    def rests(self) -> bool:
-        """Whether there is nothing left to do while nothing runs."""
+    def is_idle(self) -> bool:
+        """True if there is nothing to do while no request runs."""
         if self.failed:
             return True
-        return not (self._watcher.is_waiting or self._pieces.is_due or self.wakes_in_s == 0)
+        return not (self._watcher.is_waiting or self._pieces.is_due or self.idle_for_s == 0)
 
     @property
-    def wakes_in_s(self) -> float | None:
-        """For how long that can be left so; None: until requests come."""
-        return None if self.failed or self._keeper is None else self._keeper.wakes_in_s
+    def idle_for_s(self) -> float | None:
+        """Seconds until an idle learner has something to do; None: not before requests come."""
+        return None if self.failed or self._keeper is None else self._keeper.idle_for_s
 
     def _serve_as(self, draft: int) -> Callable[[Params], None]:
         def serve(params: Params) -> None:
@@ -392,7 +233,7 @@ class Learner:
     # ---- the rest ----
 
     def stats(self) -> LearningStats:
-        """As of now. Safe in any thread."""
+        """Return current statistics. Safe in any thread."""
         drafts = {draft.name: draft for draft in self._drafts}
         pieces = self._pieces
         return LearningStats(
@@ -417,8 +258,7 @@ class Learner:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Leave what is under way, and keep the rest where learn_folder says, also what was learned before learning
-        failed. Only without requests."""
+        """Drop unfinished training and save the rest, even after learning failed. Only without requests."""
         with self._contained():
             if not self.failed:
                 self._take_in()
@@ -428,7 +268,7 @@ class Learner:
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """What is raised in here is no reason to stop serving: the versions in force stay, and learning ends."""
+        """Turn an error into the end of learning: the versions in force go on serving."""
         try:
             yield
         except Exception:
@@ -436,3 +276,183 @@ class Learner:
             self.failed = True
             self._pieces.stop()
             self._watcher.stop("failed")
+
+
+@dataclass(frozen=True)
+class RecordFiles:
+    """Files of the records that drafts learn from. A failing read or write is logged, and learning goes on without.
+
+    top_k: tokens per row. source: model and temperature of the rows; a file of another source is not used.
+    """
+
+    top_k: int
+    vocab_size: int
+    source: RecordSource
+
+    def save(self, folder: Path, records: abc.Sequence[Record]) -> None:
+        try:
+            save_records(folder / RECORDS, records, top_k=self.top_k, source=self.source)
+        except OSError as error:
+            _log.error("records could not be written to %s: %s", folder, error)
+
+    def load(self, folder: Path, draft: int) -> list[Record]:
+        """Read the records as those of `draft`."""
+        path = folder / RECORDS
+        try:
+            if not path.exists():
+                return []
+            return load_records(path, top_k=self.top_k, vocab_size=self.vocab_size, draft=draft, source=self.source)
+        except CheckpointError as error:
+            _log.error("%s", error)
+            return []
+
+
+class CheckpointSaver:
+    """Saves what the drafts of one learner learned, a folder per draft, so that a restart goes on from it.
+
+    A thread of its own writes; training waits only while state is copied to the host. Not thread-safe.
+    """
+
+    def __init__(
+        self, folder: Path, drafts: abc.Sequence[DraftUpdates], clock: Callable[[], float], *,
+        topics: HasState | None = None, records: RecordFiles | None = None,
+    ) -> None:  # fmt: skip
+        """Set up saving; `load` makes the folders.
+
+        Args:
+            folder: learn_folder.
+            drafts: drafts of the learner.
+            clock: monotonic seconds.
+            topics: a router's learned topics, saved too.
+            records: files of records; None: no text reaches the disk.
+        """
+        self._folder = folder
+        self._drafts = drafts
+        self._clock = clock
+        self._topics = None if topics is None else StateFile(folder / TOPICS, topics)
+        self._records = records
+        self._saved_at = clock()
+        self._saved = [0] * len(drafts)
+        self._writer = ThreadPoolExecutor(1, "learn-saver")
+        self._writing: Future[None] | None = None
+        self._copied = threading.Event()
+
+    def load(self) -> None:
+        """Load what was saved; those versions serve from now on.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be read, or is of other drafts.
+            ConfigError: the folder cannot be written, or texts that must not be kept cannot be removed.
+        """
+        import orbax.checkpoint  # noqa: F401  takes seconds, which no step should wait for later
+
+        for index, draft in enumerate(self._drafts):
+            folder = self._folder / draft.name
+            self._make(folder)
+            if self._records is not None:
+                draft.buffer.extend(self._records.load(folder, index))
+            state = draft.trainer.load(folder)
+            if state is None:
+                continue
+            try:
+                draft.restore(state)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{folder}: its checkpoint is not one of a draft that learned while it served ({error!r}); move it "
+                    "away, or choose another learn_folder"
+                ) from error
+            self._saved[index] = draft.version
+            _log.info("draft %s goes on from version %d in %s", draft.name, draft.version, folder)
+        if self._topics is not None:
+            self._topics.load()
+
+    def _make(self, folder: Path) -> None:
+        """Make a folder, and remove cut-off writes and texts that must not be kept."""
+        try:
+            for each in (self._folder, folder):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unwanted = [*folder.glob(f".{RECORDS}.*"), *self._folder.glob(f".{TOPICS}.*")]
+            if self._records is None:
+                unwanted.append(folder / RECORDS)
+            for path in unwanted:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"learn_folder: {folder} cannot be made ready ({error}); choose another folder"
+            ) from error
+
+    @property
+    def is_copying(self) -> bool:
+        """True while trainers must not change, since the writer copies their state."""
+        return self._is_writing and not self._copied.is_set()
+
+    @property
+    def idle_for_s(self) -> float | None:
+        """Seconds until `save_if_due` has something to do; None: not before another version is confirmed."""
+        if self._is_writing:
+            return 0.0
+        return max(0.0, self._saved_at + SAVE_EVERY_S - self._clock()) if self._new() else None
+
+    def save_if_due(self) -> None:
+        """Begin to write confirmed versions that are new, once SAVE_EVERY_S have passed."""
+        if not self._is_writing and self._clock() - self._saved_at >= SAVE_EVERY_S:
+            self._begin()
+
+    def close(self) -> None:
+        """Write what is new. An unfinished update is dropped; a version on probation counts as good. An error is logged
+        and does not keep the rest from being written."""
+        if self._writing is not None:
+            wait([self._writing])
+        for draft in self._drafts:
+            try:
+                draft.settle()
+            except Exception:
+                _log.exception("draft %s: its last update could not be left; the good version is kept", draft.name)
+        try:
+            self._begin()
+        finally:
+            self._writer.shutdown()
+        if self._records is not None:
+            for draft in self._drafts:
+                self._records.save(self._folder / draft.name, list(draft.buffer))
+
+    def _begin(self) -> None:
+        self._saved_at = self._clock()
+        new = self._new()
+        if new or self._topics is not None:
+            states = [self._drafts[index].state() for index in new]
+            texts = [list(self._drafts[index].buffer) for index in new]
+            self._copied.clear()
+            self._writing = self._writer.submit(self._save, new, states, texts)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def _new(self) -> list[int]:
+        return [index for index, draft in enumerate(self._drafts) if draft.good_version != self._saved[index]]
+
+    def _save(self, drafts: list[int], states: list[dict[str, Any]], texts: list[list[Record]]) -> None:
+        """Write checkpoints in the writer's thread; log what fails, so that learning goes on."""
+        try:
+            snapshots = [self._drafts[index].trainer.snapshot() for index in drafts]
+            self._copied.set()
+            for index, state, snapshot, records in zip(drafts, states, snapshots, texts, strict=True):
+                self._save_draft(index, state, snapshot)
+                if self._records is not None:
+                    self._records.save(self._folder / self._drafts[index].name, records)
+            if self._topics is not None:
+                self._topics.save()
+        except Exception:
+            _log.exception("what was learned could not be written to %s", self._folder)
+
+    def _save_draft(self, index: int, state: dict[str, Any], snapshot: Snapshot) -> None:
+        draft = self._drafts[index]
+        try:
+            snapshot.save(self._folder / draft.name, state["version"], state)
+        except CheckpointError as error:
+            _log.error("what draft %s learned could not be written: %s", draft.name, error)
+        except Exception:
+            _log.exception("what draft %s learned could not be written", draft.name)
+        else:
+            self._saved[index] = state["version"]

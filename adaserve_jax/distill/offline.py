@@ -1,8 +1,9 @@
-"""Distils a target into its draft from prompts alone: texts are written, scored by the target, and learned from in
-rounds, with the trainer that learns while serving.
+"""Offline distillation of a target into its draft, from prompts alone.
 
-A round is the unit of everything: its texts are written with the draft as it was before, and what is saved is the state
-between two rounds, so that a run that was stopped ends as if it had not been.
+Rounds of prompts are continued, scored by the target and learned from, with the trainer that also learns while serving.
+A round's texts are written with the draft as it was before, and only the state between two rounds is saved, so that a
+run that was stopped and resumed ends like one that was not. Axes: T packed tokens, K likeliest tokens of the target, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from adaserve_jax.distill.generate import Drawing, Generator
 from adaserve_jax.distill.offline_config import OfflineConfig
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import LOG_ZERO, PADDING, Batch, Record, pack
+from adaserve_jax.distill.records import LOG_ZERO, PADDING, PackedBatch, Record, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import ModelConfig
@@ -39,17 +40,26 @@ from adaserve_jax.models.tokenizer import Tokenizer, check_same_vocabulary
 from adaserve_jax.results.whole_file import PRIVATE, write_whole
 from adaserve_jax.types import Progress
 
-# The texts that the target wrote for a run of distillation, by prompt: written once, learned from in every
-# epoch, and kept on disk while the run is, so that going on with it needs none of them again.
-
-FILE = "texts.npz"
+FILE, SETTINGS, WEIGHTS = "texts.npz", "settings.json", "weights"
+"""Files of a run's state: the target's texts, the settings, and the trainer's checkpoints."""
+SAVE_EVERY_S = 120.0
+MIN_TOKENS = 512
+"""Texts share a forward of at least so many tokens."""
+COLUMNS = 64
+"""Positions whose scores over the vocabulary are in memory at once."""
+MIN_LENGTH, MAX_LENGTH = 128, 2048
+"""Bounds of a micro-step's tokens; longer texts are learned from in windows."""
+_HELD_OUT, _TRAINED = 0, 1
+"""Streams of random orders."""
 OnDone = Callable[[int], None]
 
 
 @dataclass(eq=False)
-class Writer:
-    """Writes texts after prompts. prompts: i32[tokens] each; models: (target, draft) weights, that of the draft changes
-    while it learns. kept: the target's texts by prompt index."""
+class TextWriter:
+    """Writes texts after prompts. The target's texts are written once, kept for every epoch, and saved with the run.
+
+    prompts: i32[tokens] each. kept: the target's texts by prompt index.
+    """
 
     generator: Generator
     config: OfflineConfig
@@ -59,7 +69,7 @@ class Writer:
     kept: dict[int, np.ndarray] = field(default_factory=dict)
 
     def by_target(self, indices: Sequence[int], on_done: OnDone) -> list[np.ndarray]:
-        """The target's text after each of these prompts, in order."""
+        """Return the target's text after each of these prompts, in order."""
         missing = [index for index in indices if index not in self.kept]
         if missing:
             written = self._written(missing, 0, 1.0, None, on_done)
@@ -67,7 +77,7 @@ class Writer:
         return [self.kept[index] for index in indices]
 
     def by_both(self, indices: Sequence[int], epoch: int, draft: Params, on_done: OnDone) -> list[np.ndarray]:
-        """Texts of the draft as it is, or of both models by turns, in order; others in each epoch."""
+        """Write texts of the draft as it is, or of both models mixed, in order; they differ in each epoch."""
         return self._written(indices, 1 + epoch, self.config.target_share, draft, on_done)
 
     def _written(
@@ -80,7 +90,7 @@ class Writer:
         return self.generator.texts((self.target, draft), prompts, seeds, drawing, on_done)
 
     def save(self, folder: Path) -> None:
-        """Write the target's texts; a file that is there already is replaced whole."""
+        """Write the target's texts, replacing the file atomically."""
         lengths = np.array([len(text) for text in self.kept.values()], np.int32)
         tokens = np.concatenate([*self.kept.values(), np.empty(0, np.int32)])
         new = folder / f"new-{FILE}"
@@ -88,7 +98,7 @@ class Writer:
         new.replace(folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Take the texts that were saved. Raises CheckpointError: the file is broken."""
+        """Read the saved texts. Raises CheckpointError if the file is broken."""
         try:
             with (folder / FILE).open("rb") as opened, np.load(opened) as held:
                 parts = np.split(held["tokens"].astype(np.int32), np.cumsum(held["length"]))
@@ -98,23 +108,15 @@ class Writer:
 
 
 def _seed(seed: int, stream: int, index: int) -> int:
-    """u64, of one text."""
+    """Return the u64 seed of one text."""
     return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0])
 
 
-# What the target says at every position of finished texts, as records to learn from.
-#
-# Axes: T packed tokens, K likeliest tokens of the target, V vocabulary.
-
-LEAST_TOKENS = 512
-"""Texts share a forward of at least so many tokens."""
-COLUMNS = 64
-"""Positions whose scores over the vocabulary are in memory at once."""
-
-
 class Scorer:
-    """Scores texts with one model. top_k: tokens kept for each position; vocab_size: those that both models have;
-    temperature: of the distribution. Compiles on first use, for each power of two of tokens."""
+    """Scores finished texts with the target, as records. Compiles on first use, for each power of two of tokens.
+
+    top_k: tokens kept per position. vocab_size: token ids that both models have. temperature: of the distribution.
+    """
 
     def __init__(self, config: ModelConfig, *, top_k: int, vocab_size: int, temperature: float):
         self._program = jax.jit(partial(_top, config, min(top_k, vocab_size), vocab_size, temperature))
@@ -126,11 +128,15 @@ class Scorer:
         first: Sequence[int],
         on_done: Callable[[int], None] | None = None,
     ) -> list[Record]:
-        """One record per text, in order, with a row for each position from `first` to the last but one token.
+        """Return one record per text, in order, with a row for each position from `first` to the last but one token.
 
-        texts: i32[tokens], each longer than its first + 1. on_done: called with the number of texts that are scored.
+        Args:
+            params: weights of the model.
+            texts: i32[tokens], each longer than its first + 1.
+            first: first position of each text's rows.
+            on_done: called with the number of texts that are scored.
         """
-        size = LEAST_TOKENS
+        size = MIN_TOKENS
         while size < max(map(len, texts)):
             size *= 2
         records: list[Record] = []
@@ -157,7 +163,7 @@ class Scorer:
 
 
 def _shared(texts: Sequence[np.ndarray], size: int) -> list[tuple[int, int]]:
-    """Runs [begin, end) of texts that have `size` tokens together at most."""
+    """Split texts into runs [begin, end) of at most `size` tokens together."""
     runs, begin, filled = [], 0, 0
     for index, text in enumerate(texts):
         if filled + len(text) > size:
@@ -171,7 +177,7 @@ def _top(
     config: ModelConfig, top_k: int, vocab_size: int, temperature: float, params: Params, tokens: jax.Array,
     position: jax.Array, segment: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """(ids i32[T, K], natural logs of their probabilities f32[T, K]), likeliest first."""
+    """Return (ids i32[T, K], natural logs of their probabilities f32[T, K]), likeliest first."""
     hidden = decode(params, config, tokens, position, attend_dense(config, segment))
 
     def top(columns: jax.Array) -> tuple[Any, Any]:
@@ -184,18 +190,15 @@ def _top(
     return ids.reshape(-1, top_k), log_p.reshape(-1, top_k)
 
 
-SAVE_EVERY_S = 120.0
-SETTINGS, WEIGHTS = "settings.json", "weights"
-"""What lies in the folder of a run's state, beside the texts that the target wrote."""
-_HELD_OUT, _TRAINED = 0, 1
-"""Streams of random orders."""
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """The draft after so many epochs, on held-out texts of the target. acceptance: mean over positions of
-    sum min(p, q), from below where top_k is less than the vocabulary; loss, training_loss: nats per position, the
-    latter over the epoch. The rest counts from the start: seconds of all, not of this evaluation alone."""
+    """Evaluation of the draft after some epochs on held-out texts of the target.
+
+    Attributes:
+        acceptance: mean over positions of sum min(p, q); a lower bound if top_k is less than the vocabulary.
+        loss, training_loss: nats per position; the latter over the epoch.
+        steps, tokens, seconds: totals since the start of the run.
+    """
 
     epoch: int
     acceptance: float
@@ -207,9 +210,16 @@ class Evaluation:
 
 
 @dataclass
-class Done:
-    """How far a run is. rounds: finished; steps of the optimiser; tokens: positions learned from, counted each time;
-    seconds: by what they were spent on; evaluations: the first before any training."""
+class RunProgress:
+    """Progress of a run.
+
+    Attributes:
+        rounds: finished rounds.
+        steps: optimiser steps.
+        tokens: positions learned from, counted each time.
+        seconds: time by kind of work.
+        evaluations: the first comes before any training.
+    """
 
     rounds: int = 0
     steps: int = 0
@@ -223,35 +233,53 @@ class Done:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Done:
+    def from_json(cls, values: dict[str, Any]) -> RunProgress:
         evaluations = [Evaluation(**each) for each in values["evaluations"]]
         return cls(**{**values, "evaluations": evaluations})
 
 
 class Distillation:
-    """One run. held_out, trained: indices of the writer's prompts. settings: what a run that is gone on with must have
-    been begun with, JSON. wants_stop: asked between pieces of work."""
+    """One run of distillation."""
 
     def __init__(
-        self, config: OfflineConfig, trainer: Trainer, writer: Writer, scorer: Scorer, held_out: Sequence[int],
+        self, config: OfflineConfig, trainer: Trainer, writer: TextWriter, scorer: Scorer, held_out: Sequence[int],
         trained: Sequence[int], *, settings: dict[str, Any], progress: Progress,
         wants_stop: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
+        """Set up a run that has not begun.
+
+        Args:
+            config: settings of the run.
+            trainer: its weights are the draft.
+            writer: writes texts.
+            scorer: scores them with the target.
+            held_out, trained: indices of the writer's prompts.
+            settings: JSON that a resumed run must have been begun with.
+            progress: progress(what, done, total).
+            wants_stop: asked between pieces of work.
+        """
         self._config, self._trainer, self._writer, self._scorer = config, trainer, writer, scorer
         self._held_out, self._trained = list(held_out), list(trained)
         self._settings, self._progress, self._wants_stop = settings, progress, wants_stop
         self._rounds_per_epoch = -(-len(trained) // config.round_prompts)
         self._clock = time.monotonic
-        self.done = Done()
+        self.done = RunProgress()
 
     @property
     def num_rounds(self) -> int:
         return self._rounds_per_epoch * self._config.epochs
 
     def run(self, folder: Path, on_epoch: Callable[[Evaluation], None] = lambda _: None) -> bool:
-        """Go through all rounds that are left; whether that was all of them, or it was stopped. folder: where state is
-        saved, now and then, and when it stops. Raises ConfigError: training gave no
-        numbers. CheckpointError: the state cannot be written."""
+        """Run all rounds that are left; return False if stopped before the end.
+
+        Args:
+            folder: the state is saved here now and then, and when the run is stopped.
+            on_epoch: called with the evaluation before training and after each epoch.
+
+        Raises:
+            ConfigError: training diverged.
+            CheckpointError: the state cannot be written.
+        """
         saved_s = self._clock()
         try:
             batches = self._held_out_batches()
@@ -270,15 +298,15 @@ class Distillation:
         return True
 
     def weights(self) -> Params:
-        """The draft as it is now."""
+        """Return the current weights of the draft."""
         return self._trainer.weights()
 
     def save(self, folder: Path) -> None:
-        """Write the state after the last round; only its owner may look into the folder, in which texts are. Raises
-        CheckpointError: it cannot be written."""
+        """Write the state after the last round, readable by the owner only, since it holds texts. Raises
+        CheckpointError if it cannot be written."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)  # one that was there already, too
+            folder.chmod(0o700)  # also if the folder existed before
             self._save_settings(folder / SETTINGS)
             self._writer.save(folder)
         except OSError as error:
@@ -287,13 +315,13 @@ class Distillation:
         self._trainer.save(folder / WEIGHTS, self.done.rounds, self.done.to_json())
 
     def _save_settings(self, path: Path) -> None:
-        """Whole, and once: they stay what the run was begun with."""
+        """Write the settings that the run was begun with, unless they are there."""
         text = json.dumps(self._settings, indent=1) + "\n"
         if not path.exists() or path.read_text() != text:
             write_whole(path, text, mode=PRIVATE)
 
     def load(self, folder: Path) -> None:
-        """Go on from a saved state. Raises CheckpointError: there is none, or it was begun with other settings."""
+        """Resume from a saved state. Raises CheckpointError if there is none, or it was begun with other settings."""
         begun = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
         for name, value in self._settings.items() if begun else ():
             if begun.get(name) != value:
@@ -305,9 +333,9 @@ class Distillation:
         if done is None:
             raise CheckpointError(f"{folder}: expected the state of a run that was stopped, found none; begin anew")
         self._writer.load(folder)
-        self.done = Done.from_json(done)
+        self.done = RunProgress.from_json(done)
 
-    def _held_out_batches(self) -> list[Batch]:
+    def _held_out_batches(self) -> list[PackedBatch]:
         texts: list[np.ndarray] = []
         for first in range(0, len(self._held_out), self._config.round_prompts):
             chosen = self._held_out[first : first + self._config.round_prompts]
@@ -336,7 +364,7 @@ class Distillation:
         self._progress("training", self.done.rounds, self.num_rounds)
 
     def _learn(self, records: list[Record], number: int) -> None:
-        """All optimiser steps of a round, which is not left half done."""
+        """Take all optimiser steps of a round; a stop waits for its end."""
         config, done = self._config, self.done
         num_tokens = self._trainer.programs.num_tokens
         batches = pack(records, num_tokens, self._rng(_TRAINED, number, 1))
@@ -363,7 +391,7 @@ class Distillation:
         with self._spent("scoring"):
             return self._scorer.records(self._writer.target, texts, firsts, lambda _: self._stop_if_wanted())
 
-    def _evaluate(self, batches: Sequence[Batch]) -> Evaluation:
+    def _evaluate(self, batches: Sequence[PackedBatch]) -> Evaluation:
         done = self.done
         with self._spent("evaluating"):
             scores = Scores(0, 0, 0)
@@ -405,18 +433,18 @@ class Distillation:
 
 
 class _StoppedError(Exception):
-    """The caller wants an end between two rounds."""
+    """Raised between pieces of work when the caller wants to stop."""
 
 
 def split(num_prompts: int, share: float, seed: int) -> tuple[list[int], list[int]]:
-    """(held out, trained): indices in order, each at least one. num_prompts >= 2."""
+    """Split prompts into sorted indices (held out, trained), each with at least one. num_prompts >= 2."""
     order = np.random.default_rng([seed]).permutation(num_prompts)
     count = min(max(1, round(share * num_prompts)), num_prompts - 1)
     return sorted(order[:count].tolist()), sorted(order[count:].tolist())
 
 
 def reset_top_layer(params: Params, fresh: Params) -> Params:
-    """The weights with their last layer taken from `fresh`, which are random ones of that model."""
+    """Replace the last layer of the weights by that of `fresh`, random weights of the same model."""
     last = max(int(name.split(".")[1]) for name in params if name.startswith("layers."))
     prefix = f"layers.{last}."
     return {
@@ -424,15 +452,9 @@ def reset_top_layer(params: Params, fresh: Params) -> Params:
     }
 
 
-# Makes a run of distillation from checkpoint folders and prompts, and checkpoint folders from what was learned.
-
-LEAST_LENGTH, MOST_LENGTH = 128, 2048
-"""Tokens of a micro-step; longer texts are learned from in windows."""
-
-
 @dataclass(frozen=True)
 class Models:
-    """A target and a draft, before their weights are read. eos_ids: end a text of the target."""
+    """Folders, configurations and tokenizer of a target and a draft, before their weights are read."""
 
     target_folder: Path
     draft_folder: Path
@@ -442,7 +464,7 @@ class Models:
 
     @classmethod
     def find(cls, target_folder: Path, draft_folder: Path) -> Models:
-        """Raises CheckpointError: a folder cannot be read, or the vocabularies differ."""
+        """Read both configurations. Raises CheckpointError if a folder cannot be read or the vocabularies differ."""
         tokenizer = Tokenizer.from_folder(target_folder)
         target, draft = ModelConfig.from_folder(target_folder), ModelConfig.from_folder(draft_folder)
         check_same_vocabulary(tokenizer, Tokenizer.from_folder(draft_folder))
@@ -459,8 +481,8 @@ class Models:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to learn from, i32[tokens], all different; and how many were left out: repeated ones, and those that
-    leave no room for max_tokens in the models' context."""
+    """Prompts to learn from, i32[tokens], all different; and the numbers left out: repeated ones, and those that leave
+    no room for max_tokens in the models' context."""
 
     kept: list[np.ndarray]
     repeated: int
@@ -468,7 +490,7 @@ class Prompts:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], config: OfflineConfig, max_context: int) -> Prompts:
-        """Raises ConfigError: fewer than two are left, one to learn from and one to measure on."""
+        """Choose usable prompts. Raises ConfigError if fewer than two are left: one to train on, one to measure on."""
         different = list(dict.fromkeys(tuple(prompt) for prompt in prompts if prompt))
         room = max_context - config.max_tokens
         kept = [np.array(prompt, np.int32) for prompt in different if len(prompt) <= room]
@@ -486,13 +508,13 @@ def open_distillation(
     models: Models, prompts: Prompts, config: OfflineConfig, dtype: Any, *, progress: Progress,
     wants_stop: Callable[[], bool],
 ) -> Distillation:  # fmt: skip
-    """Load both models and compile training. Raises CheckpointError: as loading."""
+    """Load both models and compile training. Raises CheckpointError if a model cannot be loaded."""
     target = load_params(models.target_folder, models.target, dtype, _named(progress, "loading target"))
     draft = load_draft(models, config, dtype, progress)
     programs = TrainPrograms(models.draft, config.learn, _length(prompts.kept, config), dtype)
     programs.compile(progress)
     generator = Generator(models.target, models.draft, rows=config.rows, dtype=dtype)
-    writer = Writer(generator, config, models.eos_ids, prompts.kept, target)
+    writer = TextWriter(generator, config, models.eos_ids, prompts.kept, target)
     scorer = Scorer(
         models.target, top_k=programs.top_k, vocab_size=min(models.target.vocab_size, models.draft.vocab_size),
         temperature=config.loss_temperature,
@@ -509,25 +531,25 @@ def open_distillation(
 
 
 def load_draft(models: Models, config: OfflineConfig, dtype: Any, progress: Progress) -> Params:
-    """The weights that training begins with."""
+    """Load the weights that training begins with."""
     params = load_params(models.draft_folder, models.draft, dtype, _named(progress, "loading draft"))
     if config.reset_top_layer:
         return reset_top_layer(params, init_params(models.draft, config.seed, dtype))
     return params
 
 
-def learned_online(models: Models, folder: Path, name: str, config: OfflineConfig, dtype: Any, progress: Progress) -> (
-    tuple[Params, dict[str, Any]]
-):  # fmt: skip
-    """The latest version that a server left in its learn_folder of the draft of that name, and what it noted of it.
+def load_online_draft(
+    models: Models, folder: Path, name: str, config: OfflineConfig, dtype: Any, progress: Progress
+) -> tuple[Params, dict[str, Any]]:
+    """Load the latest version of a draft from a server's learn_folder; return its weights and meta.
 
-    Raises CheckpointError: there is none, or it began with another draft, type or rank.
+    Raises CheckpointError if there is none, or it began with another draft, type or rank.
     """
     drafts = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
     if name not in drafts:
         found = f"drafts {', '.join(drafts)}" if drafts else "no draft's folder"
         raise CheckpointError(f"{folder}: expected checkpoints of draft {name!r}, found {found}; say --draft-name")
-    programs = TrainPrograms(models.draft, config.learn, LEAST_LENGTH, dtype)
+    programs = TrainPrograms(models.draft, config.learn, MIN_LENGTH, dtype)
     programs.compile(progress, only=("begin", "copy", "no_sums", "export"))
     trainer = Trainer(programs, load_draft(models, config, dtype, progress))
     noted = trainer.load(folder / name)
@@ -537,7 +559,7 @@ def learned_online(models: Models, folder: Path, name: str, config: OfflineConfi
 
 
 def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: Progress) -> None:
-    """Write a checkpoint folder that is whole, or not there. Raises ConfigError, CheckpointError."""
+    """Write a checkpoint folder atomically. Raises ConfigError, CheckpointError."""
     partial = out.with_name(f".{out.name}-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -553,10 +575,10 @@ def write_draft(params: Params, source: Path, out: Path, dtype: str, progress: P
 
 
 def _length(prompts: Sequence[np.ndarray], config: OfflineConfig) -> int:
-    """Tokens of a micro-step: as long as the longest text may be, within bounds."""
+    """Return the tokens of a micro-step: the length of the longest possible text, within bounds."""
     longest = max(map(len, prompts)) + config.max_tokens
-    length = LEAST_LENGTH
-    while length < min(longest, MOST_LENGTH):
+    length = MIN_LENGTH
+    while length < min(longest, MAX_LENGTH):
         length *= 2
     return length
 

@@ -1,6 +1,7 @@
-"""The compiled programs of training one shape of draft, shared by all drafts of that shape.
+"""Compiled programs of training, shared by all drafts of one shape: losses, gradients, optimiser steps.
 
-All are compiled before serving starts; weights, optimiser state and batches are their arguments.
+All are compiled before serving starts; weights, optimiser state and batches are their arguments. Axes: T packed tokens,
+N rows, K tokens of the target per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from adaserve_jax.distill.records import Batch
+from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
@@ -25,27 +26,39 @@ from adaserve_jax.models.decoder import Params, attend_dense, decode, logits, pa
 from adaserve_jax.runtime.compile import CompileCounter, Declared, compile_all
 from adaserve_jax.types import Progress
 
-# Distances of the draft's distribution from the target's, from the target's K likeliest tokens.
-#
-# A position has K + 1 categories: those K tokens, and all others as one. With K = V there are no others and the
-# distance is exact; else it is one from below (data processing). Axes: N rows, K tokens, V vocabulary.
-
 TAIL_FLOOR = 1e-6
-"""Least share of all others that a logarithm is taken of: 1 - sum p of f32 knows no smaller one."""
+"""Smallest probability of all other tokens: 1 - sum p in f32 is no more precise."""
 LEAST_LOG_P = -100.0
-"""In the place of log 0: exp of it is 0 in f32, and 0 times it is no NaN."""
+"""Replaces log 0: its exponential is 0 in f32, and 0 times it is no NaN."""
+CLIP_NORM = 1.0
+"""Largest norm of a mean gradient; a longer one is scaled down to it."""
+OF_ONE_LENGTH = ("accumulate", "evaluate")
+"""Programs that depend on the length of a micro-step."""
+TIMED_RUNS = 3
+"""Micro-steps whose median is the measured time."""
 
 
 def row_losses(
     draft_logits: jax.Array, ids: jax.Array, log_p: jax.Array, *, kind: str, beta: float, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
-    """The distance of each row, in nats, and what it says of acceptance.
+    """Compute the distance of the draft's distribution q from the target's p, and their overlap, row by row.
 
-    draft_logits: f32[N, V], at temperature 1. ids: i32[N, K], different ones. log_p: f32[N, K], the target's
-    log-probabilities of these at `temperature`, at which the draft's are taken too; NaN makes the row's loss NaN.
-    kind: "kl", KL(p || q); "reverse_kl", KL(q || p); "jsd", beta KL(p || m) + (1 - beta) KL(q || m) with
-    m = beta p + (1 - beta) q. Returns (loss f32[N], overlap f32[N]): overlap is the sum of min(p, q) over the K tokens,
-    the acceptance rate from below. Source: online speculative decoding eq. 3 and 4, and its acceptance rate.
+    A row has K + 1 categories: the target's K likeliest tokens, and all others as one. With K = V there are no others
+    and the distance is exact; otherwise it is a lower bound (data processing inequality). Source: Online speculative
+    decoding, eq. 3 and 4, and its acceptance rate.
+
+    Args:
+        draft_logits: f32[N, V], at temperature 1.
+        ids: i32[N, K], all different.
+        log_p: f32[N, K], the target's log-probabilities at `temperature`; NaN makes the row's loss NaN.
+        kind: "kl", KL(p || q); "reverse_kl", KL(q || p); "jsd", beta KL(p || m) + (1 - beta) KL(q || m) with
+            m = beta p + (1 - beta) q.
+        beta: weight of the target in "jsd".
+        temperature: of both distributions.
+
+    Returns:
+        (loss f32[N] in nats, overlap f32[N]): overlap is the sum of min(p, q) over the K tokens, a lower bound of the
+        acceptance rate.
     """
     log_q = _log_q(draft_logits / temperature, ids)
     log_p = _log_p(log_p, has_tail=ids.shape[1] < draft_logits.shape[1])
@@ -61,8 +74,8 @@ def row_losses(
 
 
 def _log_q(scores: jax.Array, ids: jax.Array) -> jax.Array:
-    """f32[N, K + 1], or f32[N, V] for K = V. The share of all others is summed from their own scores: 1 - sum q would
-    leave nothing of a small one."""
+    """Return the draft's log-probabilities of the categories, f32[N, K + 1], or f32[N, V] for K = V. Those of all other
+    tokens are summed from their own scores, since 1 - sum q is too coarse."""
     chosen = jnp.take_along_axis(scores, ids, axis=1)
     if ids.shape[1] < scores.shape[1]:
         rows = jnp.arange(len(ids))[:, None]
@@ -72,7 +85,8 @@ def _log_q(scores: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _log_p(log_p: jax.Array, *, has_tail: bool) -> jax.Array:
-    """The same categories of the target. Rounded values may add up to more than 1; they are scaled back."""
+    """Return the target's log-probabilities of the categories. Rounded values may sum to more than 1; they are scaled
+    back."""
     log_p = jnp.maximum(log_p.astype(jnp.float32), LEAST_LOG_P)
     total = jnp.exp(log_p).sum(1, keepdims=True)
     if has_tail:
@@ -80,13 +94,8 @@ def _log_p(log_p: jax.Array, *, has_tail: bool) -> jax.Array:
     return log_p - jnp.log(jnp.maximum(total, 1))
 
 
-# The draft's scores and distances at the rows of a packed batch: a pure function, to be differentiated.
-#
-# Axes: T packed tokens, N rows, K tokens of the target per row, V vocabulary.
-
-
-class Fields(NamedTuple):
-    """The arrays of a `Batch`, in its order."""
+class BatchArrays(NamedTuple):
+    """Arrays of a `PackedBatch`, in its order."""
 
     tokens: jax.Array
     position: jax.Array
@@ -97,15 +106,17 @@ class Fields(NamedTuple):
     weight: jax.Array
 
 
-def rows_logits(params: Params, config: ModelConfig, fields: Fields) -> jax.Array:
-    """f32[N, V]: the draft's scores for the successor of each row's token, texts side by side not seeing each other."""
+def rows_logits(params: Params, config: ModelConfig, fields: BatchArrays) -> jax.Array:
+    """Return the draft's scores f32[N, V] for the successor of each row's token; texts do not see each other."""
     hidden = decode(params, config, fields.tokens, fields.position, attend_dense(config, fields.segment))
     return logits(params, config, hidden[:, fields.at])
 
 
-def summed(params: Params, config: ModelConfig, learn: LearnConfig, fields: Fields) -> tuple[jax.Array, jax.Array]:
-    """Weighted sums over the rows of (loss, overlap), f32 each. A row of weight 0 adds exactly 0 to them and to every
-    gradient, whatever it holds."""
+def batch_sums(
+    params: Params, config: ModelConfig, learn: LearnConfig, fields: BatchArrays
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weighted sums of loss and overlap over the rows, f32 each. A row of weight 0 adds exactly 0 to them
+    and to every gradient, whatever it holds."""
     real = fields.weight > 0
     log_p = jnp.where(real[:, None], fields.log_p, -jnp.log(fields.log_p.shape[1] + 1.0))
     loss, overlap = row_losses(
@@ -118,26 +129,20 @@ def summed(params: Params, config: ModelConfig, learn: LearnConfig, fields: Fiel
     )
 
 
-# What of a draft is trained: all its weights, or low-rank updates of its matrices. Pure functions inside
-# programs.
-#
-# Source of the low-rank form: LoRA (Hu et al.), W + A B, with A = 0 at the start so that nothing changes yet.
-
-
 class LowRank(NamedTuple):
-    """a: f32[out, r]; b: f32[r, in]; they stand for the update a @ b of one weight."""
+    """Low-rank update a @ b of one weight (LoRA, Hu et al.). a: f32[out, r], 0 at the start; b: f32[r, in]."""
 
     a: jax.Array
     b: jax.Array
 
 
 Trained = dict[str, Any]
-"""By name of the weight: f32 of its shape, or a LowRank."""
+"""Trained arrays by weight name: f32 of its shape, or a LowRank."""
 
 
 def begin(params: Params, rank: int) -> tuple[Trained, Params]:
-    """(what is trained, what it stands on): all weights in f32 and nothing, or for rank > 0 a LowRank for each matrix
-    but the embedding, and all weights as they are."""
+    """Return (trained arrays, base weights): all weights in f32 and no base, or for rank > 0 a LowRank for each matrix
+    except the embedding, and all weights as the base."""
     if rank == 0:
         return {name: weight.astype(jnp.float32) for name, weight in params.items()}, {}
     names = [name for name, weight in params.items() if _is_updated(name, weight.shape)]
@@ -147,7 +152,7 @@ def begin(params: Params, rank: int) -> tuple[Trained, Params]:
 
 
 def merged(trained: Trained, base: Params, dtype: Any) -> Params:
-    """The draft's weights in the type in which it serves."""
+    """Return the draft's weights in its serving type."""
     if not base:
         return {name: weight.astype(dtype) for name, weight in trained.items()}
     return {
@@ -157,7 +162,7 @@ def merged(trained: Trained, base: Params, dtype: Any) -> Params:
 
 
 def num_trained(config: ModelConfig, rank: int) -> int:
-    """Numbers that are trained."""
+    """Count the trained numbers."""
     shapes = {name: shape for name, (shape, _) in param_specs(config).items()}
     if rank == 0:
         return sum(math.prod(shape) for shape in shapes.values())
@@ -179,23 +184,15 @@ def _product(update: LowRank) -> jax.Array:
     return jnp.matmul(update.a, update.b, precision=jax.lax.Precision.HIGHEST)
 
 
-CLIP_NORM = 1.0
-"""Most that the norm of a mean gradient may be; a longer one is shortened to it."""
-OF_ONE_LENGTH = ("accumulate", "evaluate")
-"""Programs that depend on the length of a micro-step."""
-TIMED_RUNS = 3
-"""Micro-steps of which the median is the measured time."""
-
-
 class State(NamedTuple):
-    """What an optimiser step changes."""
+    """Trained arrays and optimiser state, which an optimiser step changes."""
 
     trained: Trained
     optimiser: Any
 
 
-class Sums(NamedTuple):
-    """Over the micro-steps since the last optimiser step: gradients like Trained; loss and weight, f32."""
+class GradientSums(NamedTuple):
+    """Sums over the micro-steps since the last optimiser step. gradients: like Trained; loss, weight: f32."""
 
     gradients: Trained
     loss: jax.Array
@@ -203,16 +200,22 @@ class Sums(NamedTuple):
 
 
 class TrainPrograms:
-    """Training a draft of `config` in micro-steps of num_tokens tokens. Programs are in `compiled` once `compile` ran.
-
-    dtype: in which the draft serves, and its products are computed; training keeps f32. device: of jax. counter: counts
-    compilations while a program runs. Raises ConfigError on first use of a batch of another shape.
-    """
+    """Programs that train a draft of one shape in micro-steps of `num_tokens` tokens; `compile` fills `compiled`."""
 
     def __init__(
         self, config: ModelConfig, learn: LearnConfig, num_tokens: int, dtype: Any, device: Any = None,
         counter: CompileCounter | None = None,
     ) -> None:  # fmt: skip
+        """Declare the programs.
+
+        Args:
+            config: shape of the draft.
+            learn: options of learning.
+            num_tokens: tokens of a micro-step.
+            dtype: serving type of the draft, in which products are computed; trained numbers are f32.
+            device: JAX device; default: the first local one.
+            counter: counts compilations while a program runs.
+        """
         self.config, self.learn, self.num_tokens = config, learn, num_tokens
         self.dtype = jnp.dtype(dtype)
         self.device = device or jax.local_devices()[0]
@@ -224,36 +227,36 @@ class TrainPrograms:
         )
 
     def compile(self, progress: Progress | None = None, only: Sequence[str] | None = None) -> None:
-        """Compile what is not compiled yet, of the programs named or of all; all are then run once too, since a first
-        run is slow."""
+        """Compile the programs that are not compiled yet, or those in `only`; then run all once, since a first run is
+        slow (not with `only`)."""
         declared = [each for each in self._declared() if each.key not in self.compiled]
         self.compiled |= compile_all([each for each in declared if only is None or each.key[0] in only], progress)
         if declared and only is None:
             self._warm_up()
 
     def with_length(self, num_tokens: int) -> TrainPrograms:
-        """The same for another length of micro-steps, with what is compiled already and does not depend on it."""
+        """Return programs for another length of micro-steps, sharing those that do not depend on it."""
         other = TrainPrograms(self.config, self.learn, num_tokens, self.dtype, self.device, self._counter)
         other.compiled = {key: each for key, each in self.compiled.items() if key[0] not in OF_ONE_LENGTH}
         return other
 
     def run(self, name: str, *arguments: Any) -> Any:
-        """The result of a program, on the device. What `_declared` donates is used up."""
+        """Run a program and return its result on the device. Arguments that `_declared` donates are used up."""
         with self._counter or contextlib.nullcontext():
             return self.compiled[(name,)](*arguments)
 
-    def fields(self, batch: Batch) -> Fields:
-        """A batch as programs take it. Raises ConfigError: it is of another shape than they are compiled for."""
+    def fields(self, batch: PackedBatch) -> BatchArrays:
+        """Return a batch's arrays. Raises ConfigError if its shape is not the compiled one."""
         expected, found = (self.num_tokens, self.top_k), (len(batch.tokens), batch.ids.shape[1])
         if found != expected:
             raise ConfigError(
                 f"a batch must have {expected[0]} tokens and {expected[1]} target tokens per row, "
                 f"got {found[0]} and {found[1]}; pack records that were made with this learn_top_k"
             )
-        return Fields(*batch.arrays)
+        return BatchArrays(*batch.arrays)
 
     def time_micro_step(self) -> float:
-        """Seconds of a micro-step, the median of some on weights of its own. Needs "begin" and "accumulate"."""
+        """Measure the median seconds of a micro-step on zero weights. Needs "begin" and "accumulate"."""
         state, base, sums = self._begin_with_zeros()
         batch, times = self._row_per_token(), []
         for _ in range(TIMED_RUNS + 1):  # the first one warms up
@@ -263,8 +266,8 @@ class TrainPrograms:
         return float(np.median(times[1:]))
 
     def workspace_bytes(self) -> int:
-        """What a program takes beside its arguments at most, by the compiler's word: to compute, and for results that
-        lie in no argument's place. Those of "begin" are what stays. 0 before anything is compiled."""
+        """Return the largest memory of a program beyond its arguments, as the compiler reports it: temporaries, and
+        results that replace no argument. Leaves out "begin", whose results stay; 0 before anything is compiled."""
         programs = [program for key, program in self.compiled.items() if key != ("begin",)]
         analyses = [program.memory_analysis() for program in programs]  # type: ignore[attr-defined]
         return max(
@@ -281,25 +284,25 @@ class TrainPrograms:
         state = self.run("copy", state, self._begin_with_zeros()[0])
         jax.block_until_ready(self.run("apply", state, sums, np.float32(1)))
 
-    def _begin_with_zeros(self) -> tuple[State, Params, Sums]:
+    def _begin_with_zeros(self) -> tuple[State, Params, GradientSums]:
         params = {name: np.zeros(each.shape, each.dtype) for name, each in self._abstract_params().items()}
         return self.run("begin", jax.device_put(params, self.device))
 
-    def _begin(self, params: Params) -> tuple[State, Params, Sums]:
+    def _begin(self, params: Params) -> tuple[State, Params, GradientSums]:
         trained, base = begin(params, self.learn.learn_lora_rank)
-        trained, base = _copy((trained, base))  # never the arrays that serve: training uses up its own
+        trained, base = _copy((trained, base))  # copies, since training donates its arrays
         return State(trained, self._optimiser.init(trained)), base, _no_sums(trained)
 
-    def _accumulate(self, trained: Trained, base: Params, sums: Sums, batch: Fields) -> Sums:
+    def _accumulate(self, trained: Trained, base: Params, sums: GradientSums, batch: BatchArrays) -> GradientSums:
         def loss_of(trained: Trained) -> jax.Array:
-            return summed(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
+            return batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)[0]
 
         loss, gradients = jax.value_and_grad(loss_of)(trained)
         gradients = jax.tree.map(jnp.add, sums.gradients, gradients)
-        return Sums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
+        return GradientSums(gradients, sums.loss + loss, sums.weight + batch.weight.sum())
 
-    def _apply(self, state: State, sums: Sums, rate_share: jax.Array) -> tuple[State, Sums, jax.Array]:
-        """Also f32[3]: mean loss, norm of the mean gradient, whether the state changed. rate_share: f32."""
+    def _apply(self, state: State, sums: GradientSums, rate_share: jax.Array) -> tuple[State, GradientSums, jax.Array]:
+        """Apply the mean gradient; also return f32[3]: mean loss, norm of the mean gradient, 1 if the state changed."""
         mean = jax.tree.map(lambda each: each / sums.weight, sums.gradients)
         loss, norm = sums.loss / sums.weight, jnp.sqrt(sum(jnp.sum(each**2) for each in jax.tree.leaves(mean)))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -312,13 +315,13 @@ class TrainPrograms:
         state = jax.lax.cond(finite, updated, lambda state: state, state)
         return state, _no_sums(state.trained), jnp.stack([loss, norm, finite.astype(jnp.float32)])
 
-    def _evaluate(self, trained: Trained, base: Params, batch: Fields) -> jax.Array:
-        """f32[3]: sums of overlap and loss, and of the weights."""
-        loss, overlap = summed(merged(trained, base, self.dtype), self.config, self.learn, batch)
+    def _evaluate(self, trained: Trained, base: Params, batch: BatchArrays) -> jax.Array:
+        """Return f32[3]: sums of overlap, loss and weights."""
+        loss, overlap = batch_sums(merged(trained, base, self.dtype), self.config, self.learn, batch)
         return jnp.stack([overlap, loss, batch.weight.sum()])
 
     def _export(self, trained: Trained, base: Params) -> Params:
-        """Arrays of their own: what is trained is used up while they serve."""
+        """Return copies, which serve while training donates its own arrays."""
         return _copy(merged(trained, base, self.dtype))
 
     def _declared(self) -> list[Declared]:
@@ -344,13 +347,15 @@ class TrainPrograms:
     def _on_device(self, array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=SingleDeviceSharding(self.device))
 
-    def _row_per_token(self) -> Fields:
-        """One text, with a row at each token."""
+    def _row_per_token(self) -> BatchArrays:
+        """Return a batch of one text with a row at each token."""
         count = self.num_tokens
         index = np.arange(count, dtype=np.int32)
         ids = np.broadcast_to(np.arange(self.top_k, dtype=np.int32), (count, self.top_k))
         log_p = np.full((count, self.top_k), -np.log(self.top_k + 1), np.float32)
-        return Fields(np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, np.ones(count, np.float32))  # type: ignore[arg-type]
+        weight = np.ones(count, np.float32)
+        arrays = (np.zeros_like(index), index, np.zeros_like(index), index, ids, log_p, weight)
+        return BatchArrays(*arrays)  # type: ignore[arg-type]
 
 
 def _copy(arrays: Any) -> Any:
@@ -358,9 +363,9 @@ def _copy(arrays: Any) -> Any:
 
 
 def _in_place(function: Callable, argument: int) -> Any:
-    """Its result lies where that argument did, of which it needs nothing but the place."""
+    """Compile a function whose result replaces an argument in memory; it need not read that argument."""
     return jax.jit(function, donate_argnums=argument, keep_unused=True)
 
 
-def _no_sums(trained: Trained) -> Sums:
-    return Sums(jax.tree.map(jnp.zeros_like, trained), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+def _no_sums(trained: Trained) -> GradientSums:
+    return GradientSums(jax.tree.map(jnp.zeros_like, trained), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))

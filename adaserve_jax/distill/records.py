@@ -1,4 +1,4 @@
-"""What is kept of a finished text to learn from, and the notes that are taken while it grows. Imports no jax.
+"""Records to learn from: the target's scores along served texts, collected while texts grow, then packed in batches.
 
 Axis letters: M rows of a step or record, K likeliest tokens of the target, n tokens of a text. The row at position t
 is the target's distribution after the token at 0-based index t, so it predicts the token at index t + 1.
@@ -19,18 +19,22 @@ from adaserve_jax.scheduler.commit import StepUpdates
 from adaserve_jax.types import CandidateTrees, DraftTrees, FinishReason, Sequence, StepOutcome, StepPlan
 
 LOG_ZERO = -1e4
-"""Stands for -inf in kept rows: its exponential is 0 in every float type, and a product with it is a number."""
+"""Replaces -inf in kept rows: its exponential is 0 in every float type, and a product with it is a number."""
 MAX_ROWS = 65_536
-"""Of all texts that run, together."""
-MOST_ROWS = 1024
-"""Of one record: the last ones of its text. It bounds what a buffer of long texts takes."""
+"""Rows of all running texts together."""
+MAX_RECORD_ROWS = 1024
+"""Rows of one record, the last ones of its text; this bounds the memory of a buffer of long texts."""
 SURPLUS_ROWS = 256
-"""Rows above MOST_ROWS that a running text may have before they are given back: once in so many, not at each step."""
-NOBODY = -1
+"""Rows above MAX_RECORD_ROWS that a running text may have before they are freed, so that not every step frees some."""
+NO_OWNER = -1
+FINISHED = ("stop", "length")
+"""Finish reasons of texts that are learned from."""
+PADDING = -1
+"""Segment of tokens that belong to no text."""
 
 
-class Rows(Protocol):
-    """The target's scores at M positions. ids: i32[M, K], likeliest first; log_p: f32[M, K], natural logs."""
+class ScoredRows(Protocol):
+    """Target's scores at M positions. ids: i32[M, K], likeliest first; log_p: f32[M, K], natural logs."""
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -41,12 +45,16 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """One finished text with the target's scores along it.
+    """One finished text with the target's scores along it. Raises ValueError on other shapes and positions.
 
-    tokens: i32[n], prompt and kept output. position: i32[m], increasing; the token that a row predicts is in the text.
-    ids: i32[m, K]; log_p: f32[m, K], finite. draft: index of the draft that speculated for it. held_out: never trained
-    on, kept to check what training did.
-    Raises ValueError unless shapes and positions are these.
+    Attributes:
+        tokens: i32[n], prompt and kept output.
+        position: i32[m], increasing; the token that a row predicts is in the text.
+        ids: i32[m, K], likeliest tokens.
+        log_p: f32[m, K], finite.
+        draft: index of the draft that speculated for it.
+        tenant: account of its request.
+        held_out: never trained on, only used to check new weights.
     """
 
     tokens: np.ndarray
@@ -72,16 +80,19 @@ class Record:
 
 
 def is_held_out(prompt_ids: np.ndarray, share: float, seed: int) -> bool:
-    """Whether texts after this prompt are among the `share` that is held out. By a hash of its token ids keyed by the
-    seed: the same each time the prompt comes, and not to be steered by one who does not know the seed."""
+    """Return True for the `share` of prompts whose texts are held out.
+
+    A hash of the token ids, keyed by the seed, decides: always the same for a prompt, and not to be steered by a client
+    who does not know the seed.
+    """
     key = seed.to_bytes(8, "little", signed=True)
     digest = blake2b(np.asarray(prompt_ids, "<i4").tobytes(), digest_size=8, key=key).digest()
     return int.from_bytes(digest, "little") < share * 2**64
 
 
 @dataclass(eq=False)
-class _Text:
-    """One choice that still runs. handle: what its rows in the pool are marked with; rows: how many these are."""
+class _OpenText:
+    """One running choice. handle: owner mark of its rows in the pool; rows: how many it has."""
 
     handle: int
     prompt_ids: np.ndarray
@@ -92,24 +103,23 @@ class _Text:
     rows: int = 0
 
 
-class Recorder:
-    """Takes notes of every watched text, in a pool of rows that all of them share, and makes records of them.
+class TextRecorder:
+    """Collects rows of the watched texts in a pool that all share, and makes records of them.
 
-    max_rows: rows of all running texts together; what comes above it is not kept. No text has many more of them than
-    its record will. held_out_share and seed: see `is_held_out`. `kept`, `not_finite`, `no_room`: rows since the start,
-    by what became of them; those that were given back later are among the kept.
+    Rows beyond `max_rows` are dropped. `held_out_share` and `seed`: see `is_held_out`. `kept`, `not_finite` and
+    `no_room` count rows since the start; rows that were freed later count as kept.
     """
 
     def __init__(self, top_k: int, *, held_out_share: float, seed: int = 0, max_rows: int = MAX_ROWS):
         self._share = held_out_share
         self._seed = seed
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, _OpenText] = {}
         self._next = 0
-        self._owner = np.full(max_rows, NOBODY, np.int64)
+        self._owner = np.full(max_rows, NO_OWNER, np.int64)
         self._position = np.empty(max_rows, np.int32)
         self._ids = np.empty((max_rows, top_k), np.int32)
         self._log_p = np.empty((max_rows, top_k), np.float32)
-        self._free = np.arange(max_rows)[::-1].copy()  # a stack: the last `_num_free` entries down to 0 are in use
+        self._free = np.arange(max_rows)[::-1].copy()  # a stack of `_num_free` entries
         self._num_free = max_rows
         self.kept = 0
         self.not_finite = 0
@@ -122,30 +132,37 @@ class Recorder:
         return choice_id in self._texts
 
     def begin(self, choice_id: str, prompt_ids: np.ndarray, *, draft: int, tenant: str) -> None:
-        """From now on the choice is watched. All texts after the same prompt are held out or none, whosever they are.
-        prompt_ids is kept, not copied. Raises ValueError when the choice is watched already."""
+        """Begin to watch a choice. All texts after one prompt are held out or none. prompt_ids is not copied. Raises
+        ValueError if the choice is watched already."""
         if choice_id in self._texts:
             raise ValueError(f"{choice_id!r} is recorded already; end or abandon it before it begins again")
         held_out = is_held_out(prompt_ids, self._share, self._seed)
-        self._texts[choice_id] = _Text(self._next, prompt_ids, [], draft, tenant, held_out)
+        self._texts[choice_id] = _OpenText(self._next, prompt_ids, [], draft, tenant, held_out)
         self._next += 1
 
-    def add_rows(self, choice_ids: abc.Sequence[str], row: np.ndarray, position: np.ndarray, target: Rows) -> None:
-        """Take in what one step said of all its texts, in one copy for all of them.
+    def add_rows(
+        self, choice_ids: abc.Sequence[str], row: np.ndarray, position: np.ndarray, target: ScoredRows
+    ) -> None:
+        """Copy the rows of one step, for all its texts at once.
 
-        row: i32[M], whose each position is, as an index into choice_ids; position: i32[M], from 0 in the text;
-        target: M rows. Rows of texts that are not watched are passed over, as are those that are no distribution (NaN,
-        +inf, nothing but -inf). Raises ValueError when lengths differ.
+        Skips rows of unwatched texts, and rows that are no distribution (NaN, +inf, nothing but -inf). Raises
+        ValueError if lengths differ.
+
+        Args:
+            choice_ids: texts of the step.
+            row: i32[M], index into choice_ids of each position.
+            position: i32[M], from 0 in the text.
+            target: M rows.
         """
         if not len(row) == len(position) == len(target.ids) == len(target.log_p):
             lengths = [len(part) for part in (row, position, target.ids, target.log_p)]
             raise ValueError(f"row, position, ids and log_p are of one length; got {lengths}")
         watched = [self._texts.get(choice_id) for choice_id in choice_ids]
-        handles = np.array([NOBODY if text is None else text.handle for text in watched], np.int64)
+        handles = np.array([NO_OWNER if text is None else text.handle for text in watched], np.int64)
         owner = handles[row]
         log_p = target.log_p
         finite = ~np.isnan(log_p).any(1) & (log_p < np.inf).all(1) & (log_p > -np.inf).any(1)
-        ours = owner != NOBODY
+        ours = owner != NO_OWNER
         take = np.flatnonzero(ours & finite)
         self.not_finite += int(ours.sum()) - len(take)
         self.no_room += max(0, len(take) - self._num_free)
@@ -162,29 +179,32 @@ class Recorder:
             text = watched[index]
             assert text is not None
             text.rows += int(added[index])
-            if text.rows > MOST_ROWS + SURPLUS_ROWS:
+            if text.rows > MAX_RECORD_ROWS + SURPLUS_ROWS:
                 self._trim(text)
 
-    def _trim(self, text: _Text) -> None:
-        """Give back the rows of a running text that are before its last MOST_ROWS."""
+    def _trim(self, text: _OpenText) -> None:
+        """Free the rows of a running text before its last MAX_RECORD_ROWS."""
         slots = np.flatnonzero(self._owner == text.handle)
-        self._give_back(slots[np.argsort(self._position[slots])[:-MOST_ROWS]])
-        text.rows = MOST_ROWS
+        self._give_back(slots[np.argsort(self._position[slots])[:-MAX_RECORD_ROWS]])
+        text.rows = MAX_RECORD_ROWS
 
     def _give_back(self, slots: np.ndarray) -> None:
-        self._owner[slots] = NOBODY
+        self._owner[slots] = NO_OWNER
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
 
     def output(self, choice_id: str, token_ids: abc.Sequence[int]) -> None:
-        """These tokens follow in the text. Nothing happens where it is not watched."""
+        """Append tokens to a text; ignore one that is not watched."""
         text = self._texts.get(choice_id)
         if text is not None:
             text.output.extend(token_ids)
 
     def end(self, choice_id: str, *, keep: bool = True) -> Record | None:
-        """The text is over, and all rows of it were added. Rows that predict a token beyond its end are dropped, and
-        those before the last MOST_ROWS. None when it is not to be kept, was not watched, or has no rows."""
+        """End a text, all of whose rows were added, and return its record.
+
+        Rows that predict a token beyond its end are dropped, and those before its last MAX_RECORD_ROWS. Return None if
+        it is not to be kept, is not watched, or has no rows.
+        """
         text = self._texts.pop(choice_id, None)
         if text is None:
             return None
@@ -195,37 +215,36 @@ class Recorder:
         position, first = np.unique(self._position[slots], return_index=True)
         if not keep or not len(position):
             return None
-        position, slots = position[-MOST_ROWS:], slots[first[-MOST_ROWS:]]
+        position, slots = position[-MAX_RECORD_ROWS:], slots[first[-MAX_RECORD_ROWS:]]
         parts = position, self._ids[slots], self._log_p[slots]
         return Record(tokens, *parts, draft=text.draft, tenant=text.tenant, held_out=text.held_out)
 
-    def abandon(self, choice_id: str) -> None:
+    def discard(self, choice_id: str) -> None:
         """Forget the text and its rows."""
         self.end(choice_id, keep=False)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every slot is free or a watched text's, and in the free stack exactly once."""
         free = np.sort(self._free[: self._num_free])
-        if not np.array_equal(free, np.flatnonzero(self._owner == NOBODY)):
+        if not np.array_equal(free, np.flatnonzero(self._owner == NO_OWNER)):
             raise IntegrityError("the free rows of the recorder are not those that nobody owns")
         handles = {text.handle for text in self._texts.values()}
-        if not set(self._owner[self._owner != NOBODY].tolist()) <= handles:
+        if not set(self._owner[self._owner != NO_OWNER].tolist()) <= handles:
             raise IntegrityError("a row of the recorder belongs to a text that is not watched")
         for text in self._texts.values():
             if text.rows != np.count_nonzero(self._owner == text.handle):
                 raise IntegrityError(f"a text of the recorder counts {text.rows} rows, which is not what it has")
 
 
-# Where the target overruled the draft: the verdict of a step, row by row. Knows no device.
+def overruled_nodes(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
+    """Find the nodes where the accept walk stopped because the target's token was none of the draft's candidates.
 
+    What the draft proposed counts, not what was selected of it: a stop where nothing was proposed, or at a proposed
+    token that was not verified, is no error of the draft. The position to learn from is that of the node, which
+    predicts the token. Source: Online speculative decoding (docs/equations.md).
 
-def overruled(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome) -> np.ndarray:
-    """The nodes at which walks stopped although the draft had candidates to follow, none of them the target's token.
-
-    i64[n], indices of packed nodes, of rows in order. What the draft proposed counts, not what was selected of it: a
-    stop where nothing was proposed, or at a proposed token that was not verified, is no error of the draft. The
-    position to learn from is that of the node, which predicts the token. Source: Online speculative decoding
-    (docs/equations.md).
+    Returns:
+        i64[n], indices of packed nodes, in the order of rows.
     """
     num_decode = plan.num_decode
     if not candidates.token.shape[1] or not num_decode:
@@ -240,27 +259,22 @@ def overruled(plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, out
     return last[there.any(axis=1) & ~right.any(axis=1) & emitted]
 
 
-# From the steps to records: which sampled positions say what the target thought of a text, and when they are
-# fetched.
-#
-# Costs a step a few array operations, however many texts are watched. Knows no draft, and no device but by its
-# promises.
-
-FINISHED = ("stop", "length")
-"""Ends of texts that are learned from."""
-
-
 class Promise(Protocol):
     """Rows on their way to the host."""
 
-    def collect(self) -> Rows: ...
+    def collect(self) -> ScoredRows: ...
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
-    """M positions of one step. at: i32[M], indices of its sampled positions, tree nodes in packed order, then the ends
-    of prompts in row order. row: i32[M], whose of choice_ids; position: i32[M], of the token that was fed, from 0 in
-    its text."""
+class SampledRows:
+    """M positions of one step whose scores are captured.
+
+    Attributes:
+        choice_ids: texts of the step.
+        at: i32[M], indices of sampled positions: tree nodes in packed order, then ends of prompts in row order.
+        row: i32[M], index into choice_ids.
+        position: i32[M], of the token that was fed, from 0 in its text.
+    """
 
     choice_ids: abc.Sequence[str]
     at: np.ndarray
@@ -271,10 +285,12 @@ class Sampled:
     def of(
         cls, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
         choice_ids: abc.Sequence[str], watched: np.ndarray, *, only_overruled: bool,
-    ) -> Sampled:  # fmt: skip
-        """The accepted nodes of the watched rows (bool[R]), roots among them, and the ends of their prompts; or only
-        the nodes whose next token was none of those that the draft proposed there."""
-        nodes = overruled(plan, trees, candidates, outcome) if only_overruled else np.flatnonzero(outcome.accepted)
+    ) -> SampledRows:  # fmt: skip
+        """Choose the accepted nodes of the watched rows (bool[R]), roots included, and the ends of their prompts; with
+        `only_overruled`, just the nodes of `overruled_nodes`."""
+        nodes = (
+            overruled_nodes(plan, trees, candidates, outcome) if only_overruled else np.flatnonzero(outcome.accepted)
+        )
         row = trees.row[nodes]
         position = plan.ctx_len[row] + trees.depth[nodes]
         final = np.flatnonzero(plan.prefill_final)
@@ -290,7 +306,7 @@ class Sampled:
 
 @dataclass(frozen=True, eq=False)
 class _Ended:
-    """A text that is over. output: i32[tokens], all that it has beside its prompt."""
+    """An ended text. output: i32[tokens], without the prompt."""
 
     choice_id: str
     reason: FinishReason | None
@@ -298,42 +314,49 @@ class _Ended:
 
 
 class Watcher:
-    """Watches choices from their start to their end.
+    """Watches choices from start to end: captures scores after each step, and makes records of ended texts.
 
-    capture: begins to fetch sampled positions of the last step, i32[M]. only_overruled: whether to ask for no others
-    than those where the draft was wrong. left_out: choices of which no record was made, by reason.
+    A step costs a few array operations, however many texts are watched. `left_out` counts choices without a record, by
+    reason.
     """
 
-    def __init__(self, recorder: Recorder, capture: Callable[[np.ndarray], Promise], *, only_overruled: bool):
+    def __init__(self, recorder: TextRecorder, capture: Callable[[np.ndarray], Promise], *, only_overruled: bool):
+        """Watch for `recorder`.
+
+        Args:
+            recorder: holds the rows of running texts.
+            capture: begins to fetch sampled positions (i32[M]) of the last step.
+            only_overruled: capture only positions where the draft was wrong.
+        """
         self._recorder = recorder
         self._capture = capture
         self._only_overruled = only_overruled
-        self._promised: tuple[Sampled, Promise] | None = None
+        self._promised: tuple[SampledRows, Promise] | None = None
         self._ended: list[_Ended] = []
         self.left_out: dict[str, int] = {}
 
     @property
     def rows_kept(self) -> int:
-        """Since the start."""
+        """Rows kept since the start."""
         return self._recorder.kept
 
     @property
     def rows_lost(self) -> dict[str, int]:
-        """Since the start, by reason."""
+        """Rows lost since the start, by reason."""
         return {"no_room": self._recorder.no_room, "not_finite": self._recorder.not_finite}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `take_in` has something to do."""
+        """True if `take_in` has something to do."""
         return self._promised is not None or bool(self._ended)
 
     def begin(self, choice: Sequence, tenant: str) -> None:
         self._recorder.begin(choice.sequence_id, choice.prompt_ids, draft=choice.draft, tenant=tenant)
 
     def drop(self, choice_id: str, reason: str) -> None:
-        """A choice has ended outside a step. Nothing happens where it is not watched."""
+        """Stop watching a choice that ended outside a step; ignore one that is not watched."""
         if choice_id in self._recorder:
-            self._recorder.abandon(choice_id)
+            self._recorder.discard(choice_id)
             self.leave_out(reason)
 
     def leave_out(self, reason: str, choices: int = 1) -> None:
@@ -343,17 +366,17 @@ class Watcher:
         self, plan: StepPlan, trees: DraftTrees, candidates: CandidateTrees, outcome: StepOutcome,
         choice_ids: abc.Sequence[str],
     ) -> None:  # fmt: skip
-        """Ask what the target thought in the step that has just been committed; `take_in` was called before."""
+        """Begin to capture the target's scores of the step just committed; call `take_in` before."""
         watched = np.array([choice_id in self._recorder for choice_id in choice_ids], bool)
         if not watched.any():
             return
         only = self._only_overruled
-        sampled = Sampled.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
+        sampled = SampledRows.of(plan, trees, candidates, outcome, choice_ids, watched, only_overruled=only)
         if len(sampled.at):
             self._promised = sampled, self._capture(sampled.at)
 
     def end(self, updates: StepUpdates) -> None:
-        """These choices ended in that step."""
+        """Note the choices that ended in that step."""
         for index, update in updates.ended.items():
             if update.sequence_id in self._recorder:
                 state = updates.states[index]
@@ -361,7 +384,7 @@ class Watcher:
                 self._ended.append(_Ended(update.sequence_id, update.finish_reason, output))
 
     def take_in(self) -> list[Record]:
-        """Fetch what was asked of the last step, and make records of the texts that ended in it."""
+        """Fetch the captured scores of the last step, and return records of the texts that ended in it."""
         promised, self._promised = self._promised, None
         if promised is not None:
             sampled, rows = promised[0], promised[1].collect()
@@ -378,27 +401,23 @@ class Watcher:
         return records
 
     def stop(self, reason: str) -> None:
-        """Forget everything; choices that are watched are left out."""
+        """Forget everything; count the watched choices as left out."""
         self._promised, self._ended = None, []
         self.leave_out(reason, max(len(self._recorder), 1))
 
 
-# Records packed into arrays of one size, so that each piece of training costs the same. NumPy only.
-#
-# Axes: T packed tokens, N = T rows, K tokens of the target per row.
-
-PADDING = -1
-"""Segment of tokens that belong to no text."""
-
-
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """Texts side by side, and the rows that are learned from.
+class PackedBatch:
+    """Texts packed into arrays of one size, so that each micro-step costs the same. T packed tokens, N = T rows.
 
-    tokens, position, segment: i32[T]; position counts from 0 in each text, segment says which text, PADDING none.
-    at: i32[N], where in `tokens` the token of a row is, the one that was fed when the target scored its successor.
-    ids: i32[N, K] and log_p: f32[N, K], the target's likeliest successors. weight: f32[N]; 0: no row, and then nothing
-    of it has any effect.
+    Attributes:
+        tokens: i32[T].
+        position: i32[T], from 0 in each text.
+        segment: i32[T], index of the text, or PADDING.
+        at: i32[N], index in `tokens` of the token that was fed when the target scored its successor.
+        ids: i32[N, K], the target's likeliest successors.
+        log_p: f32[N, K], their natural logs.
+        weight: f32[N]; a row of weight 0 is no row and has no effect.
     """
 
     tokens: np.ndarray
@@ -411,7 +430,7 @@ class Batch:
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """In the order of the fields, as programs take them."""
+        """Arrays in the order of the fields, for programs."""
         return (self.tokens, self.position, self.segment, self.at, self.ids, self.log_p, self.weight)
 
     @property
@@ -421,7 +440,7 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [start, stop) of a record's text, and rows [first_row, last_row) of it, which lie in there."""
+    """Tokens [start, stop) of a record's text, and the rows [first_row, last_row) within them."""
 
     record: Record
     start: int
@@ -434,11 +453,11 @@ class Window:
         return self.stop - self.start
 
 
-def pack(records: abc.Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[Batch]:
-    """Every row of every record once, in as few batches as first fit finds, windows in an order drawn by rng.
+def pack(records: abc.Sequence[Record], num_tokens: int, rng: np.random.Generator) -> list[PackedBatch]:
+    """Pack every row of every record once, in as few batches as first fit finds, windows in an order drawn by `rng`.
 
-    Texts longer than num_tokens become several windows; a row of one has at least a quarter of a window before it, or
-    all that there is. What follows a text's last row is left out: nothing depends on it. All records have one K.
+    A text longer than num_tokens becomes several windows; each row has at least a quarter of a window of context, or
+    its whole text so far. Tokens after a text's last row are left out. All records have the same K.
     """
     windows = [window for record in records for window in _windows(record, num_tokens)]
     bins: list[list[Window]] = []
@@ -466,9 +485,9 @@ def _windows(record: Record, num_tokens: int) -> Iterator[Window]:
         row = end
 
 
-def _batch(windows: abc.Sequence[Window], num_tokens: int) -> Batch:
+def _batch(windows: abc.Sequence[Window], num_tokens: int) -> PackedBatch:
     top = windows[0].record.ids.shape[1]
-    batch = Batch(
+    batch = PackedBatch(
         tokens=np.zeros(num_tokens, np.int32),
         position=np.zeros(num_tokens, np.int32),
         segment=np.full(num_tokens, PADDING, np.int32),

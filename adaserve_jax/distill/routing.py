@@ -1,6 +1,6 @@
-"""Which of several drafts a request gets: the one it names, else that of its language or topic, else the default.
+"""Routing of requests to drafts: by the draft tag, else by language or topic, else to the default draft.
 
-The text does not depend on it, only how fast it comes. Imports no jax.
+The generated text does not depend on the draft, only the speed does.
 """
 
 from __future__ import annotations
@@ -19,23 +19,41 @@ import numpy as np
 from adaserve_jax.config import ROUTES
 from adaserve_jax.errors import CheckpointError, ConfigError, RequestError
 
-# In which language a prompt is, as far as a draft is there for it. Imports no jax.
-
 LEAST_CHANCE = 0.2
-"""Probability of the likeliest language from which on it is believed."""
-MOST_CHARS = 1000
-"""The end of a prompt that is looked at: what was asked last, which is in the language of the answer."""
+"""Lowest probability at which the likeliest language is used."""
+MAX_PROMPT_CHARS = 1000
+"""Characters at the end of a prompt that tell its language: the question, which is in the language of the answer."""
+EXAMPLES_FILE = "topic_examples.txt"
+MIN_PROMPTS = 8
+"""Prompts that a topic needs before requests are routed to it."""
+MIN_MEAN_PROMPTS = 4
+"""Prompts in a topic's mean before cosines to it are measured."""
+MEMORY = 1000
+"""Length of the running means in prompts, so that a topic follows the traffic."""
+TENANT_SHARE = 0.5
+"""Largest share of a topic's mean that one tenant has while others have any, from MIN_PROMPTS on."""
+MARGIN = 0.05
+"""Lead in cosine that the nearest topic needs over the next one, where the default draft has a topic."""
+MAX_DEVIATIONS = 2.0
+"""Standard deviations below the mean cosine of a topic's own prompts at which a prompt still belongs to it."""
+FORGOTTEN = 0.1 / MEMORY
+"""Share of a mean below which a tenant counts as having none."""
+MAX_PROMPT_TOKENS = 1024
+"""Tokens at the end of a prompt that tell its topic."""
+FINGERPRINT_ROWS = 256
+VERSION = 1
 _log = logging.getLogger(__name__)
 
 
 class LanguageDetector:
-    """Finds the draft that is named for a text's language: `zh`, or `pt-BR` for any Portuguese.
-
-    names: of the drafts, in order; the first is the default and stands for no language. Names that are no languages are
-    logged: only a tag leads to them. Raises ConfigError when no name is a language, or py3langid is not installed.
-    """
+    """Finds the draft that is named after a text's language: `zh`, or `pt-BR` for any Portuguese."""
 
     def __init__(self, names: Sequence[str]):
+        """Load the language model.
+
+        The first name is the default draft and stands for no language. Other names that are no languages are logged:
+        only a tag leads to them. Raises ConfigError if no name is a language, or py3langid is not installed.
+        """
         try:
             from py3langid.langid import MODEL_FILE, LanguageIdentifier
         except ImportError as error:
@@ -58,48 +76,22 @@ class LanguageDetector:
             self._draft_of.setdefault(languages[name], index)
 
     def route(self, text: str) -> int:
-        """The index of the draft for this text; 0 when its language has none or cannot be told."""
-        language, _ = self._identifier.classify(text[-MOST_CHARS:])
+        """Return the index of the draft for a text; 0 if its language has none or cannot be told."""
+        language, _ = self._identifier.classify(text[-MAX_PROMPT_CHARS:])
         return self._draft_of.get(language, 0)
-
-
-# What a prompt is about, told from the draft's own token embeddings: which topic is nearest. Imports no jax.
-#
-# A prompt's vector is the mean embedding of its distinct tokens, so that words which every prompt repeats weigh
-# little, as a direction from the mean of the vocabulary. A topic is the mean over its prompts: examples, and
-# requests whose tag said which draft they want. Untagged traffic never moves a topic: the mean of traffic that
-# is mostly about one thing lies within that thing, and told nothing apart when it was tried as the centre.
-#
-# Directions are compared by their cosine, seen from the middle of all topics. The default draft is a topic like
-# others once it has prompts of its own. Until then a prompt is its when it is farther from the nearest topic
-# than that topic's own prompts are.
-
-EXAMPLES_FILE = "topic_examples.txt"
-LEAST_PROMPTS = 8
-"""Prompts from which on a topic is one: fewer say more of themselves than of it."""
-LEAST_BEFORE = 4
-"""Prompts from which on their mean says how near the next ones are to it."""
-MEMORY = 1000
-"""Prompts that a topic goes back, about; so it follows what the traffic becomes."""
-TENANT_SHARE = 0.5
-"""Most of a topic's mean that is one client's while others have any of it, from LEAST_PROMPTS on."""
-MARGIN = 0.05
-"""How much nearer, in cosines, the nearest topic must be than the next where the default is one of them."""
-MOST_DEVIATIONS = 2.0
-"""How many standard deviations of a topic's own cosines below their mean a prompt may be, and still be of the topic."""
-FORGOTTEN = 0.1 / MEMORY
-"""Part of a mean below which a client counts as having none."""
-MOST_TOKENS = 1024
-"""The end of a prompt that is looked at."""
-FINGERPRINT_ROWS = 256
-VERSION = 1
 
 
 @dataclass(eq=False)
 class Topic:
-    """Running means over the prompts of one draft. mean: f32[d], of their directions; near, near_square: of the cosine
-    between each after the first LEAST_BEFORE and the mean before it, and of its square. count: prompts so far. shares:
-    what part of the mean is whose, of all clients that have a prompt's worth of it; the rest is of examples."""
+    """Running means over the prompts of one draft.
+
+    Attributes:
+        mean: f32[d], mean direction.
+        near, near_square: mean cosine, and mean squared cosine, between each prompt after the first MIN_MEAN_PROMPTS
+            and the mean before it.
+        count: prompts so far.
+        shares: share of the mean by tenant; the rest comes from examples.
+    """
 
     mean: np.ndarray
     near: float = 0.0
@@ -108,17 +100,17 @@ class Topic:
     shares: dict[str, float] = field(default_factory=dict)
 
     def add(self, direction: np.ndarray, tenant: str | None = None) -> None:
-        """Take in a prompt. tenant: the client's; None: it is an example. What would give a client more than
-        TENANT_SHARE, while others have any, is passed over."""
+        """Add a prompt, unless its tenant would get more than TENANT_SHARE while others have any. tenant: None for an
+        example."""
         share = 1 / min(self.count + 1, MEMORY)
         shares = {name: part * (1 - share) for name, part in self.shares.items()}
         if tenant is not None:
             shares[tenant] = shares.get(tenant, 0.0) + share
-            if len(shares) > 1 and self.count >= LEAST_PROMPTS and shares[tenant] > TENANT_SHARE:
+            if len(shares) > 1 and self.count >= MIN_PROMPTS and shares[tenant] > TENANT_SHARE:
                 return
         self.shares = {name: part for name, part in shares.items() if part >= FORGOTTEN}
-        if self.count >= LEAST_BEFORE:
-            weight = 1 / min(self.count - LEAST_BEFORE + 1, MEMORY)
+        if self.count >= MIN_MEAN_PROMPTS:
+            weight = 1 / min(self.count - MIN_MEAN_PROMPTS + 1, MEMORY)
             cosine = float(_cosines(self.mean[None], direction)[0])
             self.near += weight * (cosine - self.near)
             self.near_square += weight * (cosine**2 - self.near_square)
@@ -126,19 +118,29 @@ class Topic:
         self.mean += share * (direction - self.mean)
 
     def has(self, direction: np.ndarray) -> bool:
-        """Whether a prompt is as near as the topic's own are."""
+        """Return True if a prompt is as near as the topic's own prompts."""
         deviation = math.sqrt(max(0.0, self.near_square - self.near**2))
-        return bool(_cosines(self.mean[None], direction)[0] >= self.near - MOST_DEVIATIONS * deviation)
+        return bool(_cosines(self.mean[None], direction)[0] >= self.near - MAX_DEVIATIONS * deviation)
 
 
 class TopicClassifier:
-    """Finds the draft whose topic is a prompt's. Safe from any thread.
+    """Finds the draft whose topic is nearest to a prompt. Safe in any thread.
 
-    num_drafts: the first is the default. embedding: [V, d] of any float type, of which a copy is kept: the array may be
-    a view of memory that a draft gives back.
+    A prompt's vector is the mean draft embedding of its distinct tokens, so that words which every prompt repeats weigh
+    little, as a direction from the mean of the vocabulary. A topic is the mean over its prompts: examples, and requests
+    with its draft's tag. Untagged traffic never moves a topic: the mean of traffic that is mostly about one thing lies
+    within that thing, and told nothing apart when it was tried as the centre.
+
+    Directions are compared by cosine, seen from the centre of all topics. The default draft has a topic like others
+    once it has prompts of its own; until then it gets the prompts that are farther from the nearest topic than that
+    topic's own prompts are.
     """
 
     def __init__(self, num_drafts: int, embedding: np.ndarray):
+        """Begin without topics.
+
+        embedding: [V, d] of any float type. It is copied, since it may be a view of memory that a draft gives back.
+        """
         self._embedding = np.array(embedding)
         self._middle = embedding.mean(0, dtype=np.float32)
         self._fingerprint = fingerprint_of(embedding)
@@ -146,10 +148,12 @@ class TopicClassifier:
         self._lock = threading.Lock()
 
     def direction(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """f32[d] of length 1: from the mean of the vocabulary to that of the distinct tokens among the last
-        MOST_TOKENS. All 0 where there is no such direction: none of them is in the table, which a target's vocabulary
-        may reach beyond, or they lie in the middle of it."""
-        distinct = np.unique(np.asarray(token_ids[-MOST_TOKENS:], np.int64))
+        """Return the unit vector f32[d] from the vocabulary's mean to the mean of the prompt's distinct last tokens.
+
+        All 0 if there is none: no token is in the table (a target's vocabulary may be larger), or they lie at its
+        mean.
+        """
+        distinct = np.unique(np.asarray(token_ids[-MAX_PROMPT_TOKENS:], np.int64))
         distinct = distinct[distinct < len(self._embedding)]
         if not len(distinct):
             return np.zeros_like(self._middle)
@@ -158,8 +162,7 @@ class TopicClassifier:
         return vector / length if length > 0 else vector
 
     def learn(self, draft: int, token_ids: Sequence[int] | np.ndarray, tenant: str | None = None) -> None:
-        """This prompt is of the draft's topic. tenant: the client's; None: it is an example. Nothing happens where it
-        has no direction, or where its client has its share of the topic."""
+        """Add a prompt to a draft's topic, if it has a direction. tenant: None for an example."""
         direction = self.direction(token_ids)
         if not direction.any():
             return
@@ -167,12 +170,12 @@ class TopicClassifier:
             self._topics[draft].add(direction, tenant)
 
     def route(self, token_ids: Sequence[int] | np.ndarray) -> int:
-        """The index of the draft for this prompt; 0 where it is not clear."""
+        """Return the index of the draft for a prompt; 0 if it is not clear."""
         direction = self.direction(token_ids)
         if not direction.any():
             return 0
         with self._lock:
-            known = [index for index, topic in enumerate(self._topics) if topic.count >= LEAST_PROMPTS]
+            known = [index for index, topic in enumerate(self._topics) if topic.count >= MIN_PROMPTS]
             if not known or known == [0]:
                 return 0
             means = np.array([self._topics[index].mean for index in known])
@@ -185,14 +188,14 @@ class TopicClassifier:
             return best if self._topics[best].has(direction) else 0
 
     def to_state(self, names: Sequence[str]) -> dict[str, Any]:
-        """What was learned, as plain values for JSON. names: of the drafts."""
+        """Return the topics as plain values for JSON. names: names of the drafts."""
         with self._lock:
             topics = {name: _as_plain(topic) for name, topic in zip(names, self._topics, strict=True)}
         return {"version": VERSION, "embedding": self._fingerprint, "topics": topics}
 
     def from_state(self, names: Sequence[str], state: dict[str, Any]) -> None:
-        """Go on from what `to_state` gave; drafts that it does not know begin anew. Raises CheckpointError, having
-        changed nothing, when it is of another embedding or is none."""
+        """Restore what `to_state` returned; drafts that are not in it begin anew. Raises CheckpointError, having
+        changed nothing, if it is malformed or of another embedding."""
         try:
             version, embedding, plain = state["version"], state["embedding"], state["topics"]
             if version != VERSION or embedding != self._fingerprint:
@@ -222,14 +225,14 @@ class TopicClassifier:
 
 
 def fingerprint_of(embedding: np.ndarray) -> str:
-    """Of the shape and about FINGERPRINT_ROWS rows: another table has another one."""
+    """Return a hash of an embedding's shape and of about FINGERPRINT_ROWS rows."""
     rows = embedding[:: max(1, len(embedding) // FINGERPRINT_ROWS)].astype(np.float32)
     return blake2b(rows.tobytes(), digest_size=16, person=f"{embedding.shape}".encode()[:16]).hexdigest()
 
 
 def read_examples(folder: Path) -> list[str]:
-    """The prompts of a draft's topic_examples.txt, one a line; none where there is no such file. Raises ConfigError
-    when it is there and cannot be read."""
+    """Return the prompts of a draft's topic_examples.txt, one a line; empty without the file. Raises ConfigError if it
+    cannot be read."""
     path = folder / EXAMPLES_FILE
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -241,7 +244,7 @@ def read_examples(folder: Path) -> list[str]:
 
 
 def _cosines(rows: np.ndarray, vector: np.ndarray) -> np.ndarray:
-    """Of each row with the vector; 0 where one of them has no length."""
+    """Return the cosine of each row with the vector; 0 where one of them has no length."""
     lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(vector)
     return np.divide(rows @ vector, lengths, out=np.zeros(len(rows), np.float32), where=lengths > 0)
 
@@ -250,9 +253,9 @@ def _as_plain(topic: Topic) -> dict[str, Any]:
     return asdict(topic) | {"mean": topic.mean.tolist()}
 
 
-class Routed(Protocol):
-    """What routing looks at. draft_tag: the name of a draft, or ""; learn: whether anything may learn from it; tenant:
-    on whose behalf it is, as far as learning must not follow one client; "": not said."""
+class RoutableRequest(Protocol):
+    """Fields of a request that routing reads. draft_tag: "" without one; learn: whether it may teach a topic; tenant:
+    "" if unknown."""
 
     @property
     def draft_tag(self) -> str: ...
@@ -267,13 +270,8 @@ class Routed(Protocol):
     def tenant(self) -> str: ...
 
 
-class Router:
-    """Finds a request's draft. Safe from any thread.
-
-    names: of the drafts, the default first. how: one of ROUTES. embedding: [V, d], the default draft's, for topics
-    only; examples: prompts of topics, tokenised, by name of the draft. Raises ConfigError on what `how` cannot
-    work with.
-    """
+class DraftRouter:
+    """Finds a request's draft. Safe in any thread."""
 
     def __init__(
         self,
@@ -283,6 +281,14 @@ class Router:
         embedding: np.ndarray | None = None,
         examples: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ):
+        """Set up routing. Raises ConfigError if `how` is unknown or cannot work with these drafts.
+
+        Args:
+            names: names of the drafts, the default first.
+            how: one of ROUTES.
+            embedding: [V, d] of the default draft, for topics only.
+            examples: tokenised example prompts of topics, by draft name.
+        """
         self.names = tuple(names)
         if how not in ROUTES:
             raise ConfigError(f"route must be one of {', '.join(ROUTES)}, got {how!r}")
@@ -300,20 +306,20 @@ class Router:
 
     @property
     def needs_text(self) -> bool:
-        """Whether `route` looks at the text, or at token ids only."""
+        """True if `route` reads the text, and not only token ids."""
         return self._language is not None
 
     def index(self, name: str) -> int:
-        """The index of the draft of this name. Raises RequestError(param="draft_tag") naming those that are there."""
+        """Return the index of a draft by name. Raises RequestError(param="draft_tag") if there is none."""
         if name not in self.names:
             raise RequestError(
                 f"draft_tag must name one of the drafts: {', '.join(self.names)}; got {name!r}", param="draft_tag"
             )
         return self.names.index(name)
 
-    def route(self, request: Routed, text: str = "") -> int:
-        """The index of the draft for this request. text: its prompt, where `needs_text`. Raises RequestError when its
-        tag names no draft."""
+    def route(self, request: RoutableRequest, text: str = "") -> int:
+        """Return the index of the draft for a request, and learn the topic of a tagged one. text: its prompt, if
+        `needs_text`. Raises RequestError if its tag names no draft."""
         if request.draft_tag:
             draft = self.index(request.draft_tag)
             if self._topic is not None and request.learn:
@@ -326,11 +332,11 @@ class Router:
         return 0
 
     def to_state(self) -> dict[str, Any]:
-        """What was learned of topics, as plain values for JSON; empty where nothing is."""
+        """Return the learned topics as plain values for JSON; empty without any."""
         return {} if self._topic is None else self._topic.to_state(self.names)
 
     def from_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `to_state` gave. Raises CheckpointError, having changed nothing, when it does not fit."""
+        """Restore what `to_state` returned. Raises CheckpointError, having changed nothing, if it does not fit."""
         if self._topic is not None and state:
             self._topic.from_state(self.names, state)
 
@@ -341,12 +347,17 @@ def make_router(
     *,
     embedding: Callable[[], np.ndarray],
     encode: Callable[[str], Sequence[int]],
-) -> Router:
-    """The router between drafts that lie in `folders`, by name, the default first. embedding: gives [V, d] of the
-    default draft as it was loaded, not as it was trained; it is called for topics only, and so is `encode`, on the
-    prompts of each draft's topic_examples.txt. Raises ConfigError."""
+) -> DraftRouter:
+    """Build the router between the drafts in `folders`. Raises ConfigError.
+
+    Args:
+        how: one of ROUTES.
+        folders: folders by draft name, the default first.
+        embedding: returns [V, d] of the default draft as loaded, not as trained; called for topics only.
+        encode: tokenises the prompts of topic_examples.txt; called for topics only.
+    """
     names = list(folders)
     if how != "topic" or len(names) == 1:
-        return Router(names, how)
+        return DraftRouter(names, how)
     examples = {name: [encode(prompt) for prompt in read_examples(folder)] for name, folder in folders.items()}
-    return Router(names, how, embedding=embedding(), examples=examples)
+    return DraftRouter(names, how, embedding=embedding(), examples=examples)

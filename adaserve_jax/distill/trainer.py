@@ -1,7 +1,4 @@
-"""One draft in training: weights, gradients and optimiser state, and the version of them that is good.
-
-Knows no requests, no buffer and no schedule: a caller hands it batches, one at a time.
-"""
+"""Trainer: weights, gradients and optimiser state of one draft, and a good version to return to."""
 
 from __future__ import annotations
 
@@ -14,14 +11,17 @@ import numpy as np
 
 from adaserve_jax.distill.checkpoint import Snapshot, checksum, read
 from adaserve_jax.distill.programs import State, TrainPrograms
-from adaserve_jax.distill.records import Batch
+from adaserve_jax.distill.records import PackedBatch
 from adaserve_jax.models.decoder import Params
 
 
 @dataclass(frozen=True)
 class Applied:
-    """One optimiser step. loss: nats per row; grad_norm: of the mean gradient, before it is shortened. finite: both are
-    numbers; otherwise, or if there were no rows, nothing changed."""
+    """Report of one optimiser step.
+
+    loss: nats per row. grad_norm: of the mean gradient, before clipping. finite: both are finite; otherwise, or without
+    rows, nothing changed.
+    """
 
     loss: float
     grad_norm: float
@@ -30,7 +30,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class Scores:
-    """Sums over the rows of a batch: of overlap, the acceptance rate from below, of loss in nats, and of rows."""
+    """Sums over the rows of a batch: overlap (a lower bound of acceptance), loss in nats, and weights."""
 
     overlap_sum: float
     loss_sum: float
@@ -41,20 +41,24 @@ class Scores:
 
 
 class Trainer:
-    """Trains a copy of `params`, the draft in force, which is the good version at first. Not thread-safe.
-
-    programs: compiled. target: a fingerprint of the model that it learns from; a checkpoint of another one is refused,
-    and "" is compared with none. Every call but the constructor runs one program at most and blocks until it is done.
-    """
+    """Trains a copy of a draft. Every call but the constructor runs at most one program and blocks until it is done.
+    Not thread-safe."""
 
     def __init__(self, programs: TrainPrograms, params: Params, target: str = "") -> None:
+        """Begin with `params`, which are also the first good version.
+
+        Args:
+            programs: compiled programs.
+            params: weights of the draft in force; they are copied.
+            target: fingerprint of the target; a checkpoint of another one is refused, "" matches any.
+        """
         self.programs = programs
         self._target = target
         self._draft = checksum(params)
         self._state, self._base, self._sums = programs.run("begin", params)
         self._good: State = programs.run("begin", params)[0]
 
-    def accumulate(self, batch: Batch) -> None:
+    def accumulate(self, batch: PackedBatch) -> None:
         """Add the gradients of a batch: one micro-step."""
         fields = self.programs.fields(batch)
         self._sums = jax.block_until_ready(
@@ -62,54 +66,56 @@ class Trainer:
         )
 
     def apply(self, rate_share: float = 1.0) -> Applied:
-        """One step of AdamW on the mean gradient over all rows since the last one; gradients begin at 0 again.
-        rate_share: by what the learning rate is multiplied in this step."""
+        """Take one AdamW step on the mean gradient over all rows since the last step, then clear the gradients.
+        rate_share: factor of the learning rate."""
         self._state, self._sums, report = self.programs.run("apply", self._state, self._sums, np.float32(rate_share))
         loss, norm, finite = np.asarray(report).tolist()
         return Applied(loss, norm, bool(finite))
 
-    def evaluate(self, batch: Batch, *, good: bool = False) -> Scores:
-        """Of the weights in training, or of the good ones; nothing changes."""
+    def evaluate(self, batch: PackedBatch, *, good: bool = False) -> Scores:
+        """Score the weights in training, or the good ones, on a batch."""
         state = self._good if good else self._state
         scores = self.programs.run("evaluate", state.trained, self._base, self.programs.fields(batch))
         return Scores(*np.asarray(scores).tolist())
 
     def weights(self) -> Params:
-        """The weights in training, in the type in which the draft serves: arrays that stay what they are."""
+        """Return the weights in training in the draft's serving type, as arrays that training never changes."""
         return jax.block_until_ready(self.programs.run("export", self._state.trained, self._base))
 
     def mark_good(self) -> None:
-        """Remember weights and optimiser state as they are now, in the place of those remembered before."""
+        """Make the current weights and optimiser state the good version."""
         self._good = jax.block_until_ready(self.programs.run("copy", self._state, self._good))
 
-    def back_to_good(self) -> None:
-        """Weights and optimiser state as they were when marked; gradients of unfinished steps are dropped."""
+    def restore_good(self) -> None:
+        """Return to the weights and optimiser state of the good version; drop gradients of unfinished steps."""
         self._state = jax.block_until_ready(self.programs.run("copy", self._good, self._state))
         self._sums = self.programs.run("no_sums", self._sums)
 
     def snapshot(self) -> Snapshot:
-        """The good version, copied to the host."""
+        """Copy the good version to the host."""
         named = jax.tree_util.tree_leaves_with_path(self._good)
         arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(leaf) for path, leaf in named}
         return Snapshot(self._draft, self.programs.learn.learn_lora_rank, arrays, self._target)
 
     def save(self, folder: Path, step: int, meta: dict[str, Any]) -> None:
-        """Write the good version as `Snapshot.save` does; slow, so a step loop has another thread do that."""
+        """Write the good version like `Snapshot.save`. Slow: a step loop uses another thread for this."""
         self.snapshot().save(folder, step, meta)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
-        """Go on from the latest checkpoint of a folder: it is what is trained, and good. Returns its meta; None: there
-        is none, and nothing changes. Raises CheckpointError, and nothing changes."""
+        """Load the latest checkpoint of a folder as the weights in training and the good version.
+
+        Return its meta, or None if there is no checkpoint. Raises CheckpointError, and then nothing changes.
+        """
         like = self.snapshot()
         found = read(folder, like)
         if found is None:
             return None
         arrays, meta = found
         structure = jax.tree.structure(self._good)
-        del self._good  # what was read takes its place
+        del self._good  # frees its memory for the arrays that were read
         leaves = [
             jax.device_put(arrays[name].astype(old.dtype), self.programs.device) for name, old in like.arrays.items()
         ]
         self._good = jax.tree.unflatten(structure, leaves)
-        self.back_to_good()
+        self.restore_good()
         return meta

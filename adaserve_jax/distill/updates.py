@@ -1,7 +1,8 @@
-"""From the records of one draft to a version of it that serves, piece by piece. Knows no requests, executor or clock.
+"""Updates of one draft: buffer its records, train a new version piece by piece, and check it before and after it
+serves.
 
-A version is on probation until held-out records that came after it have been asked too. Meanwhile the trainer remembers
-the version before as the good one, and takes it back when acceptance fell.
+A version is on probation until it has been checked on held-out records that came after it. Meanwhile the trainer keeps
+the version before as the good one, and returns to it if acceptance fell.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ from zlib import crc32
 
 import numpy as np
 
-from adaserve_jax.distill.records import Batch, Record, pack
+from adaserve_jax.distill.records import PackedBatch, Record, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import IntegrityError
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.decoder import Params
 
-# Whether new weights may serve: held-out records, with the old weights beside the new ones. Knows no trainer.
-#
-# One client must not decide that. So the clients are compared one by one: acceptance over all of them together
-# must not fall, and neither must that of the client in the middle, whatever others gain.
+MIN_HELD_OUT = 8
+"""Held-out records that always have room, and that a tenant may have in any case: fewer say nothing about a draft."""
+CHECK_BATCHES = 8
+"""Held-out batches that check a version before it serves."""
+PROBATION_BATCHES = 4
+"""Held-out batches that check a version once it serves, the latest records first."""
+PROBATION_RECORDS = 4
+"""New held-out records that end a version's probation; a single one does when the next update is due."""
+_log = logging.getLogger(__name__)
+
+PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "publish"]
+"""Kind of the next piece: draw and pack records on the host, a micro-step forward and back, an optimiser step, a
+forward, a copy of weights and optimiser state, or new weights for the executor."""
 
 
-class Sums(Protocol):
-    """Over the rows of a batch: of sum min(p, q), and how many rows they are."""
+class OverlapSums(Protocol):
+    """Sums over the rows of a batch: of sum min(p, q), and of row weights."""
 
     @property
     def overlap_sum(self) -> float: ...
@@ -39,16 +49,18 @@ class Sums(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Held-out records of one client, or of several where there are many, packed. weight: their share of all."""
+class TenantGroup:
+    """Packed held-out records of one tenant, or of several if there are many. weight: their share of all records."""
 
     weight: float
-    batches: list[Batch]
+    batches: list[PackedBatch]
 
 
-def parts_of(records: Sequence[Record], num_tokens: int, most_batches: int, rng: np.random.Generator) -> list[Part]:
-    """Held-out records by client, the first of each as far as they fit; about `most_batches` batches of num_tokens in
-    all, at least one for each part."""
+def group_by_tenant(
+    records: Sequence[Record], num_tokens: int, most_batches: int, rng: np.random.Generator
+) -> list[TenantGroup]:
+    """Pack held-out records by tenant: about `most_batches` batches of num_tokens, at least one per group, with the
+    first records of each group that fit."""
     tenants = {record.tenant for record in records}
     together = len(tenants) > most_batches
     grouped: dict[str | int, list[Record]] = {}
@@ -60,13 +72,13 @@ def parts_of(records: Sequence[Record], num_tokens: int, most_batches: int, rng:
         batches = max(1, most_batches // len(grouped))
         ends = np.cumsum([min(int(record.position[-1]) + 1, num_tokens) for record in group])
         some = group[: 1 + int(np.searchsorted(ends, batches * num_tokens))]
-        parts.append(Part(len(group) / len(records), pack(some, num_tokens, rng)[:batches]))
+        parts.append(TenantGroup(len(group) / len(records), pack(some, num_tokens, rng)[:batches]))
     return parts
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """good: whether the new weights may serve. acceptance, before: mean sum min(p, q), of the new and the old ones."""
+class UpdateVerdict:
+    """Result of a check: whether the new weights may serve, and the mean sum min(p, q) of the new and old weights."""
 
     good: bool
     acceptance: float
@@ -74,40 +86,43 @@ class Verdict:
 
 
 def judge(
-    weights: Sequence[float], new: Sequence[Sequence[Sums]], old: Sequence[Sequence[Sums]], tolerance: float
-) -> Verdict:
-    """By part, the sums of its batches under the new and the old weights. Not good: acceptance fell by more than the
-    tolerance, over all or for the part in the middle (the lower one of two), or is no number."""
+    weights: Sequence[float],
+    new: Sequence[Sequence[OverlapSums]],
+    old: Sequence[Sequence[OverlapSums]],
+    tolerance: float,
+) -> UpdateVerdict:
+    """Decide whether new weights may serve.
+
+    They may not if acceptance is not finite, or fell by more than the tolerance over all groups together or for the
+    median group (the lower one of two). So no single tenant decides, however much it gains.
+
+    Args:
+        weights: share of each group.
+        new, old: sums of each group's batches under the new and the old weights.
+        tolerance: allowed fall of acceptance.
+    """
     acceptance, before = (np.array([_mean(sums) for sums in parts]) for parts in (new, old))
     share = np.asarray(weights) / np.sum(weights)
     change = acceptance - before
     means = float(share @ acceptance), float(share @ before)
     if not np.isfinite(change).all():
-        return Verdict(False, *means)
+        return UpdateVerdict(False, *means)
     order = np.argsort(change, kind="stable")
     middle = order[int(np.searchsorted(np.cumsum(share[order]), 0.5 - 1e-9))]
-    return Verdict(bool(min(means[0] - means[1], change[middle]) >= -tolerance), *means)
+    return UpdateVerdict(bool(min(means[0] - means[1], change[middle]) >= -tolerance), *means)
 
 
-def _mean(sums: Sequence[Sums]) -> float:
+def _mean(sums: Sequence[OverlapSums]) -> float:
     rows = sum(each.weight for each in sums)
     return sum(each.overlap_sum for each in sums) / rows if rows else math.nan
 
 
-# The finished texts that one draft learns from and is checked on: bounded, oldest out, no client in charge of
-# it.
-#
-# Imports no jax. Nothing here reaches a disk: `record_file.py` writes records where that was asked for.
-
-LEAST_HELD_OUT = 8
-"""Held-out records that are room for whatever the share, and that a client may have whatever the others have: fewer
-say nothing about a draft."""
-
-
 class Ring:
-    """At most `capacity` records. A tenant that has its share, `tenant_share` of the capacity, gets no more while
-    others have any: its own oldest goes instead. Otherwise the oldest goes when there is no room, first that of the
-    tenant furthest above its share."""
+    """Bounded store of records, at most `capacity`.
+
+    A tenant with its share, `tenant_share` of the capacity, evicts its own oldest record while others have any.
+    Otherwise a full ring evicts the oldest record of the tenant furthest above its share, or of all.
+    """
 
     def __init__(self, capacity: int, tenant_share: float):
         self.capacity = capacity
@@ -120,19 +135,19 @@ class Ring:
         return self._len
 
     def __iter__(self) -> Iterator[Record]:
-        """Oldest first."""
+        """Yield records, oldest first."""
         kept = sorted((entry for entries in self._of.values() for entry in entries), key=lambda entry: entry[0])
         return (record for _, record in kept)
 
     def add(self, record: Record) -> None:
-        """Take it in; what has to go for it goes."""
+        """Add a record, evicting another if there is no room."""
         self._make_room(record.tenant)
         self._of.setdefault(record.tenant, deque()).append((self._added, record))
         self._added += 1
         self._len += 1
 
     def counts(self) -> dict[str, int]:
-        """Records by tenant."""
+        """Return the number of records by tenant."""
         return {tenant: len(entries) for tenant, entries in self._of.items()}
 
     def _make_room(self, tenant: str) -> None:
@@ -160,24 +175,27 @@ class Ring:
                 raise IntegrityError(f"records of {tenant!r} are out of order, or another's")
 
 
-class Buffer:
-    """Records of one draft, in two rings: those to train on, and those held out.
-
-    capacity: records to train on. held_out_share: of the capacity, the size of the other ring (LEAST_HELD_OUT at
-    least). tenant_share: most of either ring that is one client's while others have any.
-    """
+class RecordBuffer:
+    """Records of one draft in two rings: those to train on, and those held out."""
 
     def __init__(self, capacity: int, held_out_share: float, tenant_share: float):
+        """Make an empty buffer.
+
+        Args:
+            capacity: records to train on.
+            held_out_share: size of the held-out ring as a share of `capacity`; at least MIN_HELD_OUT records.
+            tenant_share: largest share of either ring that one tenant has while others have any.
+        """
         self._share = tenant_share
         self._train = Ring(capacity, tenant_share)
-        self._held_out = Ring(max(LEAST_HELD_OUT, int(held_out_share * capacity)), tenant_share)
+        self._held_out = Ring(max(MIN_HELD_OUT, int(held_out_share * capacity)), tenant_share)
 
     def __len__(self) -> int:
-        """Records, held-out ones with them."""
+        """Return the number of records, held-out ones included."""
         return len(self._train) + len(self._held_out)
 
     def __iter__(self) -> Iterator[Record]:
-        """Records to train on, then held-out ones, each oldest first."""
+        """Yield records to train on, then held-out ones, each oldest first."""
         yield from self._train
         yield from self._held_out
 
@@ -186,7 +204,7 @@ class Buffer:
         return len(self._held_out)
 
     def add(self, record: Record) -> None:
-        """Take in a finished text."""
+        """Add a finished text."""
         (self._held_out if record.held_out else self._train).add(record)
 
     def extend(self, records: Iterable[Record]) -> None:
@@ -194,8 +212,8 @@ class Buffer:
             self.add(record)
 
     def sample(self, rng: np.random.Generator, num_records: int) -> list[Record]:
-        """Draw records to train on, each at most once and none that is held out; fewer when there are fewer. No tenant
-        has more than its share of what was asked for unless the others have no more."""
+        """Draw up to `num_records` records to train on, each at most once. No tenant gets more than its share unless
+        the others have no more."""
         records = list(self._train)
         limit = max(1, int(self._share * num_records))
         taken: dict[str, int] = {}
@@ -210,10 +228,9 @@ class Buffer:
         return (drawn + above)[:num_records]
 
     def held_out(self) -> list[Record]:
-        """What a draft is checked on, oldest first: of each tenant the latest, so many that no tenant has more than its
-        share of them, or more than LEAST_HELD_OUT, as soon as there are two tenants."""
+        """Return the records to check a draft on, oldest first: the latest of each tenant, limited by `fair_limit`."""
         left = self._held_out.counts()
-        most = fair_most(list(left.values()), self._share)
+        most = fair_limit(list(left.values()), self._share)
         chosen = []
         for record in self._held_out:
             if left[record.tenant] <= most:
@@ -229,46 +246,46 @@ class Buffer:
                 raise IntegrityError("a held-out record lies among those to train on, or the other way round")
 
 
-def fair_most(counts: list[int], share: float) -> int:
-    """The most records that each tenant may have, so that nobody has more than `share` of what all have then; not below
-    LEAST_HELD_OUT, and no bound where there is one tenant only. counts: records of each."""
+def fair_limit(counts: list[int], share: float) -> int:
+    """Return the largest number of records per tenant such that no tenant has more than `share` of all that remain.
+
+    Not below MIN_HELD_OUT, and no limit for a single tenant. counts: records of each tenant.
+    """
     largest = max(counts, default=0)
     if len(counts) < 2:
         return largest
-    for most in range(largest, LEAST_HELD_OUT, -1):
+    for most in range(largest, MIN_HELD_OUT, -1):
         if most <= share * sum(min(count, most) for count in counts):
             return most
-    return min(largest, LEAST_HELD_OUT)
-
-
-_log = logging.getLogger(__name__)
-CHECK_BATCHES = 8
-"""Held-out batches that a version is asked about before it serves."""
-PROBATION_BATCHES = 4
-"""The same once it serves, the latest records first."""
-PROBATION_RECORDS = 4
-"""New held-out records that end a version's probation; any do when the next update is due."""
-
-PieceKind = Literal["pack", "accumulate", "apply", "check", "copy", "publish"]
-"""What comes next: records drawn and packed on the host, a micro-step forward and back, an optimiser step, a forward,
-weights and optimiser state remembered or restored, or new weights for the executor."""
+    return min(largest, MIN_HELD_OUT)
 
 
 class DraftUpdates:
-    """Of one draft. serve: called with the weights of a version, between steps, to serve from now on; where it raises,
-    the version before goes on serving. version: the one in force; 0 is what was loaded."""
+    """Training of one draft while it serves. `version` is the one in force; 0 is the loaded draft."""
 
     def __init__(
-        self, name: str, trainer: Trainer, buffer: Buffer, learn: LearnConfig, num_tokens: int,
+        self, name: str, trainer: Trainer, buffer: RecordBuffer, learn: LearnConfig, num_tokens: int,
         serve: Callable[[Params], None], rng: np.random.Generator,
     ) -> None:  # fmt: skip
+        """Set up the updates of one draft.
+
+        Args:
+            name: name of the draft.
+            trainer: its weights in training.
+            buffer: its records.
+            learn: options of learning.
+            num_tokens: tokens of a micro-step.
+            serve: called between steps with the weights of a version that serves from then on; if it raises, the
+                version before goes on serving.
+            rng: draws records and orders.
+        """
         self.name = name
         self.trainer = trainer
         self.buffer = buffer
         self.updates = self.refused = self.rolled_back = 0
         self.version = self._before = self._made = 0
         self.acceptance: float | None = None
-        """Of the version in force on held-out records; None: never asked."""
+        """Acceptance of the version in force on held-out records; None: not checked yet."""
         self.loss: float | None = None
         self._learn = learn
         self._num_tokens = num_tokens
@@ -278,14 +295,14 @@ class DraftUpdates:
         self._on_probation = self._is_training = self._is_worse = False
 
     def add(self, record: Record) -> None:
-        """A finished request of this draft's."""
+        """Add a finished text of this draft."""
         self.buffer.add(record)
         self._new += 1
         self._new_held_out += record.held_out
 
     @property
     def due(self) -> bool:
-        """Whether `run` has something to do."""
+        """True if `run` has something to do."""
         return self._update_is_due or self._verdict_is_due
 
     @property
@@ -298,8 +315,8 @@ class DraftUpdates:
         return self._on_probation and self._new_held_out >= (1 if self._update_is_due else PROBATION_RECORDS)
 
     def run(self) -> Iterator[PieceKind]:
-        """Do what is due. Says what kind of piece comes next, does it when it is asked again, and ends. What is not
-        announced takes no time."""
+        """Do what is due, piece by piece: yield the kind of the next piece, and run it when asked for another. Work
+        outside pieces takes no time."""
         if self._verdict_is_due:
             yield from self._end_probation()
         elif self._update_is_due:
@@ -307,7 +324,7 @@ class DraftUpdates:
 
     def _update(self) -> Iterator[PieceKind]:
         self._new = 0
-        if self._on_probation:  # no held-out record came since: nothing speaks against it
+        if self._on_probation:  # no held-out record came since, so nothing speaks against it
             yield "copy"
             self._confirm()
         self._is_training = True
@@ -353,15 +370,15 @@ class DraftUpdates:
             self.name, self.version, verdict.acceptance, verdict.before, self._before,
         )  # fmt: skip
         yield "copy"
-        self.trainer.back_to_good()
+        self.trainer.restore_good()
         yield "publish"
         self._take_back()
         self.acceptance = verdict.before
 
-    def _compare(self, records: list[Record], most_batches: int) -> Generator[PieceKind, None, Verdict]:
-        """The weights in training against the good ones."""
+    def _compare(self, records: list[Record], most_batches: int) -> Generator[PieceKind, None, UpdateVerdict]:
+        """Compare the weights in training with the good ones."""
         yield "pack"
-        parts = parts_of(records, self._num_tokens, most_batches, self._rng)
+        parts = group_by_tenant(records, self._num_tokens, most_batches, self._rng)
         scores: tuple[list[list[Scores]], list[list[Scores]]] = ([], [])
         for part in parts:
             for sums, good in zip(scores, (False, True), strict=True):
@@ -376,23 +393,23 @@ class DraftUpdates:
         self._on_probation = False
 
     def _take_back(self) -> None:
-        """The trainer is back at the version before: it serves again."""
+        """Serve the version before again, to which the trainer has returned."""
         self._serve(self.trainer.weights())
         self.version = self._before
         self._on_probation = self._is_worse = False
         self.rolled_back += 1
 
     def _refuse(self, reason: str) -> None:
-        self.trainer.back_to_good()
+        self.trainer.restore_good()
         self._is_training = False
         self.refused += 1
         _log.warning("draft %s: an update of version %d is refused: %s", self.name, self.version, reason)
 
     def settle(self) -> None:
-        """At the end: leave an update that is under way. The version in force is the good one, unless it was found to
-        be worse than the one before, which is good then."""
+        """Drop an unfinished update at the end. The version in force becomes the good one, unless it was found worse
+        than the one before."""
         if self._is_training or self._is_worse:
-            self.trainer.back_to_good()
+            self.trainer.restore_good()
             self._is_training = False
         if self._is_worse:
             self._take_back()
@@ -401,14 +418,14 @@ class DraftUpdates:
 
     @property
     def good_version(self) -> int:
-        """The version that the trainer remembers: the one in force, or while that is on probation the one before."""
+        """Version of the trainer's good weights: the one in force, or the one before it during probation."""
         return self._before if self._on_probation else self.version
 
     def state(self) -> dict[str, Any]:
-        """Of the good version: what a restart needs to know beside the trainer's state and the records."""
+        """Return what a restart needs about the good version beside the trainer's state and the records."""
         return {"version": self.good_version, "made": self._made}
 
-    def go_on_from(self, state: dict[str, Any]) -> None:
-        """The trainer's state was read, and is good: serve it. Raises KeyError, TypeError: not what `state` gave."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Serve the weights that the trainer has loaded. Raises KeyError, TypeError if `state` is malformed."""
         self.version, self._made = int(state["version"]), int(state["made"])
         self._serve(self.trainer.weights())

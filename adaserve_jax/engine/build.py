@@ -1,8 +1,4 @@
-"""What an engine runs on: loaded, compiled and measured before its first request. Makes the core of each policy of it,
-and says what clients are told of it.
-
-Runs no step and serves no request.
-"""
+"""Assembly of an engine: load, compile and measure its parts once, then build an `EngineCore` for each policy."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.grammar import Grammars
 from adaserve_jax.distill.footprint import training_bytes
 from adaserve_jax.distill.learner import Learner
-from adaserve_jax.distill.routing import Router, make_router
-from adaserve_jax.engine import remote_draft as drafting
+from adaserve_jax.distill.routing import DraftRouter, make_router
+from adaserve_jax.engine import remote_draft
 from adaserve_jax.engine.client import EngineInfo, GenerateRequest
-from adaserve_jax.engine.core import EngineCore, Spelling
+from adaserve_jax.engine.core import EngineCore, EngineTokenizer
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import GenerationDefaults, resolve_folder
 from adaserve_jax.models.tokenizer import Tokenizer
@@ -38,17 +34,23 @@ from adaserve_jax.scheduler.scheduler import build_scheduler
 from adaserve_jax.tree.acceptance_table import write_chances
 from adaserve_jax.types import CostSamples, Executor, Progress, SamplingParams
 
-# The baseline latency, which relative targets multiply: one request alone, without speculation. Imports no jax.
-
 BASELINE_TOKENS = 33
+SAVE_EVERY_S = 180.0
+REMOTE = "remote"
+"""Value of `EngineInfo.draft` with draft services."""
+Observe = Callable[[Executor], Executor]
+_log = logging.getLogger(__name__)
 
 
-def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: Spelling) -> float:
-    """Median seconds per token of one request through the whole step. config: without "auto"."""
+def measure_baseline(
+    executor: Executor, config: EngineConfig, samples: CostSamples, tokenizer: EngineTokenizer
+) -> float:  # fmt: skip
+    """Measure the baseline latency, which relative SLOs multiply: the median seconds per token of one request alone,
+    without speculation, through the whole step. Every "auto" in `config` is resolved."""
     scheduler = build_scheduler(replace(config, policy="ar", prefix_cache=False), executor.limits, samples)
     core = EngineCore(executor, scheduler, tokenizer, eos_ids=(), baseline_s=1.0)
-    room = min(config.max_context, config.num_pages * config.page_size) - 1
-    sampling = SamplingParams(max_tokens=min(BASELINE_TOKENS, room), seed=0, ignore_eos=True)
+    max_tokens = min(BASELINE_TOKENS, config.max_context - 1, config.num_pages * config.page_size - 1)
+    sampling = SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
     core.add(GenerateRequest("baseline", [0], sampling), core.clock())
     times = []
     while core.has_work:
@@ -57,14 +59,8 @@ def measure_baseline(executor: Executor, config: EngineConfig, samples: CostSamp
     return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
-# Keeps what was learned of acceptance on disk, so that a restart goes on from it. Imports no jax.
-
-SAVE_EVERY_S = 180.0
-_log = logging.getLogger(__name__)
-
-
 class CalibrationFile:
-    """Writes a calibrator's table. A file that cannot be written is logged, and serving goes on."""
+    """File of learned acceptance chances, so that a restart continues from them. A failing write is only logged."""
 
     def __init__(self, path: Path, calibrator: Calibrator, clock: Callable[[], float] = time.monotonic):
         self._path = path
@@ -74,18 +70,18 @@ class CalibrationFile:
 
     @classmethod
     def of(cls, config: EngineConfig, calibrator: Calibrator | None) -> CalibrationFile | None:
-        """None when nothing is learned, or there is no place for it."""
+        """Return the configured file; None if none is configured or nothing is learned."""
         if config.calibration is None or calibrator is None or not config.calibrate:
             return None
         return cls(Path(config.calibration), calibrator)
 
     def save_if_due(self) -> None:
-        """Write when SAVE_EVERY_S have passed since the last time."""
+        """Write if SAVE_EVERY_S have passed since the last write."""
         if self._clock() - self._saved_s >= SAVE_EVERY_S:
             self.save()
 
     def save(self) -> None:
-        """Take in what was observed, and write."""
+        """Fold in the latest observations and write."""
         self._calibrator.take_in()
         try:
             write_chances(self._path, self._calibrator.table)
@@ -94,11 +90,8 @@ class CalibrationFile:
         self._saved_s = self._clock()
 
 
-# What an engine with several drafts, or with drafts that learn, has beside another one.
-
-
 def learning_bytes(config: EngineConfig) -> int:
-    """Device memory that learning will take, before anything is loaded; 0 without it. Raises CheckpointError,
+    """Plan the device memory of learning before anything is loaded; 0 without learning. Raises CheckpointError,
     ConfigError."""
     if config.learning is None:
         return 0
@@ -107,8 +100,8 @@ def learning_bytes(config: EngineConfig) -> int:
     return training_bytes(pair.draft, config.learning, dtype_of(config), len(pair.draft_names))
 
 
-def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> Router | None:
-    """Between the configured drafts; None without one. Raises ConfigError."""
+def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Tokenizer) -> DraftRouter | None:
+    """Build the router between the configured drafts; None without a draft. Raises ConfigError."""
     if config.draft is None:
         return None
     folders = {name: resolve_folder(folder, "draft") for name, folder in config.draft_folders.items()}
@@ -119,48 +112,56 @@ def build_router(config: EngineConfig, executor: ModelExecutor, tokenizer: Token
 
 
 def build_learner(
-    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: Router | None,
+    executor: ModelExecutor, config: EngineConfig, calibrator: Calibrator | None, router: DraftRouter | None,
     progress: Progress | None,
 ) -> Learner | None:  # fmt: skip
-    """Of the configured engine, ready: what it knew before serves from now on. None where nothing is to be learned.
-    Raises CheckpointError, ConfigError."""
+    """Build the learner and load what it saved before; None without learning. Raises CheckpointError, ConfigError."""
     if config.learning is None:
         return None
-    learner = Learner(executor, config.learning, calibrator, seed=config.seed, beside=router)
+    learner = Learner(executor, config.learning, calibrator, seed=config.seed, topics=router)
     learner.prepare(progress)
     return learner
 
 
-REMOTE = "remote"
-"""What `EngineInfo.draft` says where draft services are asked."""
-Observe = Callable[[Executor], Executor]
-
-
 class Assembly:
-    """The parts of one engine. Call `get_ready` once, then what you like; `release` also where that raises.
+    """Parts of one engine. Call `get_ready` once before anything else, and `release` in any case.
 
-    samples: the times that plans are made by. calibrator: what verifications teach; None without a draft. router,
-    learner, drafting: None where there is nothing to choose, to learn, or no service to ask.
+    Attributes:
+        executor: loaded models and compiled programs.
+        samples: measured step times that the scheduler plans with.
+        calibrator: learns acceptance chances; None without a draft.
+        router: chooses between drafts; None without a draft.
+        learner: trains drafts; None without learning.
+        drafting: drafter that asks draft services; None without any.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
-        """Load the executor. observe: what the steps run on instead of it, made from it. Raises AdaServeError."""
-        policy = policy_of(config)  # before minutes of compiling
+        """Load the executor.
+
+        Args:
+            config: options of the engine.
+            progress: progress(what, done, total), called while parts load and compile.
+            observe: wraps the executor that cores run on.
+
+        Raises:
+            AdaServeError: an option or a checkpoint cannot be used.
+        """
+        policy = policy_of(config)  # an unknown policy is refused before minutes of compiling
         if config.drafter is not None:
-            drafting.check_packages()
-            drafting.check_files(config.drafter)
+            remote_draft.check_packages()
+            remote_draft.check_files(config.drafter)
         self._progress = progress
         self._observe = observe
         self.executor = load_executor(config, progress, elastic=policy.elastic, training_bytes=learning_bytes(config))
-        self.drafting: drafting.Drafting | None = None
+        self.drafting: remote_draft.Drafting | None = None
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration in force, without "auto"."""
+        """Configuration in force, with every "auto" resolved."""
         return self.executor.resolved.config
 
     def get_ready(self) -> None:
-        """Compile, measure, and read what was learned before. Raises AdaServeError."""
+        """Compile, measure, connect to draft services and load what was learned before. Raises AdaServeError."""
         self.tokenizer = Tokenizer.from_folder(self.executor.target_folder)
         self.samples = self.executor.warm_up(self._progress)
         config = self.config
@@ -168,7 +169,7 @@ class Assembly:
         self.calibrator = None if chances is None else Calibrator(chances, learn=config.calibrate)
         self.calibration_file = CalibrationFile.of(config, self.calibrator)
         if config.drafter is not None and chances is not None:
-            self.drafting = found = drafting.connect_drafter(
+            self.drafting = found = remote_draft.connect_drafter(
                 config.drafter, chances, self.tokenizer, self.samples, self.executor.limits,
                 self.executor.target.config.vocab_size,
             )  # fmt: skip
@@ -180,14 +181,14 @@ class Assembly:
         self.learner = build_learner(self.executor, config, self.calibrator, self.router, self._progress)
 
     def _load_grammars(self) -> tuple[Grammars | None, str]:
-        """What holds texts to schemas, or else why nothing does."""
+        """Build the grammars of structured output, or return the reason why this tokenizer has none."""
         try:
             return Grammars(self.tokenizer, self.executor.target.config.vocab_size, self._eos_ids), ""
         except (CheckpointError, ConfigError) as error:
             return None, str(error)
 
     def build_core(self, config: EngineConfig) -> EngineCore:
-        """One that serves by the policy of `config`, which is otherwise the configuration in force."""
+        """Build a core for the policy of `config`, which otherwise equals the configuration in force."""
         found = self.drafting
         scheduler = build_scheduler(
             config, self.executor.limits, self.samples, self.calibrator,
@@ -201,7 +202,7 @@ class Assembly:
         )  # fmt: skip
 
     def constraints(self, config: EngineConfig) -> Constraints:
-        """What requests may ask of the logits."""
+        """Build the constraints that requests may ask for."""
         refusal = ""
         if config.num_processes > 1:
             refusal = "an engine of several processes (num_processes) does not edit logits"
@@ -209,7 +210,7 @@ class Assembly:
         return Constraints(vocab_size, self.tokenizer, self._grammars, self._no_grammars, refusal=refusal)
 
     def describe(self, config: EngineConfig) -> EngineInfo:
-        """The engine that serves by the policy of `config`."""
+        """Return the facts about an engine with the policy of `config`."""
         return EngineInfo(
             target=config.target,
             draft=config.draft if config.drafter is None else REMOTE,
@@ -223,28 +224,29 @@ class Assembly:
             deterministic=config.deterministic,
             defaults=GenerationDefaults.from_folder(self.executor.target_folder),
             drafts=config.draft_names,
+            kv_tokens=self.executor.limits.num_pages * self.executor.limits.page_size,
         )
 
     def new_draft_times(self) -> CostSamples | None:
-        """Where drafting is planned by a guess: `samples` with a service's own times, once one has answered, and never
-        again; else None."""
+        """Return `samples` with a service's own times once the first service answers an engine that started on guessed
+        times; None otherwise."""
         if self.drafting is None or not self.drafting.guessed:
             return None
-        found = drafting.answered(self.drafting, self.executor.limits)
+        found = remote_draft.retime(self.drafting, self.executor.limits)
         if found is None:
             return None
         self.drafting, self.samples = found, found.samples
         return found.samples
 
     def save(self) -> None:
-        """Keep what was learned where the configuration says. Nothing may run."""
+        """Save what was learned. No step may run."""
         if self.calibration_file is not None:
             self.calibration_file.save()
         if self.learner is not None:
             self.learner.close()
 
     def release(self) -> None:
-        """Give back device and connections."""
+        """Free the device and close connections."""
         if self.drafting is not None:
             self.drafting.drafter.close()
         self.executor.close()

@@ -1,8 +1,5 @@
-"""How anything talks to an engine: the messages, and the client protocol of the thread mode and the process mode.
-
-Imports no jax and none of the server's packages; the messages are plain dataclasses, so that msgspec can carry them
-between processes and tests can build them by hand.
-"""
+"""Interface of every engine: requests, output chunks, statistics, the `EngineClient` protocol, and the checks that a
+request passes where it enters. Plain dataclasses, which msgspec carries between processes."""
 
 from __future__ import annotations
 
@@ -20,15 +17,19 @@ from adaserve_jax.types import SLO, FinishReason, RequestMetrics, SamplingParams
 
 MAX_SALT_CHARS = 256
 MAX_TAG_CHARS = 64
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One user request, tokenised. Its `sampling.n` choices run as n independent requests with choice index 0..n-1.
+    """One tokenised user request. Its `sampling.n` choices run as n independent sequences.
 
-    request_id must be unique among requests in flight. cache_salt: cached KV is shared with requests of the same salt
-    only. learn: whether drafts may learn from the text. tenant: on whose behalf, as far as learning must not follow one
-    client alone. draft_tag: the name of the draft to use; "": the engine chooses.
+    Attributes:
+        request_id: unique among the requests in flight.
+        cache_salt: cached KV is shared only with requests of the same salt.
+        learn: whether drafts may learn from the text.
+        tenant: account that the request belongs to; learning is balanced between tenants.
+        draft_tag: name of the draft to use; "": the engine chooses.
     """
 
     request_id: str
@@ -45,12 +46,14 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """New text of one choice. The last chunk of a choice, and only it, has a finish_reason, and metrics unless the
-    choice was refused before it began, or lost with its engine.
+    """New text of one choice. Only the last chunk of a choice has a finish_reason; it also has metrics, unless the
+    choice was refused before it began or was lost with its engine.
 
-    text never ends inside a character and never shows part of a stop string. finish_reason "error" comes with
-    `error`, a message for the user, and `error_code` and `error_param` as of AdaServeError when one was raised.
-    logprobs: one per token id where the request asked for them, else none.
+    Attributes:
+        text: never ends inside a character and never shows part of a stop string.
+        error: message for the user; set with finish_reason "error".
+        error_code, error_param: `code` and `param` of the AdaServeError, if one was raised.
+        logprobs: one per token id if the request asked for them, else empty.
     """
 
     request_id: str
@@ -65,53 +68,17 @@ class OutputChunk:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
 
 
-def check_salt(salt: object) -> None:
-    """Raise RequestError unless `salt` is a text of bounded length."""
-    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
-        got = f"{len(salt)} characters" if isinstance(salt, str) else repr(salt)
-        raise RequestError(
-            f"cache_salt must be a text of at most {MAX_SALT_CHARS} characters, got {got}",
-            param="cache_salt",
-            code="invalid_value",
-        )
-
-
-def check_prompt(
-    prompt_tokens: int, max_context: int, *, max_tokens: int = 1, kv_tokens: int | None = None, param: str = "prompt"
-) -> None:
-    """Raise RequestError unless a prompt can be served, whatever else runs.
-
-    Args:
-        prompt_tokens: Tokens of the prompt.
-        max_context: Most tokens of prompt and output together; the prompt must leave room for one token.
-        max_tokens: Most output tokens that the request asks for.
-        kv_tokens: Tokens that the KV pool holds; None where it is not known.
-        param: Request field that holds the prompt.
-    """
-    if prompt_tokens == 0:
-        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
-    if prompt_tokens >= max_context:
-        raise RequestError(
-            f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "
-            "shorten it",
-            param=param,
-            code="context_length_exceeded",
-        )
-    total = min(prompt_tokens + max_tokens, max_context)
-    if kv_tokens is not None and total > kv_tokens:
-        raise RequestError(
-            f"prompt and max_tokens must fit the KV cache of {kv_tokens} tokens, got {prompt_tokens} + "
-            f"{total - prompt_tokens}; shorten the prompt or lower max_tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-
-
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a ready engine is. baseline_s: measured seconds of one token, alone, without speculation. defaults: sampling
-    that the target's makers ask for. draft: its name or folder, "remote" where draft services are asked, None without a
-    draft. drafts: what `draft_tag` may be."""
+    """Facts about a ready engine.
+
+    Attributes:
+        draft: name or folder of the draft, "remote" with draft services, None without a draft.
+        baseline_s: measured seconds per token of one request alone, without speculation.
+        defaults: sampling parameters of the target's generation_config.json.
+        drafts: valid values of `draft_tag`.
+        kv_tokens: tokens that all KV pages hold together; None: the context is the only limit.
+    """
 
     target: str
     draft: str | None
@@ -125,6 +92,7 @@ class EngineInfo:
     deterministic: bool = False
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     drafts: tuple[str, ...] = ()
+    kv_tokens: int | None = None
 
     def check_prompt(self, prompt_tokens: int, param: str = "prompt") -> None:
         """Raise RequestError unless a prompt has a token and leaves room for one; param: the field that holds it."""
@@ -137,11 +105,13 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot for metrics and health.
+    """Snapshot of an engine for metrics and health checks.
 
-    step_age_s: seconds since the last completed step, 0 when idle. restarts: how often an engine that ended was
-    replaced. back_in_s: while it is being replaced, about how many seconds that still takes; else None. drafter: of the
-    draft services that are asked; None where none is.
+    Attributes:
+        step_age_s: seconds since the last completed step, 0 when idle.
+        restarts: how many times an engine that ended was replaced.
+        back_in_s: estimated seconds until a replacement is ready; None unless one is being started.
+        drafter: statistics of the draft services; None without any.
     """
 
     scheduler: StepStats
@@ -153,12 +123,12 @@ class EngineStats:
     drafter: DrafterStats | None = None
 
     def ended(self) -> EngineStats:
-        """The counts of an engine that is gone."""
+        """Return the statistics to show after the engine has gone: counts stay, gauges are zero."""
         drafter = None if self.drafter is None else self.drafter.ended()
         return replace(self, scheduler=self.scheduler.ended(), learning=self.learning.ended(), drafter=drafter)
 
     def after(self, earlier: EngineStats) -> EngineStats:
-        """The counts of this engine and of those before it; what is as of now is this engine's."""
+        """Add the counts of the engines before this one; gauges stay this engine's."""
         drafter = self.drafter or earlier.drafter
         if self.drafter is not None and earlier.drafter is not None:
             drafter = self.drafter.after(earlier.drafter)
@@ -172,20 +142,29 @@ Sink = Callable[[OutputChunk], None]
 
 
 class EngineClient(Protocol):
-    """Thread-safe handle of one engine. Sinks are called from an engine thread, never after their last chunk."""
+    """Thread-safe handle of one engine. Sinks are called from an engine thread, and never after a request's last
+    chunk."""
 
     @property
     def info(self) -> EngineInfo:
-        """Raises EngineDeadError before `start` returned."""
+        """Facts about the engine. Raises EngineDeadError before `start` has returned."""
         ...
 
     def start(self) -> None:
-        """Load, compile, get ready; returns when requests can be served. Raises what loading raised."""
+        """Load and compile; return when requests can be served. Raises what loading raised."""
         ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> None:
-        """Queue a request. Raises RequestError (cannot ever be served), QueueFullError, EngineDeadError; what takes
-        long to find out, as of a JSON schema, comes in last chunks without metrics instead."""
+        """Queue a request.
+
+        A refusal that takes long to find out (an invalid JSON schema) does not raise: each choice gets a last chunk
+        with an error and without metrics.
+
+        Raises:
+            RequestError: the engine can never serve the request.
+            QueueFullError: `max_waiting` choices wait already.
+            EngineDeadError: the engine does not run.
+        """
         ...
 
     def abort(self, request_id: str) -> None:
@@ -193,7 +172,7 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Never raises: zeros before `start`, the last numbers after the engine's end."""
+        """Return zeros before `start` and the last numbers after the engine's end; never raises."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -203,14 +182,9 @@ class EngineClient(Protocol):
         ...
 
 
-# Who gets the chunks of which request. Safe in any thread; sinks are called without a lock held.
-
-_log = logging.getLogger(__name__)
-
-
 @dataclass(eq=False)
-class _Open:
-    """A request some of whose choices, `left`, have not ended."""
+class _OpenRequest:
+    """Sink of a request, and the choices that have not ended."""
 
     sink: Sink
     left: set[int]
@@ -218,12 +192,15 @@ class _Open:
 
 
 class Sinks:
-    """Those of open requests: from `open` until all choices have ended. One thread at a time delivers, or fails, so
-    that each sink gets its chunks in order."""
+    """Sinks of the open requests: from `open` until all choices have ended.
+
+    Methods are safe in any thread and call sinks without holding a lock. Only one thread at a time may deliver or fail,
+    so that each sink gets its chunks in order.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenRequest] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -233,12 +210,15 @@ class Sinks:
 
     def open(self, request_id: str, sink: Sink, choices: int) -> None:
         with self._lock:
-            self._open[request_id] = _Open(sink, set(range(choices)))
+            self._open[request_id] = _OpenRequest(sink, set(range(choices)))
 
     def deliver(self, chunks: Iterable[OutputChunk]) -> list[str]:
-        """Hand each chunk to its request's sink, unless its choice has ended or is nobody's. Returns the requests whose
-        sink failed at one: it gets nothing more, and the request is open until its choices have ended."""
-        known: list[tuple[_Open, OutputChunk]] = []
+        """Hand each chunk to its request's sink; drop chunks of unknown requests and ended choices.
+
+        Return the ids of requests whose sink raised. Such a sink gets nothing more, and its request stays open until
+        its choices have ended.
+        """
+        known: list[tuple[_OpenRequest, OutputChunk]] = []
         with self._lock:  # once for a whole step
             for chunk in chunks:
                 request = self._open.get(chunk.request_id)
@@ -257,8 +237,7 @@ class Sinks:
         return failed
 
     def fail(self, request_id: str, message: str, code: str | None, param: str | None) -> None:
-        """End what is left of a request with finish_reason "error": it was refused before it began, or lost with its
-        engine."""
+        """End the open choices of a request, refused or lost with its engine, with finish_reason "error"."""
         with self._lock:
             request = self._open.get(request_id)
             left = [] if request is None else sorted(request.left)
@@ -272,7 +251,7 @@ class Sinks:
 
 
 def _call(sink: Sink, chunk: OutputChunk) -> bool:
-    """Whether the sink took the chunk. A client's failing sink costs its own request only."""
+    """Call a sink; return False if it raised, since a failing sink costs its own request only."""
     try:
         sink(chunk)
     except Exception:
@@ -281,11 +260,71 @@ def _call(sink: Sink, chunk: OutputChunk) -> bool:
     return True
 
 
-# What is refused before a request is queued, by whoever sees it first. Imports no jax.
+def check_request(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raise RequestError if an engine can never serve a request. Every `EngineClient.submit` calls this first."""
+    check_ids(request.prompt_ids, info.vocab_size)
+    check_salt(request.cache_salt)
+    check_draft_tag(request.draft_tag, info)
+    check_lengths(len(request.prompt_ids), request.sampling.max_tokens, info.max_context, info.kv_tokens)
+
+
+def check_lengths(prompt_tokens: int, max_tokens: int, max_context: int, kv_tokens: int | None) -> None:
+    """Raise RequestError unless a prompt and its output, cut to the context, fit the KV cache."""
+    check_prompt(prompt_tokens, max_context)
+    output_tokens = min(max_tokens, max_context - prompt_tokens)
+    if kv_tokens is not None and prompt_tokens + output_tokens > kv_tokens:
+        raise RequestError(
+            f"prompt and max_tokens must fit the KV cache of {kv_tokens} tokens, got {prompt_tokens} + "
+            f"{output_tokens}; shorten the prompt or lower max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def check_prompt(prompt_tokens: int, max_context: int, param: str = "prompt") -> None:
+    """Raise RequestError unless a prompt has a token and leaves room for one in the context.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        max_context: most tokens of prompt and output together.
+        param: request field that the error names where the prompt is too long.
+    """
+    if prompt_tokens == 0:
+        raise RequestError("prompt must have at least one token, got none", param="prompt", code="empty_prompt")
+    if prompt_tokens >= max_context:
+        raise RequestError(
+            f"prompt must leave room for one token in a context of {max_context}, got {prompt_tokens} tokens; "
+            "shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_draft_tag(tag: str, info: EngineInfo) -> None:
+    """Raise RequestError unless a draft tag is empty or names a draft of the engine."""
+    if not tag or tag in info.drafts:
+        return
+    if info.drafts:
+        raise RequestError(
+            f"draft_tag must name one of the drafts: {', '.join(info.drafts)}; got {tag!r}", param="draft_tag"
+        )
+    has = "has no draft" if info.draft is None else "asks a draft service, which has one draft"
+    raise RequestError(f"draft_tag must be absent: this engine {has}; got {tag!r}", param="draft_tag")
+
+
+def check_salt(salt: object) -> None:
+    """Raise RequestError unless `salt` is a text of bounded length."""
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_CHARS:
+        got = f"{len(salt)} characters" if isinstance(salt, str) else repr(salt)
+        raise RequestError(
+            f"cache_salt must be a text of at most {MAX_SALT_CHARS} characters, got {got}",
+            param="cache_salt",
+            code="invalid_value",
+        )
 
 
 def check_room(choices: int, waiting: int, max_waiting: int) -> None:
-    """Raise RequestError when so many choices can never wait, QueueFullError when they cannot now."""
+    """Raise RequestError if a request's choices can never wait in the queue, QueueFullError if they cannot now."""
     if choices > max_waiting:
         raise RequestError(
             f"n must be at most {max_waiting}, the requests that may wait, got {choices}; lower n or raise max_waiting",
@@ -297,7 +336,7 @@ def check_room(choices: int, waiting: int, max_waiting: int) -> None:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str = "prompt") -> None:
-    """Raise RequestError unless every id is one of the model's. param: the field that holds them."""
+    """Raise RequestError, naming the field `param`, unless every id is in the model's vocabulary."""
     for token in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= token < vocab_size:
             raise RequestError(

@@ -1,7 +1,4 @@
-"""One engine step, and what happens to requests between steps. No thread, no socket, no clock of its own.
-
-Knows the scheduler, the executor protocol and the text tracker; decides nothing that they decide.
-"""
+"""EngineCore: the engine without threads or sockets. It queues requests, runs steps and turns tokens into text."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import numpy as np
 
 from adaserve_jax.constraints.constraints import Constraints, RequestConstraints, drop_disallowed
 from adaserve_jax.constraints.protocols import Spells
-from adaserve_jax.engine.client import GenerateRequest, OutputChunk, check_prompt, check_salt
+from adaserve_jax.engine.client import GenerateRequest, OutputChunk
 from adaserve_jax.models.detokenizer import Decodes, IncrementalDetokenizer
 from adaserve_jax.scheduler.elastic import bring_back_draft, expand_or_contract
 from adaserve_jax.scheduler.scheduler import Scheduler
@@ -35,110 +32,22 @@ from adaserve_jax.types import (
 if TYPE_CHECKING:
     from adaserve_jax.distill.learner import Learner
 
-# From tokens to text: one detokeniser per running choice, stop strings, and the chunks that clients receive.
-#
-# Imports no jax. The scheduler asks it, as `types.StopCheck`, where a text ends.
+DRAFT_POLL_S = 0.001
+"""Seconds between two looks at whether the draft has been brought back."""
 
 
-@dataclass
-class _Choice:
-    request_id: str
-    index: int
-    detokenizer: IncrementalDetokenizer
-    text: str = ""
-
-
-class OutputTracker:
-    """Text state of all choices in flight, by the sequence id."""
-
-    def __init__(self, tokenizer: Decodes):
-        self._tokenizer = tokenizer
-        self._choices: dict[str, _Choice] = {}
-
-    def __len__(self) -> int:
-        return len(self._choices)
-
-    def add(self, client_id: str, request: Sequence) -> None:
-        """Follow one choice. client_id: the id that the client gave the whole request."""
-        prompt = request.prompt_ids.tolist()
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, request.sampling.stop)
-        self._choices[request.sequence_id] = _Choice(client_id, request.choice, detokenizer)
-
-    def discard(self, sequence_id: str) -> None:
-        self._choices.pop(sequence_id, None)
-
-    def stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
-        """Take in new tokens; how many to keep when a stop string ended the text, else None."""
-        choice = self._choices[sequence_id]
-        shown, kept = choice.detokenizer.push(token_ids)
-        choice.text += shown
-        return kept
-
-    def chunk(self, update: SequenceUpdate) -> OutputChunk:
-        """The chunk of one update; forgets the choice when it ended."""
-        choice = self._choices[update.sequence_id]
-        if update.finish_reason is not None:
-            del self._choices[update.sequence_id]
-            choice.text += choice.detokenizer.finish()
-        text, choice.text = choice.text, ""
-        return OutputChunk(
-            choice.request_id,
-            choice.index,
-            text,
-            list(update.token_ids),
-            update.finish_reason,
-            update.metrics,
-            logprobs=list(update.logprobs),
-        )
-
-
-# Log probabilities of a step put to the updates of the requests that asked for them. Imports no jax.
-
-
-def with_logprobs(
-    updates: Iterable[SequenceUpdate], sequence_ids: abc.Sequence[str], edits: LogitEdits, found: StepLogprobs
-) -> list[SequenceUpdate]:
-    """The updates, with one TokenLogprob per token where the request asked. sequence_ids: of the step's rows."""
-    rows = {sequence_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
-    return [
-        replace(update, logprobs=_told(update.token_ids, found, row, int(edits.logprobs[row])))
-        if (row := rows.get(update.sequence_id)) is not None
-        else update
-        for update in updates
-    ]
-
-
-def _told(token_ids: tuple[int, ...], found: StepLogprobs, row: int, count: int) -> tuple[TokenLogprob, ...]:
-    """Of a row's kept tokens, each with `count` of the likeliest."""
-    drawn = found.drawn[row].tolist()
-    ids, top = found.top_ids[row, :, :count].tolist(), found.top[row, :, :count].tolist()
-    return tuple(
-        TokenLogprob(token, drawn[place], tuple(zip(ids[place], top[place], strict=True)))
-        for place, token in enumerate(token_ids)
-    )
-
-
-SETTLE_S = 0.001
-"""Between two questions whether the draft is there."""
-
-
-class Spelling(Decodes, Spells, Protocol):
-    """What is needed of a tokenizer."""
+class EngineTokenizer(Decodes, Spells, Protocol):
+    """Tokenizer interface that detokenisation and constraints need."""
 
 
 class EngineCore:
-    """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it.
-
-    eos_ids: end a text unless the request ignores them. baseline_s: what relative SLOs multiply. seed: of the seeds
-    drawn for requests that bring none. constraints: what requests may ask of logits; None: nothing. learner: what
-    learns from the texts.
-    """
+    """Runs requests to their end, one step at a time. Not thread-safe: one thread owns it."""
 
     def __init__(
         self,
         executor: Executor,
         scheduler: Scheduler,
-        tokenizer: Spelling,
+        tokenizer: EngineTokenizer,
         *,
         eos_ids: tuple[int, ...],
         baseline_s: float,
@@ -147,6 +56,20 @@ class EngineCore:
         constraints: Constraints | None = None,
         learner: Learner | None = None,
     ) -> None:
+        """Build a core over an executor that is ready to run.
+
+        Args:
+            executor: device, or a simulation of it.
+            scheduler: plans the steps; this core is its only user.
+            tokenizer: turns tokens into text.
+            eos_ids: end a text unless the request ignores them.
+            baseline_s: seconds per token that relative SLOs multiply.
+            seed: seeds the generator of seeds for requests without one.
+            clock: monotonic seconds.
+            constraints: logit edits that requests may ask for; None: none are supported.
+            learner: trains drafts on the served texts.
+            remote: drafter that asks a draft service; it may be away and holds state per row.
+        """
         self.executor = executor
         self.scheduler = scheduler
         self.clock = clock
@@ -164,32 +87,38 @@ class EngineCore:
 
     @property
     def num_open(self) -> int:
-        """Choices that have not ended."""
+        """Number of choices that have not ended."""
         return len(self._tracker)
 
     def check(self, request: GenerateRequest) -> RequestConstraints | None:
-        """What `prepare` and `add` take. Raises RequestError when a request can never be served, whatever else runs, as
-        far as that is soon known. Safe in any thread."""
-        check_salt(request.cache_salt)
-        limits = self.scheduler.limits
-        check_prompt(
-            len(request.prompt_ids), limits.max_context, max_tokens=request.sampling.max_tokens,
-            kv_tokens=limits.kv_tokens,
-        )  # fmt: skip
+        """Check what a request asks of the logits; return its constraints, for `prepare` and `add`.
+
+        Safe in any thread. Raises RequestError. Lengths and ids are checked by `client.check_request`.
+        """
         return self._constraints.check(request.sampling, request.prompt_ids)
 
     def prepare(self, request: GenerateRequest, shared: RequestConstraints | None, then: Callable[[], None]) -> None:
-        """Begin what takes long before a request can be added; `then` is called once it is done, here or in another
-        thread. Safe in any thread."""
+        """Begin to compile the request's grammar, if it has one; call `then` once it is ready to be added, in this
+        thread or another. Safe in any thread."""
         self._constraints.prepare(request.sampling, shared, then)
 
     def add(
         self, request: GenerateRequest, arrival_s: float, shared: RequestConstraints | None = None, draft: int = 0
     ) -> None:  # fmt: skip
-        """Queue every choice of a request, or none. shared: prepared, of `check`. draft: index of the one that
-        speculates for it. Raises RequestError, QueueFullError, and AdaServeError: what the request asks of logits
-        failed."""
-        choices = self._choices(request, arrival_s, draft)
+        """Queue every choice of a request, or none.
+
+        Args:
+            request: checked and prepared.
+            arrival_s: when it came, on this core's clock.
+            shared: its constraints, from `check`.
+            draft: index of the draft that speculates for it.
+
+        Raises:
+            RequestError: its id is in use, or its targets are infeasible and refused.
+            QueueFullError: the queue is full.
+            AdaServeError: its constraints could not be prepared.
+        """
+        choices = self._sequences(request, arrival_s, draft)
         added: list[str] = []
         try:
             for choice in choices:
@@ -209,7 +138,7 @@ class EngineCore:
                 self._learner.added(choice, learn=request.learn, tenant=request.tenant)
 
     def abort(self, request_id: str) -> list[OutputChunk]:
-        """End all choices of a request that still run. Unknown ids are ignored."""
+        """End all choices of a request and return their last chunks. Unknown ids are ignored."""
         choices = self._choice_ids.pop(request_id, [])
         updates = [self.scheduler.abort(choice) for choice in choices]
         for choice in choices:
@@ -218,8 +147,8 @@ class EngineCore:
                 self._learner.dropped(choice, "abort")
         return [self._tracker.chunk(update) for update in updates if update is not None]
 
-    def aborted(self, request: GenerateRequest, arrival_s: float) -> list[OutputChunk]:
-        """The ends of the choices of a request that is aborted before it was added. Safe in any thread."""
+    def abort_unqueued(self, request: GenerateRequest, arrival_s: float) -> list[OutputChunk]:
+        """Return the last chunks of a request that is aborted before it was added. Safe in any thread."""
         slo = request.slo
         metrics = RequestMetrics(
             arrival_s, prompt_tokens=len(request.prompt_ids), tpot_slo_s=slo.tpot_s(self._baseline_s),
@@ -272,13 +201,14 @@ class EngineCore:
         return chunks
 
     def _stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
-        """`types.StopCheck`: where a grammar or a stop string ends a text."""
+        """Return how many of the new tokens to keep if a grammar or a stop string ends the text, else None
+        (`types.StopCheck`)."""
         complete = self._constraints.push(sequence_id, token_ids)
         stopped = self._tracker.stop_check(sequence_id, token_ids[:complete])
         return complete if stopped is None else stopped
 
     def _end_stuck(self, sequence_id: str) -> list[OutputChunk]:
-        """End a choice that cannot go on, unless its text has ended anyway."""
+        """End a choice that no token may continue, unless it has ended already."""
         update = self.scheduler.abort(sequence_id, "error")
         if update is None:
             return []
@@ -289,35 +219,37 @@ class EngineCore:
         return [replace(chunk, error=str(error), error_code=error.code, error_param=error.param)]
 
     def learn(self) -> None:
-        """Between two steps: do a piece of training, where there is time for one."""
+        """Run a micro-step of training between two steps if there is time for one."""
         if self._learner is not None and self.has_work:
             self._learner.work(self.scheduler.slack_s(self.clock()))
 
     @property
-    def rests(self) -> bool:
-        """Whether there is nothing to do for now: no request runs, the draft is where it belongs, and nothing is left
-        to be learned, or to be kept of that."""
-        return not self.has_work and self.scheduler.draft_resident and (self._learner is None or self._learner.rests)
+    def is_idle(self) -> bool:
+        """True when no request is open, the draft is resident and the learner has nothing to train or save."""
+        return not self.has_work and self.scheduler.draft_resident and (self._learner is None or self._learner.is_idle)
 
     @property
-    def wakes_in_s(self) -> float | None:
-        """For how many seconds it then stays so; None: until a request comes."""
-        return None if self._learner is None else self._learner.wakes_in_s
+    def idle_for_s(self) -> float | None:
+        """Seconds until an idle core has work of its own again; None: not before a request comes."""
+        return None if self._learner is None else self._learner.idle_for_s
 
-    def rest(self) -> bool:
-        """Without requests: bring the draft back, a part of the way in each call, or do a piece of training. None waits
-        for the draft; one may for the copy of cached pages. Returns whether there may be more to do at once."""
+    def work_while_idle(self) -> bool:
+        """Without requests, bring the draft back by one part, or run a micro-step of training.
+
+        Never waits for the draft's weights; may wait for the copy of cached pages. Return True if there may be more
+        training to do at once.
+        """
         if self.scheduler.draft_resident and self._learner is not None:
             return self._learner.work(None)
         expand_or_contract(self.scheduler.elastic_memory, self.executor, self.clock)
         return False
 
-    def settle(self) -> None:
-        """Bring the draft back; only while idle, before another core takes over the executor. Raises ElasticError."""
-        memory = self.scheduler.elastic_memory
-        bring_back_draft(memory, self.executor, self.clock, lambda: time.sleep(SETTLE_S))
+    def bring_back_draft(self) -> None:
+        """Make the draft resident before another core takes over the executor. Only without requests. Raises
+        ElasticError."""
+        bring_back_draft(self.scheduler.elastic_memory, self.executor, self.clock, lambda: time.sleep(DRAFT_POLL_S))
 
-    def _choices(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Sequence]:
+    def _sequences(self, request: GenerateRequest, arrival_s: float, draft: int) -> list[Sequence]:
         sampling = request.sampling
         seed = int(self._seeds.integers(0, 2**63)) if sampling.seed is None else sampling.seed
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -351,3 +283,89 @@ class EngineCore:
                     left.remove(choice_id)
                 if not left:
                     self._choice_ids.pop(chunk.request_id, None)
+
+
+@dataclass
+class _ChoiceText:
+    """Text of one choice: its detokeniser, and the part that is decoded but not yet in a chunk."""
+
+    request_id: str
+    index: int
+    detokenizer: IncrementalDetokenizer
+    text: str = ""
+
+
+class OutputTracker:
+    """Turns tokens into text and output chunks: one detokeniser per choice in flight, by sequence id."""
+
+    def __init__(self, tokenizer: Decodes):
+        self._tokenizer = tokenizer
+        self._choices: dict[str, _ChoiceText] = {}
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, request_id: str, sequence: Sequence) -> None:
+        """Begin the text of one choice of a request."""
+        prompt = sequence.prompt_ids.tolist()
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt, sequence.sampling.stop)
+        self._choices[sequence.sequence_id] = _ChoiceText(request_id, sequence.choice, detokenizer)
+
+    def discard(self, sequence_id: str) -> None:
+        self._choices.pop(sequence_id, None)
+
+    def stop_check(self, sequence_id: str, token_ids: abc.Sequence[int]) -> int | None:
+        """Decode new tokens; return how many to keep if a stop string ended the text, else None."""
+        choice = self._choices[sequence_id]
+        shown, kept = choice.detokenizer.push(token_ids)
+        choice.text += shown
+        return kept
+
+    def chunk(self, update: SequenceUpdate) -> OutputChunk:
+        """Return the chunk of one update; forget the choice if it ended."""
+        choice = self._choices[update.sequence_id]
+        if update.finish_reason is not None:
+            del self._choices[update.sequence_id]
+            choice.text += choice.detokenizer.finish()
+        text, choice.text = choice.text, ""
+        return OutputChunk(
+            choice.request_id,
+            choice.index,
+            text,
+            list(update.token_ids),
+            update.finish_reason,
+            update.metrics,
+            logprobs=list(update.logprobs),
+        )
+
+
+def with_logprobs(
+    updates: Iterable[SequenceUpdate], sequence_ids: abc.Sequence[str], edits: LogitEdits, found: StepLogprobs
+) -> list[SequenceUpdate]:
+    """Return the updates with one TokenLogprob per token for the requests that asked for them.
+
+    Args:
+        updates: committed updates of a step.
+        sequence_ids: id of each row of the step.
+        edits: the step's edits, which hold how many alternatives each row asked for.
+        found: log probabilities that verification returned.
+    """
+    rows = {sequence_ids[row]: row for row in np.flatnonzero(edits.logprobs >= 0).tolist()}
+    return [
+        replace(update, logprobs=_token_logprobs(update.token_ids, found, row, int(edits.logprobs[row])))
+        if (row := rows.get(update.sequence_id)) is not None
+        else update
+        for update in updates
+    ]
+
+
+def _token_logprobs(
+    token_ids: tuple[int, ...], found: StepLogprobs, row: int, count: int
+) -> tuple[TokenLogprob, ...]:  # fmt: skip
+    """Return the log probability of each kept token of a row, with the `count` most likely alternatives."""
+    drawn = found.drawn[row].tolist()
+    ids, top = found.top_ids[row, :, :count].tolist(), found.top[row, :, :count].tolist()
+    return tuple(
+        TokenLogprob(token, drawn[place], tuple(zip(ids[place], top[place], strict=True)))
+        for place, token in enumerate(token_ids)
+    )

@@ -1,8 +1,10 @@
-"""The messages between the front end and the engine process, and their bytes: msgpack of typed structs, never pickle.
+"""Messages and sockets between the front end and the engine process.
 
 Front end to engine: `Start` (once, on the child's standard input), then `Submit` and `Abort` on a socket.
 Engine to front end: `Loading`, then `Ready` or `Failed`, then `Step` after every step and `Refused` for a request that
-the engine would not take. Bytes that do not fit these types raise msgspec.ValidationError. Knows no sockets, no jax.
+the engine refused. Messages are msgpack of typed structs, never pickle; bytes that do not fit these types raise
+msgspec.DecodeError. The sockets are two ZeroMQ pipes in a folder that only this user can enter; they have no size
+limit, so that sending never waits.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from adaserve_jax.errors import AdaServeError, EngineDeadError, RequestError
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Build an engine by `factory` ("module:callable", called with config and progress) and serve it."""
+    """Build and serve an engine: `LocalEngine`, or `factory` ("module:callable", called with config and progress)."""
 
     config: EngineConfig
-    factory: str
+    factory: str | None = None
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -48,7 +50,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """An exception as data. kind: the class name; param and code: of an AdaServeError."""
+    """An exception as data. kind: class name; param and code: those of an AdaServeError."""
 
     kind: str
     message: str
@@ -57,7 +59,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Loading raised; the engine process ends."""
+    """Loading raised, and the engine process ends."""
 
     fault: Fault
 
@@ -70,9 +72,9 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Everything that became ready together; also sent without chunks, as a sign of life.
+    """Chunks that became ready together; also sent without chunks, as a heartbeat.
 
-    received: how many choices of `Submit` messages the engine has taken in so far; `stats` was read after them.
+    received: number of choices that the engine has received so far; `stats` was read after them.
     """
 
     chunks: list[OutputChunk]
@@ -84,18 +86,22 @@ ToEngine = Submit | Abort
 FromEngine = Loading | Ready | Failed | Refused | Step
 
 SAVE_LIMIT_S = 60.0
-"""Seconds that an engine which writes down what its drafts learned gets beyond what others get to end."""
-
-
-def save_limit_s(config: EngineConfig) -> float:
-    """Seconds that an engine of this configuration may take to write at its end; both sides wait for it."""
-    return 0.0 if config.learning is None or config.learning.learn_folder is None else SAVE_LIMIT_S
-
+"""Seconds that an engine may take at its end to save learned drafts."""
+MAX_PATH = 100
+"""Longest path of a Unix socket, with a margin (the system's limit is 108)."""
+LAST_MESSAGES_MS = 1000
+"""Time that a closed socket has to send its last messages."""
+_TO_ENGINE, _FROM_ENGINE = "to_engine", "from_engine"
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+def save_limit_s(config: EngineConfig) -> float:
+    """Return the seconds that the engine may take to save at its end; both sides wait for it."""
+    return 0.0 if config.learning is None or config.learning.learn_folder is None else SAVE_LIMIT_S
 
 
 def to_fault(error: BaseException) -> Fault:
@@ -105,7 +111,7 @@ def to_fault(error: BaseException) -> Fault:
 
 
 def to_error(fault: Fault) -> Exception:
-    """Rebuild an exception: one of adaserve_jax.errors or of Python's own by name, else EngineDeadError naming it."""
+    """Rebuild an exception of adaserve_jax.errors or of Python by its name; any other becomes an EngineDeadError."""
     if fault.kind == RequestError.__name__:
         return RequestError(fault.message, param=fault.param, code=fault.code or "invalid_request")
     kind = getattr(errors, fault.kind, None) or getattr(builtins, fault.kind, None)
@@ -115,19 +121,8 @@ def to_error(fault: Fault) -> Exception:
     return EngineDeadError(f"the engine failed with {fault.kind}: {fault.message}")
 
 
-# The sockets between a front end and its engine process: two pipes in a folder that only this user can enter.
-#
-# Every function makes one end of one of them. Nothing has a limit, so that sending never waits. Knows no
-# message.
-
-MAX_PATH = 100
-LAST_WORDS_MS = 1000
-"""How long what an engine said last may take to get out after its end is closed."""
-_TO_ENGINE, _FROM_ENGINE = "to_engine", "from_engine"
-
-
 def new_folder() -> str:
-    """A fresh folder, with a path short enough for a Unix socket."""
+    """Make a folder whose path is short enough for a Unix socket."""
     folder = tempfile.mkdtemp(prefix="adaserve-")
     if len(folder) > MAX_PATH - len(f"/{_FROM_ENGINE}"):
         shutil.rmtree(folder)
@@ -136,39 +131,36 @@ def new_folder() -> str:
 
 
 def requests_out(context: zmq.Context, folder: str) -> zmq.Socket:
-    """The front end's. It connects, and the engine binds: a socket that binds has nowhere to put a message while nobody
-    is connected."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(_address(folder, _TO_ENGINE))
-    return socket
+    """Open the front end's sending socket. The sender connects and the receiver binds: a PUSH socket that binds has
+    nowhere to put a message while nobody is connected."""
+    return _push(context, folder, _TO_ENGINE, linger_ms=0)
 
 
 def requests_in(context: zmq.Context, folder: str) -> zmq.Socket:
-    """The engine's."""
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind(_address(folder, _TO_ENGINE))
-    return socket
+    """Open the engine's receiving socket."""
+    return _pull(context, folder, _TO_ENGINE)
 
 
 def replies_out(context: zmq.Context, folder: str) -> zmq.Socket:
-    """The engine's."""
-    socket = context.socket(zmq.PUSH)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
-    socket.connect(_address(folder, _FROM_ENGINE))
-    return socket
+    """Open the engine's sending socket."""
+    return _push(context, folder, _FROM_ENGINE, linger_ms=LAST_MESSAGES_MS)
 
 
 def replies_in(context: zmq.Context, folder: str) -> zmq.Socket:
-    """The front end's."""
-    socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.bind(_address(folder, _FROM_ENGINE))
+    """Open the front end's receiving socket."""
+    return _pull(context, folder, _FROM_ENGINE)
+
+
+def _push(context: zmq.Context, folder: str, name: str, linger_ms: int) -> zmq.Socket:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.LINGER, linger_ms)
+    socket.connect(f"ipc://{folder}/{name}")
     return socket
 
 
-def _address(folder: str, name: str) -> str:
-    return f"ipc://{folder}/{name}"
+def _pull(context: zmq.Context, folder: str, name: str) -> zmq.Socket:
+    socket = context.socket(zmq.PULL)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.bind(f"ipc://{folder}/{name}")
+    return socket

@@ -1,7 +1,7 @@
 """LLM: the Python API over an engine in this process."""
 
 # pyright: reportUnnecessaryIsInstance=false
-# What users pass is looked at whatever its type says.
+# Arguments of users are checked at run time, whatever their type says.
 from __future__ import annotations
 
 import queue
@@ -22,14 +22,20 @@ from adaserve_jax.types import SLO, Progress, RequestMetrics, SamplingParams, To
 
 Prompt = str | Sequence[int]
 OPEN_PER_SLOT = 4
-"""Choices of one `generate` call that are open at once, for each that can run: enough that no slot waits for one."""
+"""Choices of one `generate` call that are open at once, per slot of the engine: enough to keep every slot busy."""
 _T = TypeVar("_T")
 
 
 @dataclass
 class Completion:
-    """One choice. finish_reason: "stop", "length", "abort" or "error"; then error says why and error_code is short for
-    it, as "no_token_allowed". logprobs: one per token where the sampling parameters ask for them, else none."""
+    """One choice.
+
+    Attributes:
+        finish_reason: "stop", "length", "abort" or "error".
+        logprobs: one per token if the sampling parameters ask for them, else empty.
+        error: message; set with finish_reason "error".
+        error_code: short form of it, such as "no_token_allowed".
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list[int])
@@ -42,7 +48,7 @@ class Completion:
 
 @dataclass
 class GenerateOutput:
-    """The result for one prompt. The properties are those of the first choice; n > 1 asks for more of them."""
+    """Result for one prompt. The properties read the first choice; `n` in the sampling parameters asks for more."""
 
     prompt_token_ids: list[int]
     choices: list[Completion]
@@ -61,19 +67,14 @@ class GenerateOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """ttft_s, tpot_s, verify_steps, accepted_tokens, slo_met, slo_feasible, and the rest of `RequestMetrics`."""
+        """Metrics of the first choice, such as ttft_s, tpot_s, accepted_tokens and slo_met."""
         metrics = self.choices[0].metrics
         assert metrics is not None
         return metrics
 
 
 class LLM:
-    """A target and a draft model, ready to generate.
-
-    target, draft: "demo" or a checkpoint folder; draft None: no speculation. Other keywords are fields of
-    `EngineConfig`. Construction loads and compiles (seconds to minutes the first time, cached later). Raises
-    CheckpointError, ConfigError. Use as a context manager, or call `close`.
-    """
+    """A target and a draft model, ready to generate. Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -85,6 +86,20 @@ class LLM:
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
+        """Load and compile the models: seconds to minutes the first time, less with a warm cache.
+
+        Args:
+            target: "demo" or a checkpoint folder.
+            draft: "demo", a checkpoint folder, or None for no speculation.
+            policy: scheduling policy.
+            deterministic: make texts independent of what else runs.
+            progress: progress(what, done, total), called while models load and compile.
+            **options: other fields of `EngineConfig`.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be used.
+            ConfigError: an option is unknown or out of range.
+        """
         values: dict[str, Any] = {
             "target": target,
             "draft": draft,
@@ -98,7 +113,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: LocalEngine) -> LLM:
-        """An LLM over an engine that runs already; `close` closes that engine."""
+        """Wrap an engine that has started; `close` closes it."""
         llm = cls.__new__(cls)
         llm._use(engine)
         return llm
@@ -116,7 +131,7 @@ class LLM:
         return self._engine.stats()
 
     def set_policy(self, policy: str) -> None:
-        """Change the policy while nothing runs; nothing is compiled."""
+        """Change the scheduling policy while no request is open, without compiling."""
         self._engine.set_policy(policy)
 
     def generate(
@@ -129,14 +144,22 @@ class LLM:
         learn: bool | Sequence[bool] = True,
         draft_tag: str | Sequence[str] = "",
     ) -> list[GenerateOutput]:
-        """Complete all prompts together and return them in order.
+        """Complete all prompts together and return the outputs in order.
 
-        prompts: texts or token ids. sampling_params, slo, cache_salt, learn, draft_tag: one for all, or one per prompt;
-        without sampling_params, those of the target's generation_config.json. Prompts share cached KV only where their
-        salts are the same. learn: whether drafts may learn from the text, where they do. draft_tag: the name of the
-        draft to use; "": the engine chooses. A choice that cannot go on ends with finish_reason "error", and the others
-        go on. Raises RequestError when any prompt cannot be served, EngineDeadError when the engine stops; then none
-        runs on.
+        Every argument but `prompts` is one value for all prompts, or a list with one per prompt. A choice that no token
+        may continue ends with finish_reason "error"; the others go on.
+
+        Args:
+            prompts: texts or lists of token ids.
+            sampling_params: default: those of the target's generation_config.json.
+            slo: latency targets.
+            cache_salt: prompts share cached KV only if their salts are equal.
+            learn: whether drafts may learn from the text.
+            draft_tag: name of the draft to use; "": the engine chooses.
+
+        Raises:
+            RequestError: a prompt cannot be served; the other prompts are aborted.
+            EngineDeadError: the engine stopped.
         """
         requests = self._requests(prompts, sampling_params, slo, cache_salt, learn, draft_tag)
         outputs = [GenerateOutput(r.prompt_ids, [Completion() for _ in range(r.sampling.n)]) for r in requests]
@@ -146,7 +169,7 @@ class LLM:
         submitted: list[str] = []
         try:
             for request in requests:
-                self._raise_error(collector.wait_for_room(request.sampling.n, most_open))
+                self._raise_error(collector.wait_to_submit(request.sampling.n, most_open))
                 if request.sampling.json_schema is not None:
                     self._engine.prepare(request)
                 self._engine.submit(request, collector)
@@ -168,7 +191,7 @@ class LLM:
         learn: bool = True,
         draft_tag: str = "",
     ) -> Iterator[OutputChunk]:
-        """Complete one prompt, chunk by chunk as steps emit them; leaving the loop early aborts the request."""
+        """Complete one prompt and yield chunks as steps emit them; leaving the loop early aborts the request."""
         (request,) = self._requests([prompt], sampling_params, slo, cache_salt, learn, draft_tag)
         chunks: queue.SimpleQueue[OutputChunk] = queue.SimpleQueue()
         self._engine.submit(request, chunks.put)
@@ -224,7 +247,7 @@ class LLM:
         return [int(token) for token in prompt]
 
     def _raise_error(self, chunk: OutputChunk | None) -> None:
-        """Raise for what a chunk says of a request that failed, by whose fault it was."""
+        """Raise the error of a failed request's chunk: EngineDeadError if the engine died, else RequestError."""
         if chunk is None or chunk.error is None:
             return
         if not self._engine.is_alive():
@@ -233,11 +256,11 @@ class LLM:
 
 
 class _Collector:
-    """Puts the chunks of many requests together; called from the engine's thread."""
+    """Sink that assembles the outputs of many requests; the engine's thread calls it."""
 
     def __init__(self, outputs: dict[str, GenerateOutput]):
         self._outputs = outputs
-        self._open = 0  # choices submitted, or about to be, that have not ended
+        self._open = 0  # choices that are submitted, or about to be, and have not ended
         self._failed: OutputChunk | None = None
         self._changed = threading.Condition()
 
@@ -257,13 +280,16 @@ class _Collector:
                 self._failed = chunk
             self._changed.notify_all()
 
-    def wait_for_room(self, choices: int, most_open: int) -> OutputChunk | None:
-        """Count a request of so many choices in, once no more than `most_open` would be open or none else is: so an
-        offline batch of any size never fills the engine's queue. Returns the last chunk of one that was refused."""
+    def wait_to_submit(self, choices: int, most_open: int) -> OutputChunk | None:
+        """Wait until a request of `choices` keeps the number of open choices within `most_open`, or is alone; count it.
+
+        So an offline batch of any size never fills the engine's queue. Return the last chunk of a refused request, if
+        there is one.
+        """
         return self._wait(lambda: not self._open or self._open + choices <= most_open, choices)
 
     def wait(self) -> OutputChunk | None:
-        """Until all have ended, or one was refused; its last chunk."""
+        """Wait until all requests have ended or one was refused; return its last chunk."""
         return self._wait(lambda: not self._open, 0)
 
     def _wait(self, condition: Callable[[], bool], choices: int) -> OutputChunk | None:

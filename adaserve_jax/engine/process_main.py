@@ -1,12 +1,13 @@
-"""The engine process: runs one engine and speaks `engine.wire` with the front end that started it.
+"""Main program of the engine process: it runs one engine and exchanges `engine.ipc` messages with the front end.
 
-Started by `engine.process` as `python -m adaserve_jax.engine.process_main SOCKET_DIR` with a `Start` message on its
-standard input, which then stays open: its end means that the front end is gone or wants the engine to stop.
-This is the only process that imports jax. Knows nothing of HTTP.
+`ProcessEngine` starts it as `python -m adaserve_jax.engine.process_main SOCKET_FOLDER` with a `Start` message on its
+standard input, which then stays open: it ends when the front end is gone or wants the engine to stop. Of the two
+processes only this one imports jax.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -21,25 +22,25 @@ from typing import TypeVar
 
 import zmq
 
-from adaserve_jax.engine import ipc as sockets
-from adaserve_jax.engine import ipc as wire
-from adaserve_jax.engine.by_name import load
+from adaserve_jax.engine import ipc
 from adaserve_jax.engine.client import EngineClient, OutputChunk
-from adaserve_jax.errors import AdaServeError, EngineDeadError
+from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError
 
 HEARTBEAT_S = 0.25
 CLOSE_LIMIT_S = 10.0
+"""Time to end by itself once the front end is gone."""
 T = TypeVar("T")
+Notice = ipc.Loading | ipc.Ready | ipc.Failed | ipc.Refused
 
 
-def read_start(pipe: int) -> wire.Start:
-    """Read the one length-prefixed message that says what to run."""
+def read_start(pipe: int) -> ipc.Start:
+    """Read the length-prefixed `Start` message."""
     (size,) = struct.unpack("<I", _read(pipe, 4))
-    return wire.decode_start(_read(pipe, size))
+    return ipc.decode_start(_read(pipe, size))
 
 
 def _read(pipe: int, size: int) -> bytes:
-    """Exactly `size` bytes. Raises EngineDeadError when the front end ended before it sent them."""
+    """Read exactly `size` bytes. Raises EngineDeadError if the pipe ends before."""
     data = b""
     while len(data) < size:
         part = os.read(pipe, size - len(data))
@@ -50,15 +51,15 @@ def _read(pipe: int, size: int) -> bytes:
 
 
 class Outbox:
-    """Collects what the engine's threads produce; one thread sends it, everything of one moment as one `Step`.
+    """Sends what the engine's threads produce; all chunks of one moment go out as one `Step`.
 
-    The socket belongs to `_run` alone, which takes from the left what others put in on the right.
+    Only the thread of `_run` touches the socket. Other threads append to deques, whose ends are safe without a lock.
     """
 
     def __init__(self, socket: zmq.Socket):
         self._socket = socket
         self._woken = threading.Event()
-        self._messages: deque[wire.Loading | wire.Ready | wire.Failed | wire.Refused] = deque()
+        self._messages: deque[Notice] = deque()
         self._chunks: deque[OutputChunk] = deque()
         self._engine: EngineClient | None = None
         self._received = 0
@@ -66,12 +67,12 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
         self._thread.start()
 
-    def post(self, message: wire.Loading | wire.Ready | wire.Failed | wire.Refused) -> None:
+    def post(self, message: Notice) -> None:
         self._messages.append(message)
         self._woken.set()
 
     def sink(self, chunk: OutputChunk) -> None:
-        """The sink of every request."""
+        """Take a chunk; the engine calls this as the sink of every request."""
         self._chunks.append(chunk)
         if not self._woken.is_set():  # once for a whole step
             self._woken.set()
@@ -80,7 +81,7 @@ class Outbox:
         self._received += choices
 
     def start_steps(self, engine: EngineClient) -> None:
-        """From now on send the engine's numbers with each step, and alone when nothing happens."""
+        """Begin to send the engine's statistics, with each step and as a heartbeat."""
         self._engine = engine
 
     def close(self) -> None:
@@ -92,21 +93,21 @@ class Outbox:
     def _run(self) -> None:
         while True:
             self._woken.wait(HEARTBEAT_S)
-            self._woken.clear()  # first: what is put in from here on wakes this thread again, or is seen below
+            self._woken.clear()  # before taking, so that anything appended later wakes this thread again
             engine, closing = self._engine, self._closing
             for message in _taken(self._messages):
-                self._socket.send(wire.encode(message))
+                self._socket.send(ipc.encode(message))
             if engine is not None:
                 chunks = _taken(self._chunks)
-                received = self._received  # read before the engine's numbers, which then include these requests
-                self._socket.send(wire.encode(wire.Step(chunks, engine.stats(), received)))
+                received = self._received  # read before the statistics, so that they include these requests
+                self._socket.send(ipc.encode(ipc.Step(chunks, engine.stats(), received)))
             if closing:
                 self._socket.close()
                 return
 
 
 def _taken(items: deque[T]) -> list[T]:
-    """What is there now, taken out."""
+    """Remove and return the items that are there now."""
     return [items.popleft() for _ in range(len(items))]
 
 
@@ -117,16 +118,16 @@ class Inbox:
         self._socket = socket
 
     def serve(self, engine: EngineClient, outbox: Outbox, stop: threading.Event) -> None:
-        """Hand every message to the engine; returns once `stop` is set or the engine died."""
+        """Hand every message to the engine until `stop` is set or the engine died."""
         while engine.is_alive() and not stop.is_set():
             if self._socket.poll(100):
-                self._handle(wire.decode_to_engine(self._socket.recv()), engine, outbox)
+                self._handle(ipc.decode_to_engine(self._socket.recv()), engine, outbox)
 
     def close(self) -> None:
         self._socket.close(linger=0)
 
-    def _handle(self, message: wire.ToEngine, engine: EngineClient, outbox: Outbox) -> None:
-        if isinstance(message, wire.Abort):
+    def _handle(self, message: ipc.ToEngine, engine: EngineClient, outbox: Outbox) -> None:
+        if isinstance(message, ipc.Abort):
             engine.abort(message.request_id)
             return
         try:
@@ -134,13 +135,13 @@ class Inbox:
         except Exception as error:  # one bad request must not end the engine
             if not isinstance(error, AdaServeError):
                 traceback.print_exc()
-            outbox.post(wire.Refused(message.request.request_id, wire.to_fault(error)))
+            outbox.post(ipc.Refused(message.request.request_id, ipc.to_fault(error)))
         outbox.count_received(message.request.sampling.n)
 
 
 def stop_at_end_of(pipe: int, stop: threading.Event, folder: str, limit_s: float) -> None:
-    """Set `stop` when the front end closes the pipe or dies; end this process if it does not end by itself within
-    `limit_s` seconds then."""
+    """Wait until the front end closes the pipe or dies, then set `stop`; after `limit_s` more seconds, kill this
+    process."""
     while os.read(pipe, 1):
         pass
     stop.set()
@@ -149,28 +150,40 @@ def stop_at_end_of(pipe: int, stop: threading.Event, folder: str, limit_s: float
     os._exit(1)
 
 
+def find_factory(path: str | None) -> Callable[..., EngineClient]:
+    """Import the callable that makes the engine; without a "module:callable" path, `LocalEngine`, which imports jax."""
+    if path is None:
+        from adaserve_jax.engine.thread_engine import LocalEngine
+
+        return LocalEngine
+    module, _, name = path.partition(":")
+    if not name:
+        raise ConfigError(f"an engine's factory must be 'module:callable', got {path!r}")
+    return getattr(importlib.import_module(module), name)
+
+
 def main(folder: str) -> int:
-    """Run until standard input ends. Returns the exit status."""
+    """Run the engine until standard input ends; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front end, which drains first
     pipe = sys.stdin.fileno()
     start = read_start(pipe)
     stop = threading.Event()
-    limit_s = CLOSE_LIMIT_S + wire.save_limit_s(start.config)
+    limit_s = CLOSE_LIMIT_S + ipc.save_limit_s(start.config)
     threading.Thread(target=stop_at_end_of, args=(pipe, stop, folder, limit_s), daemon=True).start()
     with zmq.Context() as context:
-        outbox, inbox = Outbox(sockets.replies_out(context, folder)), Inbox(sockets.requests_in(context, folder))
+        outbox, inbox = Outbox(ipc.replies_out(context, folder)), Inbox(ipc.requests_in(context, folder))
         try:
-            build: Callable[..., EngineClient] = load(start.factory)
-            engine = build(start.config, lambda *part: outbox.post(wire.Loading(*part)))
+            make = find_factory(start.factory)
+            engine = make(start.config, lambda *part: outbox.post(ipc.Loading(*part)))
             engine.start()
         except Exception as error:
             if not isinstance(error, AdaServeError):
                 traceback.print_exc()
-            outbox.post(wire.Failed(wire.to_fault(error)))
+            outbox.post(ipc.Failed(ipc.to_fault(error)))
             outbox.close()
             inbox.close()
             return 1
-        outbox.post(wire.Ready(engine.info))
+        outbox.post(ipc.Ready(engine.info))
         outbox.start_steps(engine)
         inbox.serve(engine, outbox, stop)
         engine.close()
@@ -186,4 +199,4 @@ if __name__ == "__main__":
     status = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # at once: the interpreter's own end takes seconds to free every compiled program
+    os._exit(status)  # the interpreter's own exit takes seconds to free every compiled program

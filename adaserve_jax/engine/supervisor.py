@@ -1,7 +1,6 @@
-"""SupervisedEngine: an engine that is started again when its process ends, behind the same `EngineClient` protocol.
+"""SupervisedEngine: replaces an engine that died, behind the same `EngineClient` protocol.
 
-Decides whether and when, and lets totals go on where the engine before stopped. Knows no process, socket or HTTP: what
-it supervises is built by a function, and says itself that it died.
+It wraps any client that reports its own death, decides whether to start another, and keeps totals across restarts.
 """
 
 from __future__ import annotations
@@ -18,23 +17,22 @@ from adaserve_jax.errors import EngineDeadError, EngineRestartingError
 from adaserve_jax.stats import StepStats
 
 OnDeath = Callable[[str], EngineDeadError]
-"""Called by an engine that was ready and died, once, with the reason and before its requests are told; returns what
-they are told."""
+"""Called once by an engine that was ready and died, with the reason, before its requests are ended. Returns the error
+that they get."""
 LEAST_START_LIMIT_S = 600.0
 START_LIMIT = 5.0
-"""A start that is not the first one may take so many times as long as that one, and at least LEAST_START_LIMIT_S."""
+"""Limit of a restart, as a multiple of the first start's time; at least LEAST_START_LIMIT_S."""
 LONGEST_BACK_IN_S = 10.0
-"""A start that compiled says little about one that finds everything compiled: it is promised to take no longer."""
+"""Largest estimate of a restart's time: the first start, which compiled, says little about one with a warm cache."""
 _log = logging.getLogger(__name__)
 
 
 class SupervisedEngine:
     """Replaces an engine that died, at most `max_restarts` times within any `window_s` seconds; then it stays dead.
 
-    build: makes a new engine that has not started, given what it calls when it dies. While an engine is replaced,
-    `is_alive` is False, `stats().back_in_s` is set, and `submit` raises EngineRestartingError; afterwards all is as
-    before, and no count of `stats` ever goes down. A new engine that is not ready in time is closed, as one that died;
-    least_start_limit_s: time that it has at least.
+    While an engine is being replaced, `is_alive` is False, `stats().back_in_s` is set and `submit` raises
+    EngineRestartingError. No count of `stats` ever goes down. A new engine that is not ready in time is closed and
+    counts as one that died.
     """
 
     def __init__(
@@ -46,14 +44,26 @@ class SupervisedEngine:
         least_start_limit_s: float = LEAST_START_LIMIT_S,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """Configure an engine that has not started.
+
+        Args:
+            build: makes a new engine that has not started; it gets the function to call when it dies.
+            max_restarts: restarts within any `window_s` seconds.
+            window_s: length of that window, seconds.
+            least_start_limit_s: seconds that a restart may take at least.
+            clock: monotonic seconds.
+        """
         self._build = build
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._start_limit_s = least_start_limit_s
         self._clock = clock
         self._changed = threading.Condition()  # guards everything below; pairs are replaced as a whole
-        self._current: tuple[EngineClient | None, EngineStats | None] = (None, None)  # engine, totals of those before
-        self._fault: tuple[EngineDeadError, float | None] | None = None  # what is told; since when it is replaced
+        self._current: tuple[EngineClient | None, EngineStats | None] = (
+            None,
+            None,
+        )  # engine, totals before it
+        self._fault: tuple[EngineDeadError, float | None] | None = None  # error for requests; time of death if replaced
         self._restarted_at: deque[float] = deque()
         self._restarts = 0
         self._start_s = LONGEST_BACK_IN_S
@@ -63,7 +73,7 @@ class SupervisedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the engine now, or of the one before while there is none."""
+        """Facts about the current engine, or about the last one while it is being replaced."""
         if self._info is None:
             raise EngineDeadError("the engine is not ready: call start() and wait for it to return")
         return self._info
@@ -113,7 +123,7 @@ class SupervisedEngine:
             self._supervisor.join()
 
     def _replace(self) -> EngineClient:
-        """A new engine in the place of the one before, whose totals are kept. With the lock."""
+        """Build an engine in place of the current one, whose totals are kept. Needs the lock."""
         before, earlier = self._current
         if before is not None:
             earlier = _after(before.stats(), earlier)
@@ -122,14 +132,14 @@ class SupervisedEngine:
         return engine
 
     def _start(self, engine: EngineClient) -> None:
-        """Raises what the engine's start raises."""
+        """Start an engine and measure the time; raise what its start raises."""
         began = self._clock()
         engine.start()
         self._start_s = self._clock() - began
         self._info = engine.info
 
     def _on_death(self, why: str) -> EngineDeadError:
-        """The engine died: whether it is replaced is decided before anybody is told."""
+        """Decide whether the dead engine is replaced, and return the error that its requests get."""
         with self._changed:
             now = self._clock()
             error = self._verdict(why, now)
@@ -138,7 +148,8 @@ class SupervisedEngine:
             return error
 
     def _verdict(self, why: str, now: float) -> EngineDeadError:
-        """What is told of an engine that ended now; counts the restart when there will be one. With the lock."""
+        """Return the error for an engine that died at `now`; count the restart if there will be one. Needs the
+        lock."""
         while self._restarted_at and self._restarted_at[0] <= now - self._window_s:
             self._restarted_at.popleft()
         if self._closing:
@@ -166,11 +177,11 @@ class SupervisedEngine:
             self._restart()
 
     def _restart(self) -> None:
-        """Start one new engine; when that fails, the next turn of the loop tries again, or it stays dead."""
+        """Start one new engine; if that fails, the loop of `_supervise` tries again or gives up."""
         with self._changed:
             if self._closing:
                 return
-            engine, told = self._replace(), self._fault
+            engine, fault = self._replace(), self._fault
         try:
             self._start_in_time(engine)
         except Exception as error:
@@ -178,13 +189,14 @@ class SupervisedEngine:
             return
         with self._changed:
             self._restarts += 1
-            if self._fault is told:  # else the new one died already
+            if self._fault is fault:  # else the new one died already
                 self._fault = None
         _log.warning("the engine is back after %.1f s", self._start_s)
 
     def _start_in_time(self, engine: EngineClient) -> None:
-        """Raises what the engine's start raises; EngineDeadError when that took too long, and the engine is closed."""
-        first = threading.Lock()  # taken by what comes first, the start's end or the limit
+        """Start an engine, or close it and raise EngineDeadError when that takes too long; raise what its start
+        raises."""
+        first = threading.Lock()  # taken by the first of two: the end of the start, the time limit
 
         def give_up() -> None:
             if first.acquire(blocking=False):
@@ -206,5 +218,5 @@ class SupervisedEngine:
 
 
 def _after(own: EngineStats, earlier: EngineStats | None) -> EngineStats:
-    """`own` with the counts of the engines before, if there are any."""
+    """Add the counts of earlier engines, if there are any."""
     return own if earlier is None else own.after(earlier)

@@ -1,6 +1,6 @@
 """LocalEngine: the engine in a thread of this process, behind the `EngineClient` protocol.
 
-For tests, notebooks, offline work, and as what the engine process runs.
+`LLM`, notebooks and tests use it directly; the engine process runs one too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import RequestConstraints
-from adaserve_jax.distill.routing import MOST_CHARS
+from adaserve_jax.distill.routing import MAX_PROMPT_CHARS
 from adaserve_jax.engine.build import Assembly, Observe
 from adaserve_jax.engine.client import (
     EngineInfo,
@@ -23,7 +23,7 @@ from adaserve_jax.engine.client import (
     OutputChunk,
     Sink,
     Sinks,
-    check_ids,
+    check_request,
     check_room,
 )
 from adaserve_jax.errors import AdaServeError, ConfigError, EngineDeadError, RequestError
@@ -31,26 +31,32 @@ from adaserve_jax.runtime.executor import ModelExecutor
 from adaserve_jax.stats import LearningStats, StepStats
 from adaserve_jax.types import Progress
 
-_log = logging.getLogger(__name__)
-REST_S = 0.01
-"""Seconds between two looks at a draft that comes back while nobody asks for anything."""
+IDLE_POLL_S = 0.01
+"""Seconds between two looks at the draft that is brought back while no request is open."""
 YIELD_S = 0.0005
-"""Seconds between two pieces of training then, in which whoever waits for the lock gets it."""
+"""Seconds between two idle micro-steps of training, in which waiting threads get the lock."""
+_log = logging.getLogger(__name__)
 
 
 class LocalEngine:
-    """Implements `EngineClient`. `start` loads and compiles in the calling thread, then runs steps in its own."""
+    """An `EngineClient` that loads and compiles in the thread that calls `start`, and runs steps in its own."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None, observe: Observe | None = None):
-        """observe: what the steps run on instead of the executor, made from it; it sees what they do."""
+        """Configure an engine that has not started.
+
+        Args:
+            config: options of the engine.
+            progress: progress(what, done, total), called during `start`.
+            observe: wraps the executor, so that a caller sees what steps do.
+        """
         self._config = config
         self._progress = progress
         self._observe = observe
         self._sinks = Sinks()
-        self._lock = threading.Condition()  # guards inbox and flags; requests are looked up and opened under it
+        self._lock = threading.Condition()  # guards the inbox, the flags, and opening a request
         self._inbox: deque[Callable[[], None]] = deque()
-        self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # and when they came; on their way to the inbox
-        self._queued = 0  # choices of these and of the inbox, not yet seen by the scheduler
+        self._preparing: dict[str, tuple[GenerateRequest, float]] = {}  # waiting for a grammar, with arrival time
+        self._queued = 0  # choices of these and of the inbox, which the scheduler does not count yet
         self._stopping = False
         self._error: EngineDeadError | None = None
         self._thread: threading.Thread | None = None
@@ -65,18 +71,18 @@ class LocalEngine:
 
     @property
     def assembly(self) -> Assembly:
-        """What the engine runs on, whatever its policy is; for benchmarks and tests, while the engine is idle."""
+        """Loaded parts of the engine, for benchmarks and tests while the engine is idle."""
         self.info  # noqa: B018  raises before start
         return self._assembly
 
     @property
     def executor(self) -> ModelExecutor:
-        """The executor; as `assembly`, of which it is."""
+        """Executor of `assembly`; the same rule holds."""
         return self.assembly.executor
 
     @property
     def config(self) -> EngineConfig:
-        """The configuration in force, without "auto"."""
+        """Configuration in force, with every "auto" resolved."""
         return self.executor.resolved.config
 
     def start(self) -> None:
@@ -94,19 +100,23 @@ class LocalEngine:
         self._thread.start()
 
     def set_policy(self, policy: str) -> None:
-        """Serve with another policy from now on, without compiling. Raises ConfigError unless the engine is idle,
-        ElasticError when the draft's memory is KV pages and it cannot be brought back."""
+        """Change the scheduling policy without compiling.
+
+        Raises:
+            ConfigError: the policy is unknown, or a request is open.
+            ElasticError: the draft cannot be brought back from the memory that it gave to KV pages.
+        """
         config = replace(self.config, policy=policy)
         with self._lock:
             if self._sinks:  # without any, the inbox holds at most aborts of requests that have ended
                 raise ConfigError(f"set_policy({policy!r}) needs an idle engine; {len(self._sinks)} requests are open")
-            self._core.settle()
+            self._core.bring_back_draft()
             self._core = self._assembly.build_core(config)
             self._info = self._assembly.describe(config)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Wait for what takes long before a request can begin, as its JSON schema does: for who has so many that the
-        engine would not take all at once. A refusal is told where the request is submitted. Raises RequestError."""
+        """Wait until the request's JSON schema is compiled, so that a caller with many schemas does not flood the
+        queue of compilations. A schema that fails is reported when the request is submitted. Raises RequestError."""
         prepared = threading.Event()
         self._core.prepare(request, self._check(request), prepared.set)
         prepared.wait()
@@ -129,20 +139,12 @@ class LocalEngine:
         self._core.prepare(request, shared, lambda: self._enqueue(request, shared))
 
     def _check(self, request: GenerateRequest) -> RequestConstraints | None:
-        """What the request's choices have in common. Raises at once what no waiting can change."""
-        check_ids(request.prompt_ids, self.info.vocab_size)
-        router = self._assembly.router
-        if request.draft_tag and router is None:
-            has = "has no draft" if self._assembly.drafting is None else "asks a draft service, which has one draft"
-            raise RequestError(
-                f"draft_tag must be absent: this engine {has}; got {request.draft_tag!r}", param="draft_tag"
-            )
-        if request.draft_tag and router is not None:
-            router.index(request.draft_tag)
+        """Refuse at once what can never be served; return the constraints that the request's choices share."""
+        check_request(request, self.info)
         return self._core.check(request)
 
     def _enqueue(self, request: GenerateRequest, shared: RequestConstraints | None) -> None:
-        """What takes long is done, or refused, which `_add` finds; unless nobody waits for it any more."""
+        """Put a prepared request in the inbox, unless it was aborted meanwhile."""
         with self._lock:
             waiting, arrival_s = self._preparing.get(request.request_id, (None, 0.0))
             if waiting is request:
@@ -157,7 +159,7 @@ class LocalEngine:
                 self._inbox.append(lambda: self._deliver(self._core.abort(request_id)))
             else:
                 self._queued -= waiting[0].sampling.n
-                self._inbox.append(lambda: self._deliver(self._core.aborted(*waiting)))
+                self._inbox.append(lambda: self._deliver(self._core.abort_unqueued(*waiting)))
             self._lock.notify()
 
     def stats(self) -> EngineStats:
@@ -174,7 +176,7 @@ class LocalEngine:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether a step is due."""
+        """True if a step is due."""
         return bool(self._inbox) or self._core.has_work
 
     def is_alive(self) -> bool:
@@ -211,17 +213,17 @@ class LocalEngine:
         self._end(error)
 
     def _take_inbox(self) -> bool:
-        """Do what clients asked for since the last step; wait while there is nothing to do. False: stop."""
+        """Wait until there is work, and do what clients asked for since the last step; return False to stop."""
         with self._lock:
             while not (self._inbox or self._stopping or self._core.has_work):
-                if self._core.rests:
-                    self._lock.wait(self._core.wakes_in_s)
+                if self._core.is_idle:
+                    self._lock.wait(self._core.idle_for_s)
                 else:
-                    more = self._core.rest()  # with the lock: nobody else moves the draft meanwhile
-                    self._lock.wait(YIELD_S if more else REST_S)
+                    more = self._core.work_while_idle()  # holds the lock, so that no other thread moves the draft
+                    self._lock.wait(YIELD_S if more else IDLE_POLL_S)
             actions, self._inbox = self._inbox, deque()
             stopping = self._stopping
-            self._last_step_s = time.monotonic()  # a step that starts after a long idle time is not a late one
+            self._last_step_s = time.monotonic()  # idle time does not count into the age of the last step
         for action in actions:
             action()
         return not stopping
@@ -236,17 +238,17 @@ class LocalEngine:
         else:
             router = self._assembly.router
             if router is not None and request.draft_tag:
-                router.route(request)  # which learns of a tag what its topic is: not from who was refused
+                router.route(request)  # learns the topic of a tag, from accepted requests only
 
     def _draft_of(self, request: GenerateRequest) -> int:
-        """The index of the draft that is to speculate for it. Nothing is learned from the request yet."""
+        """Return the index of the draft that speculates for the request; the router learns nothing from it yet."""
         router = self._assembly.router
         if router is None:
             return 0
         if request.draft_tag:
             return router.index(request.draft_tag)
-        # a step waits for this, so no more of a long prompt than is looked at, where a token is a character at least
-        last = request.prompt_ids[-MOST_CHARS:] if router.needs_text else []
+        # A step waits for this: decode no more of a long prompt than the router reads (a token has >= 1 character).
+        last = request.prompt_ids[-MAX_PROMPT_CHARS:] if router.needs_text else []
         return router.route(request, self._assembly.tokenizer.decode(last))
 
     def _deliver(self, chunks: list[OutputChunk]) -> None:
@@ -254,7 +256,7 @@ class LocalEngine:
             self._sinks.deliver(self._core.abort(request_id))
 
     def _end(self, error: EngineDeadError) -> None:
-        """Refuse all that comes, and tell every open sink; the core, whose state may be broken, is left alone."""
+        """Refuse new requests and end the open ones. Leaves the core alone: its state may be broken."""
         with self._lock:
             self._error = error
             self._preparing.clear()

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.engine.by_name import local_engine
 from adaserve_jax.engine.client import EngineClient
 from adaserve_jax.engine.process_engine import ProcessEngine
 from adaserve_jax.engine.supervisor import SupervisedEngine
@@ -65,7 +64,9 @@ def run(
     """
     bar = WarmUpBar(Console(stderr=True))
     if in_process:
-        client: EngineClient = local_engine()(engine_config, bar.update)
+        from adaserve_jax.engine.thread_engine import LocalEngine  # imports jax
+
+        client: EngineClient = LocalEngine(engine_config, bar.update)
     else:
         client = SupervisedEngine(
             lambda on_death: ProcessEngine(engine_config, bar.update, on_death=on_death),

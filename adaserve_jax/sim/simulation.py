@@ -16,6 +16,7 @@ from typing import Literal, TypeVar, overload
 import numpy as np
 
 from adaserve_jax.config import Elastic, EngineConfig
+from adaserve_jax.engine.client import check_prompt
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.memory.residency import ElasticRule
 from adaserve_jax.results.aggregate import RecordColumns
@@ -230,7 +231,7 @@ class _Simulation:
         (self._run_id, self._point), self._recorder = key, recorder
         self._concentration = CONCENTRATION if plan.acceptance is None else plan.acceptance.concentration
         self._limits = plan.limits(machine)
-        _check_pages(self._limits, trace)
+        _check_lengths(self._limits, trace)
         self._samples = machine.samples(self._limits)
         seeds = np.random.default_rng(plan.seed).integers(0, 2**63, len(trace.requests))
         self._seeds = seeds
@@ -331,7 +332,8 @@ class _Simulation:
         )
 
 
-def _check_pages(limits: Limits, trace: Trace) -> None:
+def _check_lengths(limits: Limits, trace: Trace) -> None:
+    check_prompt(max(r.prompt_tokens for r in trace.requests), limits.max_context)
     longest = max(r.prompt_tokens + r.output_tokens for r in trace.requests)
     needed = -(-min(longest, limits.max_context) // limits.page_size)
     if limits.num_pages < needed:

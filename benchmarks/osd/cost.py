@@ -70,7 +70,7 @@ class Side:
     def rest(self) -> None:
         """Until nothing is left to be learned."""
         learner = self.engine.client.assembly.learner
-        while learner is not None and not learner.rests:
+        while learner is not None and not learner.is_idle:
             time.sleep(0.01)
 
     def turn(self, due: list[Due], load: float, repeat: int) -> Turn:

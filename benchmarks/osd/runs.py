@@ -108,7 +108,7 @@ def run(
             )  # fmt: skip
             done = time.monotonic()
             learner = engine.assembly.learner
-            while learner is not None and not learner.rests:
+            while learner is not None and not learner.is_idle:
                 time.sleep(0.002)
             serve_s, wait_s = serve_s + done - began, wait_s + time.monotonic() - done
             for asked, output in zip(wave, outputs, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 from adaserve_jax.distill.programs import TrainPrograms
 from adaserve_jax.distill.records import Record
 from adaserve_jax.distill.trainer import Trainer
-from adaserve_jax.distill.updates import Buffer, DraftUpdates
+from adaserve_jax.distill.updates import DraftUpdates, RecordBuffer
 from adaserve_jax.learn_config import LearnConfig
 from adaserve_jax.models.config import ModelConfig
 from adaserve_jax.models.decoder import Params, param_specs
@@ -64,7 +64,7 @@ class Served:
 
     def __init__(self, programs: TrainPrograms, learn: LearnConfig = LEARN, name: str = "default"):
         self.versions: list[Params] = []
-        buffer = Buffer(learn.learn_buffer, learn.learn_held_out, learn.learn_tenant_share)
+        buffer = RecordBuffer(learn.learn_buffer, learn.learn_held_out, learn.learn_tenant_share)
         self.updates = DraftUpdates(
             name, Trainer(programs, random_params()), buffer, learn, NUM_TOKENS, self.versions.append,
             np.random.default_rng(7),

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.records import PADDING, Batch, pack
+from adaserve_jax.distill.records import PADDING, PackedBatch, pack
 from tests.distill.made import made_record
 
 
-def rows_of(batch: Batch) -> list[tuple[tuple[int, ...], bytes, bytes]]:
+def rows_of(batch: PackedBatch) -> list[tuple[tuple[int, ...], bytes, bytes]]:
     """(the text up to the row's token as the row sees it, ids, log_p) of each row, read from the arrays alone."""
     found = []
     for row in np.flatnonzero(batch.weight):

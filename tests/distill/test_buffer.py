@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from adaserve_jax.distill.records import Record
-from adaserve_jax.distill.updates import LEAST_HELD_OUT, Buffer, fair_most
+from adaserve_jax.distill.updates import MIN_HELD_OUT, RecordBuffer, fair_limit
 from adaserve_jax.errors import IntegrityError
 from tests.distill.make_records import make_record
 
@@ -20,8 +20,8 @@ def numbers(records: list[Record]) -> list[int]:
     return [int(record.tokens[0]) for record in records]
 
 
-def filled(counts: dict[str, int], *, capacity: int = 16, share: float = 0.5, held_out: bool = False) -> Buffer:
-    buffer = Buffer(capacity, 1.0, share)
+def filled(counts: dict[str, int], *, capacity: int = 16, share: float = 0.5, held_out: bool = False) -> RecordBuffer:
+    buffer = RecordBuffer(capacity, 1.0, share)
     number = 0
     for tenant, count in counts.items():
         for _ in range(count):
@@ -31,7 +31,7 @@ def filled(counts: dict[str, int], *, capacity: int = 16, share: float = 0.5, he
 
 
 def test_the_oldest_goes():
-    buffer = Buffer(8, 0.5, 1.0)
+    buffer = RecordBuffer(8, 0.5, 1.0)
     buffer.extend(make_record(number, held_out=number % 2 == 1) for number in range(40))
     assert numbers(list(buffer)) == [*range(24, 40, 2), *range(25, 40, 2)]
     assert (len(buffer), buffer.num_held_out) == (16, 8)
@@ -53,11 +53,11 @@ def test_one_clients_flood_does_not_push_out_the_others():
 
 
 def test_held_out_records_have_a_ring_of_their_own():
-    buffer = Buffer(8, 0.125, 0.5)
+    buffer = RecordBuffer(8, 0.125, 0.5)
     buffer.extend(make_record(number, held_out=True) for number in range(30))
-    assert numbers(buffer.held_out()) == list(range(30 - LEAST_HELD_OUT, 30))
+    assert numbers(buffer.held_out()) == list(range(30 - MIN_HELD_OUT, 30))
     buffer.extend(make_record(number) for number in range(100, 200))
-    assert buffer.num_held_out == LEAST_HELD_OUT
+    assert buffer.num_held_out == MIN_HELD_OUT
     drawn = buffer.sample(np.random.default_rng(0), 100)
     assert sorted(numbers(drawn)) == list(range(192, 200))
 
@@ -91,20 +91,20 @@ def test_the_held_out_slice_obeys_the_share():
     assert Counter(record.tenant for record in held_out) == {"ann": 30, "bob": 20, "cat": 10}
     assert [number for number in numbers(held_out) if number < 60] == list(range(30, 60))  # the latest of hers
     few = filled({"ann": 60, "bob": 1}, capacity=128, held_out=True)
-    assert Counter(record.tenant for record in few.held_out()) == {"ann": LEAST_HELD_OUT, "bob": 1}
+    assert Counter(record.tenant for record in few.held_out()) == {"ann": MIN_HELD_OUT, "bob": 1}
     assert len(filled({"ann": 60}, capacity=128, held_out=True).held_out()) == 60
 
 
 @given(st.lists(st.integers(1, 60), max_size=6), st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_fair_most_is_the_largest_that_keeps_the_share(counts: list[int], share: float):
-    most = fair_most(counts, share)
+    most = fair_limit(counts, share)
     if len(counts) < 2:
         assert most == max(counts, default=0)
         return
 
     def fair(bound: int) -> bool:
         kept = [min(count, bound) for count in counts]
-        return max(kept) <= LEAST_HELD_OUT or all(part <= share * sum(kept) for part in kept)
+        return max(kept) <= MIN_HELD_OUT or all(part <= share * sum(kept) for part in kept)
 
     assert fair(most)
     assert most == max(counts) or not any(fair(bound) for bound in range(most + 1, max(counts) + 1))
@@ -124,7 +124,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffer = Buffer(self.CAPACITY, 0.9, self.SHARE)
+        self.buffer = RecordBuffer(self.CAPACITY, 0.9, self.SHARE)
         self.model: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
         self.added = 0
 

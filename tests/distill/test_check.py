@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adaserve_jax.distill.records import Record
-from adaserve_jax.distill.updates import judge, parts_of
+from adaserve_jax.distill.updates import group_by_tenant, judge
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,23 @@ def rows_of(parts) -> list[int]:
 
 def test_every_client_is_asked_by_itself():
     records = [record_of("a")] * 6 + [record_of("b")] * 2
-    parts = parts_of(records, 8, 8, np.random.default_rng(0))
+    parts = group_by_tenant(records, 8, 8, np.random.default_rng(0))
     assert [part.weight for part in parts] == [0.75, 0.25]
     assert rows_of(parts) == [24, 8]  # two texts in a batch, four batches each at most
 
 
 def test_of_one_client_as_many_as_fit_and_the_first_of_them():
     records = [record_of("a", rows) for rows in (4, 4, 4, 4, 7, 7)]
-    (part,) = parts_of(records, 8, 2, np.random.default_rng(0))
+    (part,) = group_by_tenant(records, 8, 2, np.random.default_rng(0))
     assert part.weight == 1.0 and len(part.batches) == 2
     assert rows_of([part]) == [16]  # the last ones are not looked at
 
 
 def test_very_many_clients_share_the_batches():
     records = [record_of(f"client {index}") for index in range(40)]
-    parts = parts_of(records, 8, 4, np.random.default_rng(0))
+    parts = group_by_tenant(records, 8, 4, np.random.default_rng(0))
     assert 1 < len(parts) <= 4
     assert sum(part.weight for part in parts) == pytest.approx(1.0)
     assert all(len(part.batches) == 1 for part in parts)
-    again = parts_of(records, 8, 4, np.random.default_rng(1))
+    again = group_by_tenant(records, 8, 4, np.random.default_rng(1))
     assert [part.weight for part in again] == [part.weight for part in parts]

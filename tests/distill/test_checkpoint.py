@@ -44,7 +44,7 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(programs: TrainProgr
     trainer.mark_good()
     train(trainer, 1)  # not good yet: not saved
     trainer.save(tmp_path / "default", 1, {"version": 7, "centroid": [0.5, 1.0]})
-    trainer.back_to_good()
+    trainer.restore_good()
     train(trainer, 2)
 
     restarted = Trainer(programs, PARAMS)
@@ -52,8 +52,8 @@ def test_training_goes_on_as_if_it_had_not_been_interrupted(programs: TrainProgr
     assert restarted.load(tmp_path / "default") == {"version": 7, "centroid": [0.5, 1.0]}
     train(restarted, 2)
     assert_same(restarted.weights(), trainer.weights())
-    restarted.back_to_good()
-    trainer.back_to_good()
+    restarted.restore_good()
+    trainer.restore_good()
     assert_same(restarted.weights(), trainer.weights())
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from adaserve_jax.distill import learner as keeping
-from adaserve_jax.distill.checkpoint import Source
-from adaserve_jax.distill.learner import RECORDS, SAVE_EVERY_S, TOPICS, Keeper, RecordFiles
+from adaserve_jax.distill.checkpoint import RecordSource
+from adaserve_jax.distill.learner import RECORDS, SAVE_EVERY_S, TOPICS, CheckpointSaver, RecordFiles
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.routing import LEAST_PROMPTS, Router
+from adaserve_jax.distill.routing import MIN_PROMPTS, DraftRouter
 from adaserve_jax.errors import CheckpointError, ConfigError
 from tests.distill.bigrams import VOCAB, Language, Served, programs_of
 
@@ -33,14 +33,14 @@ class Clock:
         return self.now
 
 
-def topics() -> Router:
-    return Router(NAMES, "topic", embedding=EMBEDDING)
+def topics() -> DraftRouter:
+    return DraftRouter(NAMES, "topic", embedding=EMBEDDING)
 
 
-def taught() -> Router:
+def taught() -> DraftRouter:
     router = topics()
     assert router._topic is not None
-    for _ in range(LEAST_PROMPTS):
+    for _ in range(MIN_PROMPTS):
         router._topic.learn(1, [0])
     return router
 
@@ -49,13 +49,13 @@ def drafts_of(programs: TrainPrograms) -> list[Served]:
     return [Served(programs, name=name) for name in NAMES]
 
 
-def keeper_of(folder: Path, served: list[Served], clock: Clock | None = None, **options: Any) -> Keeper:
-    keeper = Keeper(folder, [each.updates for each in served], clock or Clock(), **options)
+def keeper_of(folder: Path, served: list[Served], clock: Clock | None = None, **options: Any) -> CheckpointSaver:
+    keeper = CheckpointSaver(folder, [each.updates for each in served], clock or Clock(), **options)
     keeper.load()
     return keeper
 
 
-def written(keeper: Keeper) -> None:
+def written(keeper: CheckpointSaver) -> None:
     if keeper._writing is not None:
         keeper._writing.result()
 
@@ -66,7 +66,7 @@ def mode_of(path: Path) -> int:
 
 def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tmp_path: Path) -> None:
     folder, clock, router = tmp_path / "learned", Clock(), taught()
-    keeper = keeper_of(folder, drafts_of(programs), clock, beside=router)
+    keeper = keeper_of(folder, drafts_of(programs), clock, topics=router)
     clock.now = SAVE_EVERY_S
     keeper.save_if_due()
     written(keeper)
@@ -77,8 +77,8 @@ def test_topics_are_kept_whether_or_not_drafts_learn(programs: TrainPrograms, tm
     router._topic.learn(1, [2])
     keeper.close()
     again = topics()
-    keeper_of(folder, drafts_of(programs), beside=Router(NAMES)).close()  # for once without topics
-    keeper_of(folder, drafts_of(programs), beside=again)
+    keeper_of(folder, drafts_of(programs), topics=DraftRouter(NAMES)).close()  # for once without topics
+    keeper_of(folder, drafts_of(programs), topics=again)
     assert again.to_state() == router.to_state() != topics().to_state()
 
 
@@ -88,7 +88,7 @@ def test_broken_topics_are_learned_anew(
 ) -> None:
     (tmp_path / TOPICS).write_text(content)
     router = topics()
-    keeper = keeper_of(tmp_path, drafts_of(programs), beside=router)
+    keeper = keeper_of(tmp_path, drafts_of(programs), topics=router)
     assert router.to_state() == topics().to_state()
     assert "learned anew" in caplog.text
     assert router._topic is not None
@@ -100,7 +100,7 @@ def test_broken_topics_are_learned_anew(
 def test_no_text_stays_that_is_not_to_be_kept(programs: TrainPrograms, tmp_path: Path) -> None:
     served = drafts_of(programs)
     served[0].take(Language(1).records(16))
-    records = RecordFiles(VOCAB, VOCAB, Source("target", 1.0))
+    records = RecordFiles(VOCAB, VOCAB, RecordSource("target", 1.0))
     keeper_of(tmp_path, served, records=records).close()
     file, cut_off = tmp_path / "default" / RECORDS, tmp_path / "default" / f".{RECORDS}.abc"
     assert file.exists()
@@ -128,18 +128,18 @@ def test_folders_that_cannot_be_used_or_hold_something_else_are_named(programs: 
 def test_what_is_new_can_wait_until_it_is_due(programs: TrainPrograms, tmp_path: Path) -> None:
     served, clock = drafts_of(programs), Clock()
     keeper = keeper_of(tmp_path, served, clock)
-    assert keeper.wakes_in_s is None
+    assert keeper.idle_for_s is None
     served[0].take(Language(1).records(64))
     assert served[0].updates.good_version > 0
     clock.now = 20.0
-    assert keeper.wakes_in_s == SAVE_EVERY_S - 20.0
+    assert keeper.idle_for_s == SAVE_EVERY_S - 20.0
     keeper.save_if_due()
     assert keeper._writing is None
     clock.now = SAVE_EVERY_S
-    assert keeper.wakes_in_s == 0
+    assert keeper.idle_for_s == 0
     keeper.save_if_due()
     written(keeper)
-    assert keeper.wakes_in_s is None
+    assert keeper.idle_for_s is None
     keeper.close()
 
 
@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_is_asked_again_later(
         keeper.save_if_due()
         written(keeper)
     assert "no space left" in caplog.text
-    assert keeper.wakes_in_s == SAVE_EVERY_S and not keeper.is_copying
+    assert keeper.idle_for_s == SAVE_EVERY_S and not keeper.is_copying
     keeper.close()
     again = drafts_of(programs)
     keeper_of(tmp_path, again)
@@ -184,7 +184,7 @@ def test_the_checkpoint_is_written_before_the_records(
     programs: TrainPrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, order = drafts_of(programs), []
-    keeper = keeper_of(tmp_path, served, records=RecordFiles(VOCAB, VOCAB, Source("target", 1.0)))
+    keeper = keeper_of(tmp_path, served, records=RecordFiles(VOCAB, VOCAB, RecordSource("target", 1.0)))
     served[0].take(Language(1).records(64))
     monkeypatch.setattr(keeping.Snapshot, "save", lambda *_: order.append("checkpoint"))
     monkeypatch.setattr(RecordFiles, "save", lambda *_: order.append("records"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adaserve_jax.distill.pieces import Pieces
+from adaserve_jax.distill.pieces import PieceScheduler
 from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.learn_config import LearnConfig
 
@@ -39,8 +39,8 @@ class Draft:
             done.append(f"{name} {kind}")
 
 
-def pieces_of(*drafts: Any, times: dict[str, float] = TIMES) -> Pieces:
-    return Pieces(drafts, CONFIG, times)
+def pieces_of(*drafts: Any, times: dict[str, float] = TIMES) -> PieceScheduler:
+    return PieceScheduler(drafts, CONFIG, times)
 
 
 def test_one_draft_after_the_other_and_one_piece_at_a_time():

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adaserve_jax.distill.checkpoint import Source, load_records, save_records
+from adaserve_jax.distill.checkpoint import RecordSource, load_records, save_records
 from adaserve_jax.distill.records import Record
-from adaserve_jax.distill.updates import Buffer
+from adaserve_jax.distill.updates import RecordBuffer
 from adaserve_jax.errors import CheckpointError
 from tests.distill.make_records import make_record
 
@@ -46,10 +46,10 @@ def test_what_is_written_comes_back(path: Path, kinds: list[tuple[int, str, bool
 
 
 def test_a_buffer_goes_on_where_it_was(path: Path):
-    before = Buffer(16, 0.5, 1.0)
+    before = RecordBuffer(16, 0.5, 1.0)
     before.extend(make_record(number, held_out=number % 3 == 0) for number in range(40))
     save_records(path, before, top_k=3)
-    after = Buffer(16, 0.5, 1.0)
+    after = RecordBuffer(16, 0.5, 1.0)
     after.extend(load_records(path, top_k=3, vocab_size=1000))
     after.check_integrity()
     assert all(same(one, other) for one, other in zip(before, after, strict=True))
@@ -74,15 +74,15 @@ def test_fewer_tokens_per_row_are_read_as_they_are_asked_for(path: Path):
 
 
 def test_records_of_another_target_or_temperature_are_not_taken(path: Path):
-    here = Source("a" * 64, 1.0)
+    here = RecordSource("a" * 64, 1.0)
     save_records(path, [make_record()], top_k=3, source=here)
     for other, message in (
-        (Source("b" * 64, 1.0), "of target a{12}, which is now b{12}; they are left out"),
-        (Source("a" * 64, 0.5), r"of temperature 1\.0, which is now 0\.5; they are left out"),
+        (RecordSource("b" * 64, 1.0), "of target a{12}, which is now b{12}; they are left out"),
+        (RecordSource("a" * 64, 0.5), r"of temperature 1\.0, which is now 0\.5; they are left out"),
     ):
         with pytest.raises(CheckpointError, match=message):
             load_records(path, top_k=3, vocab_size=1000, source=other)
-    for same in (here, Source()):
+    for same in (here, RecordSource()):
         assert len(load_records(path, top_k=3, vocab_size=1000, source=same)) == 1
     save_records(path, [make_record()], top_k=3)  # of what nobody said
     assert len(load_records(path, top_k=3, vocab_size=1000, source=here)) == 1

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from adaserve_jax.distill.records import LOG_ZERO, MOST_ROWS, SURPLUS_ROWS, Record, Recorder, is_held_out
+from adaserve_jax.distill.records import LOG_ZERO, MAX_RECORD_ROWS, SURPLUS_ROWS, Record, TextRecorder, is_held_out
 from tests.conftest import ROOT
 
 K = 3
@@ -29,16 +29,16 @@ def scores(*marks: int) -> Scores:
     return Scores(ids, np.log(np.tile(np.array([0.5, 0.3, 0.1], np.float32), (len(marks), 1))))
 
 
-def recorder(**changed: object) -> Recorder:
-    return Recorder(**{"top_k": K, "held_out_share": 0.25, "max_rows": 64} | changed)  # type: ignore[arg-type]
+def recorder(**changed: object) -> TextRecorder:
+    return TextRecorder(**{"top_k": K, "held_out_share": 0.25, "max_rows": 64} | changed)  # type: ignore[arg-type]
 
 
-def begin(notes: Recorder, choice_id: str, *prompt: int, draft: int = 0, tenant: str = "") -> None:
+def begin(notes: TextRecorder, choice_id: str, *prompt: int, draft: int = 0, tenant: str = "") -> None:
     prompt_ids = np.array(prompt, np.int32)
     notes.begin(choice_id, prompt_ids, draft=draft, tenant=tenant)
 
 
-def add(notes: Recorder, *rows: tuple[str, int, int]) -> None:
+def add(notes: TextRecorder, *rows: tuple[str, int, int]) -> None:
     """rows: choice, position, mark."""
     names = sorted({name for name, _, _ in rows})
     row = np.array([names.index(name) for name, _, _ in rows], np.int32)
@@ -110,23 +110,23 @@ def test_a_token_that_cannot_come_has_a_number_for_its_log():
 
 
 def test_a_long_text_keeps_its_last_rows():
-    notes = recorder(max_rows=2 * MOST_ROWS)
+    notes = recorder(max_rows=2 * MAX_RECORD_ROWS)
     begin(notes, "a/0", 1)
-    add(notes, *(("a/0", place, place) for place in range(MOST_ROWS + 10)))
-    notes.output("a/0", range(MOST_ROWS + 10))
+    add(notes, *(("a/0", place, place) for place in range(MAX_RECORD_ROWS + 10)))
+    notes.output("a/0", range(MAX_RECORD_ROWS + 10))
     record = notes.end("a/0")
-    assert record is not None and len(record.tokens) == MOST_ROWS + 11
-    assert record.position.tolist() == list(range(10, MOST_ROWS + 10)) == (record.ids[:, 0] // 10).tolist()
+    assert record is not None and len(record.tokens) == MAX_RECORD_ROWS + 11
+    assert record.position.tolist() == list(range(10, MAX_RECORD_ROWS + 10)) == (record.ids[:, 0] // 10).tolist()
     notes.check_integrity()
 
 
 def test_a_few_long_texts_leave_room_for_the_others():
     """Of a text of any length only its last rows stay in the pool while it grows."""
-    notes = recorder(max_rows=2 * (MOST_ROWS + SURPLUS_ROWS + 64))
+    notes = recorder(max_rows=2 * (MAX_RECORD_ROWS + SURPLUS_ROWS + 64))
     long = ("a/0", "b/0")
     for name in long:
         begin(notes, name, 1)
-    num_rows, step = 3 * MOST_ROWS + 5, 61
+    num_rows, step = 3 * MAX_RECORD_ROWS + 5, 61
     for first in range(0, num_rows, step):
         places = range(first, min(first + step, num_rows))
         add(notes, *((name, place, place) for name in long for place in places))
@@ -138,7 +138,7 @@ def test_a_few_long_texts_leave_room_for_the_others():
         notes.output(name, range(rows))
         record = notes.end(name)
         assert record is not None
-        expected = list(range(max(0, rows - MOST_ROWS), rows))
+        expected = list(range(max(0, rows - MAX_RECORD_ROWS), rows))
         assert record.position.tolist() == expected == (record.ids[:, 0] // 10).tolist()
     notes.check_integrity()
 
@@ -158,7 +158,7 @@ def test_what_is_above_the_room_is_counted_and_room_comes_back():
     begin(notes, "a/0", 1)
     add(notes, *(("a/0", place, place) for place in range(5)))
     assert (notes.kept, notes.no_room) == (3, 2)
-    notes.abandon("a/0")
+    notes.discard("a/0")
     begin(notes, "b/0", 1)
     add(notes, ("b/0", 0, 0))
     assert notes.kept == 4

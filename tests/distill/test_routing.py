@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-from adaserve_jax.distill.routing import LEAST_CHANCE, LEAST_PROMPTS, LanguageDetector, Router, make_router
+from adaserve_jax.distill.routing import LEAST_CHANCE, MIN_PROMPTS, DraftRouter, LanguageDetector, make_router
 from adaserve_jax.errors import ConfigError, RequestError
 from tests.distill import topic_prompts
 
@@ -97,13 +97,13 @@ def test_names_of_drafts_are_languages(caplog: pytest.LogCaptureFixture):
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "py3langid.langid", None)
     with pytest.raises(ConfigError, match=r"pip install 'adaserve-jax\[routing\]'"):
-        Router(["default", "de"], "language")
-    assert Router(["default"], "language").route(Asked([1]), "Wie geht es dir heute?") == 0  # nothing to choose
+        DraftRouter(["default", "de"], "language")
+    assert DraftRouter(["default"], "language").route(Asked([1]), "Wie geht es dir heute?") == 0  # nothing to choose
 
 
 @pytest.mark.parametrize("how", ["tag", "language", "topic"])
 def test_a_tag_goes_first(how: str):
-    router = Router(["default", "de", "code"], how, embedding=EMBEDDING)
+    router = DraftRouter(["default", "de", "code"], how, embedding=EMBEDDING)
     assert router.needs_text == (how == "language")
     assert [router.route(Asked([0], tag), TEXTS["de"][0]) for tag in ("code", "de", "default")] == [2, 1, 0]
     with pytest.raises(RequestError, match="one of the drafts: default, de, code; got 'fr'") as error:
@@ -112,34 +112,34 @@ def test_a_tag_goes_first(how: str):
 
 
 def test_by_tag_alone_the_rest_is_the_defaults():
-    router = Router(["default", "de"])
+    router = DraftRouter(["default", "de"])
     assert router.route(Asked([0]), TEXTS["de"][0]) == 0 and router.to_state() == {}
     router.from_state({})
 
 
 def test_topics_are_learned_from_tags_unless_a_request_opts_out():
-    router = Router(["default", "code"], "topic", embedding=EMBEDDING)
-    for _ in range(LEAST_PROMPTS):
+    router = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
+    for _ in range(MIN_PROMPTS):
         router.route(Asked([0], "code", learn=False))
     assert router.route(Asked([0])) == 0
-    for _ in range(LEAST_PROMPTS):
+    for _ in range(MIN_PROMPTS):
         router.route(Asked([0], "code"))
         router.route(Asked([2], "default"))
     assert router.route(Asked([0])) == 1 and router.route(Asked([2])) == 0
-    again = Router(["default", "code"], "topic", embedding=EMBEDDING)
+    again = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())
     assert again.route(Asked([0])) == 1 and again.route(Asked([2])) == 0
 
 
 def test_one_client_has_half_of_a_topic_and_no_more_while_others_have_any():
-    router = Router(["default", "code"], "topic", embedding=EMBEDDING)
-    for number in range(LEAST_PROMPTS):
+    router = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
+    for number in range(MIN_PROMPTS):
         router.route(Asked([0], "code", tenant=f"client {number % 2}"))
         router.route(Asked([2], "default", tenant=f"client {number % 2}"))
     for _ in range(50):
         router.route(Asked([2], "code", tenant="flood"))
     assert router.route(Asked([0])) == 1 and router.route(Asked([2])) == 0
-    again = Router(["default", "code"], "topic", embedding=EMBEDDING)
+    again = DraftRouter(["default", "code"], "topic", embedding=EMBEDDING)
     again.from_state(router.to_state())  # nor by way of a restart
     again.route(Asked([2], "code", tenant="flood"))
     assert again.to_state() == router.to_state()
@@ -147,16 +147,16 @@ def test_one_client_has_half_of_a_topic_and_no_more_while_others_have_any():
 
 def test_what_a_router_cannot_work_with_is_told():
     with pytest.raises(ConfigError, match="one of tag, language, topic, got 'colour'"):
-        Router(["default", "de"], "colour")
+        DraftRouter(["default", "de"], "colour")
     with pytest.raises(ConfigError, match="needs the embedding of the default draft"):
-        Router(["default", "de"], "topic")
+        DraftRouter(["default", "de"], "topic")
 
 
 def test_examples_in_the_drafts_folders_are_topics_from_the_start(tmp_path: Path):
     folders = {name: tmp_path / name for name in ("default", "code")}
     for index, folder in enumerate(folders.values()):
         folder.mkdir()
-        (folder / "topic_examples.txt").write_text(f"{index * 2}\n" * LEAST_PROMPTS)
+        (folder / "topic_examples.txt").write_text(f"{index * 2}\n" * MIN_PROMPTS)
     asked: list[str] = []
 
     def encode(text: str) -> list[int]:
@@ -164,7 +164,7 @@ def test_examples_in_the_drafts_folders_are_topics_from_the_start(tmp_path: Path
         return [int(text)]
 
     router = make_router("topic", folders, embedding=lambda: EMBEDDING, encode=encode)
-    assert router.names == ("default", "code") and len(asked) == 2 * LEAST_PROMPTS
+    assert router.names == ("default", "code") and len(asked) == 2 * MIN_PROMPTS
     assert router.route(Asked([0])) == 0 and router.route(Asked([2])) == 1
 
 

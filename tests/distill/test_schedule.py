@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.pieces import FORGET_RATE, MOST_RISE, TIME_RATE, Allowance, PieceTimes
+from adaserve_jax.distill.pieces import FORGET_RATE, MAX_RISE, TIME_RATE, Allowance, PieceTimes
 
 
 def test_a_kind_is_expected_to_take_what_it_took():
@@ -21,7 +21,7 @@ def test_a_kind_is_expected_to_take_what_it_took():
 def test_one_slow_piece_says_little():
     times = PieceTimes({"check": 0.01})
     times.took("check", 5.0)
-    assert times.expected_s("check") == pytest.approx(0.01 * (1 + TIME_RATE * (MOST_RISE - 1)))
+    assert times.expected_s("check") == pytest.approx(0.01 * (1 + TIME_RATE * (MAX_RISE - 1)))
 
 
 def test_what_is_refused_runs_again_and_not_before_what_was_measured_fits():

@@ -19,7 +19,7 @@ TEMPERATURE = 0.7
 @pytest.mark.parametrize("top_k", [5, 48])
 def test_rows_are_the_oracles_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_k: int) -> None:
     """Of texts that share forwards, from their first row to the last but one token; ids both models have only."""
-    monkeypatch.setattr("adaserve_jax.distill.offline.LEAST_TOKENS", 64)
+    monkeypatch.setattr("adaserve_jax.distill.offline.MIN_TOKENS", 64)
     folder = write_checkpoint(tmp_path, vocab_size=50, num_hidden_layers=1)
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, 48, size).astype(np.int32) for size in (20, 30, 40, 2, 17)]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from adaserve_jax.distill.routing import LEAST_PROMPTS, MEMORY, TENANT_SHARE, Topic, TopicClassifier, read_examples
+from adaserve_jax.distill.routing import MEMORY, MIN_PROMPTS, TENANT_SHARE, Topic, TopicClassifier, read_examples
 from adaserve_jax.errors import CheckpointError, ConfigError
 from adaserve_jax.models.config import resolve_folder
 from tests.distill import topic_prompts
@@ -71,7 +71,7 @@ def test_a_default_without_examples_has_what_is_far_from_every_topic(
 
 def test_what_a_few_prompts_say_is_no_topic(embedding: np.ndarray, prompts: dict[str, list[list[int]]]):
     topics = TopicClassifier(len(NAMES), embedding)
-    for token_ids in prompts["code"][: LEAST_PROMPTS - 1]:
+    for token_ids in prompts["code"][: MIN_PROMPTS - 1]:
         topics.learn(CODE, token_ids)
     assert {topics.route(token_ids) for token_ids in prompts["code"]} == {0}
     only_default = taught(embedding, prompts, code=0)
@@ -86,13 +86,13 @@ def plain(*rows: list[float]) -> TopicClassifier:
 
 def test_a_prompt_in_the_middle_is_the_defaults():
     topics = plain([1, 0], [-1, 0], [0, 1], [0.02, 1], [-0.02, -2])
-    for _ in range(LEAST_PROMPTS):
+    for _ in range(MIN_PROMPTS):
         topics.learn(0, [0])
         topics.learn(1, [1])
     assert topics.route([1]) == 1 and topics.route([0]) == 0
     assert topics.route([2]) == 0  # at right angles to both
     topics = plain([-1, 0], [1, 0], [0, 1], [0.02, 1], [-0.02, -2])
-    for _ in range(LEAST_PROMPTS):
+    for _ in range(MIN_PROMPTS):
         topics.learn(0, [0])
         topics.learn(1, [1])
     assert topics.route([3]) == 0  # cosines 0.02 and -0.02: nearer to the topic, by less than the margin
@@ -109,7 +109,7 @@ def test_ids_beyond_the_drafts_table_are_left_out():
     """A target may be padded further than its draft."""
     topics = plain([4, 0], [0, 3], [-4, -3])
     assert topics.direction([0, 3, 1, 2**31 - 1]).tolist() == topics.direction([0, 1]).tolist()
-    for number in range(LEAST_PROMPTS):
+    for number in range(MIN_PROMPTS):
         topics.learn(0, [0])
         topics.learn(1, [number % 2])  # seen from between the topics, the middle of the table is nearer to this one
     before = topics.to_state(NAMES[:2])
@@ -133,7 +133,7 @@ def test_a_topic_reaches_as_far_as_its_own_prompts():
 def test_topics_at_one_place_do_not_divide_by_nothing():
     topics = plain([1, 0], [1, 0], [-2, 0])
     for draft in (0, 1):
-        for _ in range(LEAST_PROMPTS):
+        for _ in range(MIN_PROMPTS):
             topics.learn(draft, [draft])
     assert topics.route([0]) == topics.route([1]) == topics.route([0, 1, 2]) == 0
 
@@ -154,7 +154,7 @@ def test_shares_are_what_each_client_has_of_the_mean():
         topic.add(topics.direction([client]), None if client == 3 else str(client))
         own = [topic.shares.get(str(client), 0.0) for client in range(3)]
         assert np.allclose(own, topic.mean[:3], atol=2e-4)
-        assert topic.count <= LEAST_PROMPTS or max(own) <= max(TENANT_SHARE, 6 / topic.count)
+        assert topic.count <= MIN_PROMPTS or max(own) <= max(TENANT_SHARE, 6 / topic.count)
     assert topic.count < 2 * MEMORY and 0.4 < own[0] <= TENANT_SHARE
 
 

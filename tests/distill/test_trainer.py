@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from adaserve_jax.distill.programs import Fields, TrainPrograms
-from adaserve_jax.distill.records import Batch, pack
+from adaserve_jax.distill.programs import BatchArrays, TrainPrograms
+from adaserve_jax.distill.records import PackedBatch, pack
 from adaserve_jax.distill.trainer import Scores, Trainer
 from adaserve_jax.errors import ConfigError
 from adaserve_jax.runtime.compile import CompileCounter
@@ -18,13 +18,13 @@ from tests.oracles import training as oracle
 PARAMS = made_params()
 
 
-def made_batches(seed: int = 0, count: int = 2) -> tuple[list, list[Batch]]:
+def made_batches(seed: int = 0, count: int = 2) -> tuple[list, list[PackedBatch]]:
     rng = np.random.default_rng(seed)
     records = [made_record(rng, SIZE - 2, 9 + index) for index in range(count)]
     return records, pack(records, SIZE, rng)
 
 
-def train(trainer: Trainer, batches: list[Batch]):
+def train(trainer: Trainer, batches: list[PackedBatch]):
     for batch in batches:
         trainer.accumulate(batch)
     return trainer.apply()
@@ -102,7 +102,7 @@ def test_going_back_brings_weights_and_optimiser_and_drops_what_was_begun(progra
     first = [train(trainer, batches) for _ in range(2)], trainer.weights()
     trainer.accumulate(batches[0])
     for _ in range(2):  # as often as one likes
-        trainer.back_to_good()
+        trainer.restore_good()
         assert_same(trainer.weights(), good)
         again = [train(trainer, batches) for _ in range(2)], trainer.weights()
         assert first[0] == again[0]
@@ -125,7 +125,7 @@ def test_weights_that_serve_share_no_memory_with_those_in_training(programs: Tra
     for params in (given, served, again):  # an engine may free what it served
         for each in params.values():
             each.delete()
-    trainer.back_to_good()
+    trainer.restore_good()
     assert_same(trainer.weights(), PARAMS)
 
 
@@ -137,7 +137,7 @@ def test_nothing_compiles_once_programs_are_ready(programs: TrainPrograms):
         train(trainer, batches)
         trainer.evaluate(batches[0])
         trainer.mark_good()
-        trainer.back_to_good()
+        trainer.restore_good()
         trainer.weights()
         trainer.snapshot()
     counter.close()
@@ -168,7 +168,7 @@ def test_low_rank_updates_have_the_gradients_of_the_weights_they_change(low_rank
     assert set(trained) == {name for name, each in params.items() if each.ndim == 2} - {"embed"}
     merged = float64(programs.run("export", trained, base))
     records, (batch, _) = made_batches(1)
-    sums = programs.run("accumulate", trained, base, sums, Fields(*batch.arrays))
+    sums = programs.run("accumulate", trained, base, sums, BatchArrays(*batch.arrays))
     records = [each for each in records if len(each.position) == batch.num_rows]
     by_weight = oracle.Draft(CONFIG, merged).gradient(as_texts(records), "kl", 0, 1)
     for name, update in trained.items():

@@ -125,10 +125,11 @@ def test_nothing_is_done_before_it_is_announced(programs: TrainPrograms, monkeyp
     served, language, done = Served(programs), Language(1), []
     updates = served.updates
     parts = {
-        (updates.buffer, "sample"): "pack", (updates_module, "pack"): "pack", (updates_module, "parts_of"): "pack",
+        (updates.buffer, "sample"): "pack", (updates_module, "pack"): "pack",
+        (updates_module, "group_by_tenant"): "pack",
         (updates.trainer, "accumulate"): "accumulate", (updates.trainer, "apply"): "apply",
         (updates.trainer, "evaluate"): "check", (updates.trainer, "mark_good"): "copy",
-        (updates.trainer, "back_to_good"): "copy", (updates.trainer, "weights"): "swap",
+        (updates.trainer, "restore_good"): "copy", (updates.trainer, "weights"): "swap",
     }  # fmt: skip
     for (owner, name), kind in parts.items():
         monkeypatch.setattr(owner, name, noted(getattr(owner, name), kind, done))

@@ -166,12 +166,3 @@ def test_a_request_of_several_choices_is_queued_whole_or_not_at_all() -> None:
         core.add(GenerateRequest("a", [3]), 0.0)
     assert len(core.abort("a")) == MAX_WAITING - 1
     assert not core.has_work
-
-
-def test_check_says_what_can_never_be_served() -> None:
-    core = core_of("adaserve", num_pages=8)
-    core.check(GenerateRequest("a", [3] * 16, SamplingParams(max_tokens=16)))
-    for prompt, tokens, param in ((0, 1, "prompt"), (48, 1, "prompt"), (16, 17, "max_tokens")):
-        with pytest.raises(RequestError) as caught:
-            core.check(GenerateRequest("a", [3] * prompt, SamplingParams(max_tokens=tokens)))
-        assert caught.value.param == param

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from adaserve_jax.config import EngineConfig
-from adaserve_jax.distill.routing import MOST_CHARS
+from adaserve_jax.distill.routing import MAX_PROMPT_CHARS
 from adaserve_jax.engine.client import GenerateRequest
 from adaserve_jax.engine.thread_engine import LocalEngine
 from adaserve_jax.errors import RequestError
@@ -57,4 +57,4 @@ def test_a_step_waits_for_the_end_of_a_long_prompt_only(monkeypatch: pytest.Monk
     router = OneRoute(needs_text=True)
     prompt = list(range(50_000))
     routing_engine(router, monkeypatch)[0]._add(GenerateRequest("long", prompt), 0.0, None)
-    assert router.told == [("long", str(prompt[-MOST_CHARS:]))]
+    assert router.told == [("long", str(prompt[-MAX_PROMPT_CHARS:]))]

@@ -116,7 +116,7 @@ def served() -> Iterator[tuple[LLM, Service]]:
         return service
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafting, "build", build)
+        patch.setattr(drafting, "build_drafter", build)
         llm = LLM(**OPTIONS, max_batch_tokens=32, eq8_eq9=True, drafter=DRAFTER)
     with llm:
         yield llm, service
@@ -262,7 +262,7 @@ def test_a_round_is_timed_with_a_session_that_is_thrown_away() -> None:
     assert service.ended_slots == [0]
     texts = [(plan.draft.draft_ctx.tolist(), plan.draft.catchup_counts.tolist()) for plan in service.plans]  # type: ignore[union-attr]
     assert texts == [([length], [1]) for length in range(drafting.TRIALS)]
-    assert drafting.round_trip_s(Timed(SAID, [None]), LIMITS, 0.0) == drafting.GUESSED_WAY_S
+    assert drafting.round_trip_s(Timed(SAID, [None]), LIMITS, 0.0) == drafting.GUESSED_ROUND_TRIP_S
     assert drafting.round_trip_s(Timed(SAID, [0.001]), LIMITS, 5.0) == 0.0
 
 
@@ -274,18 +274,20 @@ def test_times_of_drafting_are_the_service_s_and_the_way_to_it() -> None:
     assert table.max_catchup_tokens == 64
     assert table.level_s(4).tolist() == [4e-3, 5e-3]
     assert table.catchup_s(3) == pytest.approx(0.006)
-    assert drafting.with_drafting(SAMPLES, LIMITS, replace(SAID, level_s={}), 0.0) == drafting.guessed(SAMPLES, LIMITS)
+    assert drafting.with_drafting(SAMPLES, LIMITS, replace(SAID, level_s={}), 0.0) == drafting.guess_times(
+        SAMPLES, LIMITS
+    )
 
 
 def test_a_service_that_searches_less_is_told_of_and_timed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     less = replace(SAID, max_depth=2, max_width=1, level_s={(1, 1): 1e-3, (8, 1): 4e-3})
     service = Timed(less, [1e-3])
-    found = drafting.ready(service, SAMPLES, LIMITS)
+    found = drafting.wait_for_service(service, SAMPLES, LIMITS)
     assert found.samples.draft_level_s == {(1, 1): 1e-3, (1, 2): 1e-3, (8, 1): 4e-3, (8, 2): 4e-3}
     assert "searches to depth 2 and width 1, in contexts of 128 tokens" in caplog.text
     assert service.counted_anew == 1
     caplog.clear()
-    drafting.ready(Timed(SAID, [1e-3]), SAMPLES, LIMITS)
+    drafting.wait_for_service(Timed(SAID, [1e-3]), SAMPLES, LIMITS)
     assert not caplog.records
 
 
@@ -296,7 +298,7 @@ def test_a_drafter_is_closed_where_the_start_ends_with_it(monkeypatch: pytest.Mo
         raise MemoryError
 
     monkeypatch.setattr(service, "propose", fails)
-    monkeypatch.setattr(drafting, "build", lambda *_: service)
+    monkeypatch.setattr(drafting, "build_drafter", lambda *_: service)
     monkeypatch.setattr(drafting, "hello_of", lambda *_: None)
     with pytest.raises(MemoryError):
         drafting.connect_drafter(DRAFTER, None, None, SAMPLES, LIMITS, 300)  # type: ignore[arg-type]
@@ -311,7 +313,7 @@ def test_files_that_cannot_be_read_are_told_before_anything_is_loaded(tmp_path: 
 
 def test_without_an_answer_it_starts_on_a_guess_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     service = Timed(None, [1e-3])
-    found = drafting.ready(service, SAMPLES, LIMITS)
+    found = drafting.wait_for_service(service, SAMPLES, LIMITS)
     assert service.waited_s == drafting.CONNECT_S and not service.plans
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
@@ -324,16 +326,16 @@ def test_without_an_answer_it_starts_on_a_guess_and_says_so_once(caplog: pytest.
 
 def test_a_guess_gives_way_to_what_the_first_service_says_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     service = Timed(None, [1e-3])
-    found = drafting.ready(service, SAMPLES, LIMITS)
-    assert found.guessed and drafting.answered(found, LIMITS) is None and service.waited_s == 0.0
+    found = drafting.wait_for_service(service, SAMPLES, LIMITS)
+    assert found.guessed and drafting.retime(found, LIMITS) is None and service.waited_s == 0.0
     caplog.clear()
     service.welcome = replace(SAID, max_depth=2)
-    late = drafting.answered(found, LIMITS)
+    late = drafting.retime(found, LIMITS)
     assert late is not None and not late.guessed and late.drafter is service
-    assert late.samples == drafting.with_drafting(SAMPLES, LIMITS, SAID, drafting.GUESSED_WAY_S)
+    assert late.samples == drafting.with_drafting(SAMPLES, LIMITS, SAID, drafting.GUESSED_ROUND_TRIP_S)
     assert "searches to depth 2" in caplog.text, "as where it answers at the start"
     assert not service.plans, "requests run: no way is measured"
-    assert not drafting.ready(Timed(SAID, [1e-3]), SAMPLES, LIMITS).guessed
+    assert not drafting.wait_for_service(Timed(SAID, [1e-3]), SAMPLES, LIMITS).guessed
 
 
 class Connecting(Timed):
@@ -365,17 +367,17 @@ def test_an_engine_that_started_first_plans_by_the_service_s_times_once_it_answe
     monkeypatch.setattr(assembly, "load_executor", load)
     monkeypatch.setattr(assembly, "Tokenizer", SimpleNamespace(from_folder=lambda folder: Spelling()))
     monkeypatch.setattr(drafting, "hello_of", lambda *_: None)
-    monkeypatch.setattr(drafting, "build", lambda *_: service)
+    monkeypatch.setattr(drafting, "build_drafter", lambda *_: service)
     engine = LocalEngine(EngineConfig(drafter=DRAFTER, draft=None, policy="nightjar"))
     engine.start()
     try:
         limits, ends = machines[0].limits, queue.SimpleQueue()
-        guessed = drafting.guessed(costs_of(limits), limits)
+        guessed = drafting.guess_times(costs_of(limits), limits)
         assert engine.assembly.samples == guessed
         engine.submit(GenerateRequest("r", [3, 4], SamplingParams(max_tokens=20, ignore_eos=True)), ends.put)
         while ends.get(timeout=30).finish_reason is None:
             pass
-        said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_WAY_S)
+        said = drafting.with_drafting(costs_of(limits), limits, SAID, drafting.GUESSED_ROUND_TRIP_S)
         assert service.asked == 6, "nobody is greeted any more"
         assert engine.assembly.samples == said != guessed
         scheduler = engine._core.scheduler

@@ -19,7 +19,7 @@ from adaserve_jax import LLM, SLO, SamplingParams
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.constraints.constraints import Constraints
 from adaserve_jax.constraints.masks import all_but
-from adaserve_jax.engine import ipc as wire
+from adaserve_jax.engine import ipc
 from adaserve_jax.engine.build import Assembly
 from adaserve_jax.engine.client import EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.llm import Completion, GenerateOutput
@@ -301,10 +301,10 @@ def test_nothing_is_kept_of_choices_that_ended(with_grammars: LLM) -> None:
 def test_messages_between_processes_carry_all_of_it() -> None:
     logprobs = [TokenLogprob(3, -0.5, ((3, -0.5), (9, -2.0))), TokenLogprob(4, -1.0)]
     chunk = OutputChunk("a", 0, "ab", [3, 4], logprobs=logprobs)
-    step = wire.Step([chunk], EngineStats(StepStats()), 1)
-    assert wire.decode_from_engine(wire.encode(step)) == step
+    step = ipc.Step([chunk], EngineStats(StepStats()), 1)
+    assert ipc.decode_from_engine(ipc.encode(step)) == step
     sampling = SamplingParams(
         logit_bias={3: 1.5}, bad_words=("a",), min_tokens=2, logprobs=5, presence_penalty=1.0, json_schema="{}"
     )
-    request = wire.Submit(GenerateRequest("a", [1], sampling))
-    assert wire.decode_to_engine(wire.encode(request)) == request
+    request = ipc.Submit(GenerateRequest("a", [1], sampling))
+    assert ipc.decode_to_engine(ipc.encode(request)) == request

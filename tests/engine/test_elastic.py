@@ -64,7 +64,7 @@ def test_steps_swap_while_requests_run_and_texts_stay_what_they_are(core: Engine
     )
     assert 0 < max(used) <= 12 and used[-1] == 0
     assert not stats.draft_resident
-    core.settle()
+    core.bring_back_draft()
     assert core.scheduler.stats.draft_resident
 
 
@@ -75,10 +75,10 @@ def test_without_requests_the_draft_comes_back_a_part_in_each_call(core: EngineC
         core.step()
     for number in range(9):
         core.abort(f"q{number}")
-    assert not core.has_work and not core.rests
+    assert not core.has_work and not core.is_idle
     states = []
-    while not core.rests:
-        core.rest()
+    while not core.is_idle:
+        core.work_while_idle()
         states.append(core.scheduler.elastic_memory.residency.state)
     assert list(dict.fromkeys(states)) == ["loading", "resident"]
     assert core.scheduler.stats.extension_total == 0
@@ -92,9 +92,9 @@ def test_an_engine_that_cannot_settle_says_so(core: EngineCore) -> None:
         core.abort(f"q{number}")
     core.executor.refuses = True
     with pytest.raises(ElasticError, match="could not be given up; try again later"):
-        core.settle()
+        core.bring_back_draft()
     core.executor.refuses = False
-    core.settle()
+    core.bring_back_draft()
     assert core.scheduler.stats.draft_resident
 
 

@@ -24,7 +24,7 @@ from adaserve_jax.distill import records as records_module
 from adaserve_jax.distill.learner import Learner
 from adaserve_jax.distill.pieces import PieceTimes
 from adaserve_jax.distill.programs import TrainPrograms
-from adaserve_jax.distill.records import Record, Sampled, _Ended
+from adaserve_jax.distill.records import Record, SampledRows, _Ended
 from adaserve_jax.distill.updates import PieceKind
 from adaserve_jax.engine.llm import GenerateOutput
 from adaserve_jax.errors import CheckpointError, RequestError
@@ -71,7 +71,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     target = write_checkpoint(folder / "target")
     draft, other = (write_checkpoint(folder / str(seed), seed=seed, num_hidden_layers=1) for seed in (1, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lengths, "longest_within", lambda limit_s, measured: 64 if measured(64) else 0)
+        patch.setattr(lengths, "longest_length", lambda limit_s, measured: 64 if measured(64) else 0)
         llm = LLM(
             target=str(target),
             draft=str(draft),
@@ -130,7 +130,7 @@ def rested(llm: LLM) -> LearningStats:
     pause, engine = threading.Event(), llm._engine
     while True:
         with engine._lock:
-            if engine._core.rests:
+            if engine._core.is_idle:
                 return llm.stats().learning
         pause.wait(0.002)
 
@@ -263,7 +263,7 @@ def test_an_id_may_be_used_again_at_once(llm: LLM, finish_reason: FinishReason) 
     with llm._engine._lock:
         learner.added(choice)
         at = np.zeros(1, np.int32)
-        watcher._promised = Sampled(["again/0"], at, at, at + 1), Broken(rows)
+        watcher._promised = SampledRows(["again/0"], at, at, at + 1), Broken(rows)
         if finish_reason == "abort":
             learner.dropped(choice.request_id, "abort")
         else:
@@ -328,7 +328,7 @@ def test_nothing_is_trained_while_the_draft_is_away(llm: LLM, monkeypatch: pytes
         away.setattr(type(llm._engine.executor), "draft_resident", False)
         for _ in range(3):
             serve(llm)
-        assert not learner.work(None) and not learner.rests
+        assert not learner.work(None) and not learner.is_idle
         assert llm.stats().learning.micro_steps == 0
     assert rested(llm).version["default"] > 0
 
@@ -483,30 +483,30 @@ def test_what_is_new_is_written_while_requests_leave_no_time(llm: LLM, monkeypat
     """And while it is copied nothing is trained."""
     learner, saved = learner_of(llm), []
     with llm._engine._lock:
-        keeper = SimpleNamespace(save_if_due=lambda: saved.append(0), is_copying=True, wakes_in_s=None)
+        keeper = SimpleNamespace(save_if_due=lambda: saved.append(0), is_copying=True, idle_for_s=None)
         monkeypatch.setattr(learner, "_keeper", keeper)
         assert not learner.work(0.0) and saved == [0]
         monkeypatch.setattr(type(learner._drafts[0]), "due", True)
         assert not learner.work(None) and saved == [0, 0] and learner._pieces._next is None
 
 
-@pytest.mark.parametrize("wakes_in_s", [None, 7.0])
+@pytest.mark.parametrize("idle_for_s", [None, 7.0])
 def test_an_idle_engine_sleeps_until_something_is_to_be_written(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, wakes_in_s: float | None
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, idle_for_s: float | None
 ) -> None:
     rested(llm)
     engine, waited = llm._engine, []
-    keeper = SimpleNamespace(save_if_due=lambda: None, is_copying=False, wakes_in_s=wakes_in_s)
+    keeper = SimpleNamespace(save_if_due=lambda: None, is_copying=False, idle_for_s=idle_for_s)
     with engine._lock:
         monkeypatch.setattr(learner_of(llm), "_keeper", keeper)
         monkeypatch.setattr(
             engine._lock, "wait", lambda seconds=None: waited.append(seconds) or engine._inbox.append(lambda: None)
         )
-        assert engine._core.rests
+        assert engine._core.is_idle
         assert engine._take_inbox()
-        keeper.wakes_in_s = 0.0
-        assert not engine._core.rests
-    assert waited == [wakes_in_s]
+        keeper.idle_for_s = 0.0
+        assert not engine._core.is_idle
+    assert waited == [idle_for_s]
 
 
 def test_rows_that_are_no_distribution_teach_nothing(llm: LLM) -> None:

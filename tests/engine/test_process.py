@@ -18,8 +18,7 @@ import zmq
 
 from adaserve_jax.config import EngineConfig
 from adaserve_jax.drafter_config import DrafterConfig
-from adaserve_jax.engine import ipc as sockets
-from adaserve_jax.engine import ipc as wire
+from adaserve_jax.engine import ipc
 from adaserve_jax.engine import process_engine as process
 from adaserve_jax.engine.client import EngineInfo, EngineStats, GenerateRequest, OutputChunk
 from adaserve_jax.engine.process_engine import ProcessEngine
@@ -204,7 +203,7 @@ def test_progress_is_told_and_close_leaves_nothing_behind():
         _ = engine.info
     engine.start()
     assert parts == [("programs", 1, 3), ("programs", 2, 3), ("programs", 3, 3)]
-    folder = Path(engine._folder)
+    folder = Path(engine.socket_folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     sink = Collected()
     engine.submit(request("late", "slow " * 3, max_tokens=400), sink)
@@ -232,13 +231,13 @@ def test_an_error_while_loading_comes_back_as_itself(target, factory, kind, text
         engine.start()
     assert text in str(caught.value)
     assert type(caught.value) is kind
-    assert not Path(engine._folder).exists()
+    assert not Path(engine.socket_folder).exists()
 
 
 def test_the_death_of_the_process_is_noticed():
     engine = new_engine()
     engine.start()
-    folder = Path(engine._folder)
+    folder = Path(engine.socket_folder)
     other, dying = Collected(2), Collected()
     engine.submit(request("other", "slow " * 3, max_tokens=400, n=2), other)
     engine.submit(request("dying", "die now"), dying)
@@ -288,7 +287,7 @@ def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
     """Held at each call that start makes; what comes after it must not miss the close."""
     for name in ("mkdtemp", "Popen", "Thread"):
         engine, reached, ended = new_engine(target="hang"), threading.Event(), []
-        owner = {"mkdtemp": sockets.tempfile, "Popen": process.subprocess, "Thread": process.threading}[name]
+        owner = {"mkdtemp": ipc.tempfile, "Popen": process.subprocess, "Thread": process.threading}[name]
         original = getattr(owner, name)
 
         def slowly(*args, original=original, reached=reached, **kwargs):
@@ -309,7 +308,7 @@ def test_a_close_at_any_moment_of_start_leaves_nothing_behind(monkeypatch):
             assert reached.wait(PATIENCE_S)
             engine.close()
         thread.join(50)
-        assert ended and engine._child.returncode is not None and not Path(engine._folder).exists()
+        assert ended and engine._child.returncode is not None and not Path(engine.socket_folder).exists()
 
 
 def test_a_closed_engine_does_not_start():
@@ -326,7 +325,7 @@ from adaserve_jax.engine.process_engine import ProcessEngine
 engine = ProcessEngine(EngineConfig(), factory="tests.server.scripted:ScriptedEngine")
 engine.start()
 assert "jax" not in sys.modules, "the front end imported jax"
-print(engine.pid, engine._folder, flush=True)
+print(engine.pid, engine.socket_folder, flush=True)
 time.sleep(60)
 """
 
@@ -345,34 +344,34 @@ def test_the_wire_is_typed():
     stats = StepStats(finished={"stop": 3}, calibration_error={"greedy": {"raw": 0.5}})
     learning = LearningStats(version={"default": 2}, loss={"default": 0.5}, left_out={"opt_out": 1}, delay_max_s=0.25)
     drafter = DrafterStats(rounds=3, wait_s=0.5, services={"h:1": ServiceState("half_open", "v1", 2, 0.5, 0.1, "why")})
-    step = wire.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning, drafter=drafter), 5)
-    assert wire.decode_from_engine(wire.encode(step)) == step
-    start = wire.Start(EngineConfig(drafter=DrafterConfig(("grpc://h:1", "grpc://h:2"), 50.0)), "module:factory")
-    assert wire.decode_start(wire.encode(start)) == start
+    step = ipc.Step([OutputChunk("r", 0, "ä", [1, 2])], EngineStats(stats, learning=learning, drafter=drafter), 5)
+    assert ipc.decode_from_engine(ipc.encode(step)) == step
+    start = ipc.Start(EngineConfig(drafter=DrafterConfig(("grpc://h:1", "grpc://h:2"), 50.0)), "module:factory")
+    assert ipc.decode_start(ipc.encode(start)) == start
     sampling = SamplingParams(seed=2**64 - 1, stop=("a",))
-    submit = wire.Submit(
+    submit = ipc.Submit(
         GenerateRequest(
             "r", [1], sampling, SLO(tpot_ms=4), cache_salt="a", learn=False, tenant="team-a", draft_tag="code"
         )
     )
-    assert wire.decode_to_engine(wire.encode(submit)) == submit
+    assert ipc.decode_to_engine(ipc.encode(submit)) == submit
     learns = LearnConfig(learn_loss="jsd", learn_rate=1e-3, learn_folder="learned", learn_keep_records=True)
     for config in (
         EngineConfig(draft=None, token_edges=(16, 64), seed=3),
         EngineConfig(drafts=("code=models/code",), route="topic", learning=learns),
     ):
-        start = wire.Start(config, FACTORY)
-        assert wire.decode_start(wire.encode(start)) == start
+        start = ipc.Start(config, FACTORY)
+        assert ipc.decode_start(ipc.encode(start)) == start
     info = EngineInfo("t", "d", "adaserve", "cpu", "0", 8, 1, 9, 0.5, drafts=("default", "code"))
-    assert wire.decode_from_engine(wire.encode(wire.Ready(info))) == wire.Ready(info)
-    for bad in (b"\x80", wire.encode({"type": "Submit", "request": 3}), wire.encode({"type": "Exec"}), b""):
+    assert ipc.decode_from_engine(ipc.encode(ipc.Ready(info))) == ipc.Ready(info)
+    for bad in (b"\x80", ipc.encode({"type": "Submit", "request": 3}), ipc.encode({"type": "Exec"}), b""):
         with pytest.raises(msgspec.DecodeError):
-            wire.decode_to_engine(bad)
+            ipc.decode_to_engine(bad)
 
 
 @pytest.mark.parametrize(
     ("learning", "seconds"),
-    [(None, 0), (LearnConfig(), 0), (LearnConfig(learn_folder="learned"), wire.SAVE_LIMIT_S)],
+    [(None, 0), (LearnConfig(), 0), (LearnConfig(learn_folder="learned"), ipc.SAVE_LIMIT_S)],
 )
 def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatch, learning, seconds):
     waits = []
@@ -398,7 +397,7 @@ def test_an_engine_that_has_something_to_write_may_take_longer_to_end(monkeypatc
     ],
 )
 def test_errors_cross_with_class_and_text(error, kind):
-    again = wire.to_error(wire.to_fault(error))
+    again = ipc.to_error(ipc.to_fault(error))
     assert type(again) is kind
     assert str(error) in str(again)
     if isinstance(again, RequestError):
@@ -406,7 +405,7 @@ def test_errors_cross_with_class_and_text(error, kind):
 
 
 def test_what_is_sent_before_the_child_listens_reaches_it(tmp_path):
-    with zmq.Context() as context, sockets.requests_out(context, str(tmp_path)) as ours:
+    with zmq.Context() as context, ipc.requests_out(context, str(tmp_path)) as ours:
         ours.send(b"early", zmq.DONTWAIT)
         with context.socket(zmq.PULL) as theirs:
             theirs.bind(f"ipc://{tmp_path}/to_engine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from adaserve_jax.distill.records import overruled
+from adaserve_jax.distill.records import overruled_nodes
 from adaserve_jax.types import CandidateTrees, DraftTrees, RowSampling, StepOutcome, StepPlan
 
 DEPTH, WIDTH, VOCAB = 3, 3, 6
@@ -74,7 +74,7 @@ def test_the_nodes_are_those_of_the_walk() -> None:
     seen = {True: 0, False: 0}
     for _ in range(400):
         plan, *step, expected = random_step(rng)
-        assert overruled(plan, *step).tolist() == expected
+        assert overruled_nodes(plan, *step).tolist() == expected
         seen[True] += len(expected)
         seen[False] += plan.num_decode - len(expected)
     assert min(seen.values()) > 200
@@ -100,9 +100,9 @@ def test_the_cases_one_by_one() -> None:
         tokens[0, : len(drawn)] = drawn
         accepted = np.array([True, len(drawn) > 1])
         outcome = StepOutcome(tokens, np.array([len(drawn)], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
+        assert overruled_nodes(plan_of(1, 1), trees, candidates, outcome).tolist() == expected, drawn
         cut = StepOutcome(tokens, np.array([len(drawn) - 1], np.int32), accepted, 0.0, 0.0, 0.0, 8)
-        assert overruled(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
+        assert overruled_nodes(plan_of(1, 1), trees, candidates, cut).tolist() == [], "that token was not emitted"
         none = CandidateTrees.empty(1)
-        assert overruled(plan_of(1, 1), trees, none, outcome).tolist() == []
-    assert overruled(plan_of(0, 2), trees, CandidateTrees.empty(0), outcome).tolist() == []
+        assert overruled_nodes(plan_of(1, 1), trees, none, outcome).tolist() == []
+    assert overruled_nodes(plan_of(0, 2), trees, CandidateTrees.empty(0), outcome).tolist() == []

@@ -1,0 +1,53 @@
+"""Checks of a request where it enters an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from adaserve_jax.engine.client import EngineInfo, GenerateRequest, check_request
+from adaserve_jax.errors import RequestError
+from adaserve_jax.types import SamplingParams
+
+INFO = EngineInfo("t", None, "ar", "cpu", "0", 48, 4, 40, 0.01, kv_tokens=32)
+
+
+def test_a_request_that_fits_passes() -> None:
+    check_request(GenerateRequest("a", [3] * 16, SamplingParams(max_tokens=16)), INFO)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "param", "code", "text"),
+    [
+        ([], 1, "prompt", "empty_prompt", "prompt must have at least one token, got none"),
+        ([3] * 48, 1, "prompt", "context_length_exceeded", "room for one token in a context of 48, got 48 tokens"),
+        ([3] * 16, 17, "max_tokens", "context_length_exceeded", r"KV cache of 32 tokens, got 16 \+ 17; shorten"),
+        ([3] * 16, 1000, "max_tokens", "context_length_exceeded", r"got 16 \+ 32; shorten"),
+        ([40], 1, "prompt", "invalid_value", "token ids must be from 0 to 39, got 40"),
+    ],
+)
+def test_a_request_that_can_never_be_served(prompt: list[int], tokens: int, param: str, code: str, text: str) -> None:
+    with pytest.raises(RequestError, match=text) as caught:
+        check_request(GenerateRequest("a", prompt, SamplingParams(max_tokens=tokens)), INFO)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_an_error_names_the_field_of_the_prompt() -> None:
+    with pytest.raises(RequestError) as caught:
+        INFO.check_prompt(48, "messages")
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafts", "text"),
+    [
+        (None, (), "draft_tag must be absent: this engine has no draft; got 'code'"),
+        ("remote", (), "must be absent: this engine asks a draft service, which has one draft; got 'code'"),
+        ("demo", ("default", "other"), "draft_tag must name one of the drafts: default, other; got 'code'"),
+    ],
+)
+def test_a_draft_that_no_request_can_choose_is_refused(draft: str | None, drafts: tuple[str, ...], text: str) -> None:
+    with pytest.raises(RequestError, match=text) as caught:
+        check_request(GenerateRequest("r", [1], draft_tag="code"), replace(INFO, draft=draft, drafts=drafts))
+    assert caught.value.param == "draft_tag"
